@@ -204,7 +204,8 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.page import terminal_table, write_report_of
+    from harness.report.page import write_report_of
+    from harness.report.terminal import terminal_table
 
     out, rows = stdout_console(), records.rows()
     print_table(out, terminal_table(rows[:PRINTED_TRIALS]))

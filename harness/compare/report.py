@@ -8,9 +8,10 @@ from typing import Any, get_args
 from harness.base.lengths import format_length
 from harness.compare.pairs import Comparison, Pair, settings_of
 from harness.compare.sources import Member
-from harness.metrics.intervals import Verdict
+from harness.metrics.intervals import Interval, TwoRounds, Verdict
 from harness.records.stored import stored_run
-from harness.report.speedup import TWO_VALUES, rounds_text, spread_text, verdict_text
+from harness.report.digits import spread_text
+from harness.report.speedup import TWO_VALUES, rounds_text, verdict_text
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, setting_text
 
@@ -151,7 +152,7 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
         Column(header="B n", numeric=True),
         Column(header="B rounds", numeric=True),
         Column(header="B ÷ A", form="{:.3f}".format, numeric=True),
-        Column(header="interval", form=spread_text, numeric=True),
+        Column(header="interval", form=_interval, numeric=True),
         Column(header="verdict"),
         Column(header="A GiB", form=significant(3), numeric=True),
         Column(header="B GiB", form=significant(3), numeric=True),
@@ -264,11 +265,16 @@ def _cells(pair: Pair, tolerance: float) -> tuple[str, ...]:
         _time_cell(pair.reference),
         _time_cell(pair.candidate),
         f"{times.value:.3f}" if times else "",
-        spread_text(spread).replace(" to ", "–") if spread else rounds_text(1) if times else "",
+        _interval(spread).replace(" to ", "–") if spread else rounds_text(1) if times else "",
         times.verdict() if times else "" if pair.outcome == "neither" else pair.outcome,
         "" if memory is None else "equal" if pair.memory_word(tolerance) == "equal" else f"{100 * (memory - 1):+.1f}%",
         "" if pair.loss is None else f"{pair.loss:.0e}" if pair.loss else "0",
     )
+
+
+def _interval(spread: Interval | TwoRounds) -> str:
+    """With as many digits as the ratio beside it, which `--tolerance` is held against."""
+    return spread_text(spread, "{:.3f}".format)
 
 
 def _verdict(pair: Pair) -> str | None:

@@ -1,20 +1,23 @@
-"""The sentences above a report's tables: the findings, whether the losses agree, and how the trials ended."""
+"""What the first screen of a report says: a verdict of one or two sentences, and short notes on it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
-from harness.report.findings import findings
+from harness.report.contests import Contest, contests_of, verdict_sentence
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row
 from harness.report.speedup import contested_points
 from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
+from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence
 
-MOST_WRONG = 8  # trials that a report names above its findings
+MOST_WRONG = 8  # trials that a report names above its verdict
 
 TOO_FEW_ROUNDS = (
     "No trial ran in three rounds, so no figure has an interval and no difference can be told from noise; "
@@ -22,29 +25,44 @@ TOO_FEW_ROUNDS = (
 )
 
 
-def summary_sentences(rows: Sequence[Row]) -> list[str]:
-    """Where trials disagree; the findings, the most telling first; whether the losses agree; how the trials ended.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headline:
+    """The first screen of a report in words. `place` says where the verdict holds; `contests` are all sizes on GPUs."""
 
-    Trials on a CPU show agreement alone: no method is called faster there, and a sentence says why.
-    """
+    verdict: str
+    place: str
+    notes: list[str]
+    footnotes: list[str]  # what short names leave out
+    contests: list[Contest]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Verdict and notes."""
+        return [self.verdict, *self.notes]
+
+
+def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
+    """Where trials disagree, that; else who is faster at the largest size on GPUs; else whether the trials agree, since
+    times on a CPU tell nothing about GPUs."""
     if not rows:
-        return ["No trial was recorded."]
-    found = findings([row for row in rows if not on_cpu(row)])
-    measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
-    if sentence := weak_sentence(weak_forms(rows).values()):
-        found.append(sentence)
-    if found and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
-        found.append(TOO_FEW_ROUNDS)
-    if contested_points([row for row in rows if on_cpu(row)]):
-        found.append(CPU_TIMES)
-    compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
-    foreign = own_weights_sentence(rows)
-    agreement = _agreement_sentences(compared, same_weights=bool(foreign)) + ([foreign] if foreign else [])
-    if agreement and any(row["status"] == "wrong" for row in rows):
-        agreement[0] = f"Without the wrong trials: {agreement[0]}"
+        return Headline(verdict="No trial was recorded.", place="", notes=[], footnotes=[], contests=[])
+    contests = contests_of(rows, baseline)
+    compared = [pair for pair in agreements(rows) if not pair.is_reference]
+    agreement = [*_agreement_sentences(compared), *_accuracy_sentence(rows)]
     disagree = any(pair.agrees is False for pair in compared)
-    agreement += _accuracy_sentence(rows)
-    return [*(agreement + found if disagree else found + agreement), _how_they_ended(rows)]
+    faster = [verdict_sentence(contests[0]), *_same_kernel(contests[0])] if contests else []
+    notes = _notes(rows, contests)
+    ended = _how_they_ended(rows)
+    told = [*agreement, *faster] if disagree or not faster else [*faster, *agreement]
+    first = 2 if told and told[0] in faster and len(faster) > 1 else 1
+    verdict = " ".join(told[:first]) or ended
+    return Headline(
+        verdict=verdict,
+        place=_place(contests[0], rows) if contests and not disagree else "",
+        notes=[*told[first:], *notes, *([ended] if ended != verdict else [])],
+        footnotes=footnotes_of(contests[0].rows) if contests else [],
+        contests=contests,
+    )
 
 
 def wrong_sentences(rows: Sequence[Row]) -> list[str]:
@@ -54,6 +72,41 @@ def wrong_sentences(rows: Sequence[Row]) -> list[str]:
     return told + ([f"{len(wrong) - MOST_WRONG} more are wrong; the tables have them."] if wrong[MOST_WRONG:] else [])
 
 
+def _place(contest: Contest, rows: Sequence[Row]) -> str:
+    """Where the verdict holds, and what share of the possible its subject reaches."""
+    subject = contest.subject
+    parts = [contest.place]
+    ideal = share_of_ideal(subject.rows[0], rows)
+    utilisation, ceiling = subject.of("mfu"), subject.of("mfu_ceiling")
+    if ideal is not None:
+        parts.append(f"{subject.short} reaches {100 * ideal:.0f}% of one GPU's time ÷ {subject.rows[0]['world_size']}")
+    elif utilisation is not None and ceiling:
+        parts.append(f"{subject.short} reaches {100 * utilisation / ceiling:.0f}% of what the kernels allow")
+    return "; ".join(parts)
+
+
+def _same_kernel(contest: Contest) -> list[str]:
+    """Where the two of the verdict ran different attention kernels: the ratio with the other's, if it was measured."""
+    subject, other = contest.subject, contest.other
+    kernels = [one and one.rows[0].get("chosen_kernel") for one in (subject, other)]
+    if other is None or None in kernels or kernels[0] == kernels[1] or not contest.of_methods:
+        return []
+    for entrant in contest.entrants:
+        if entrant.method == subject.method and entrant.rows[0].get("chosen_kernel") == kernels[1]:
+            return [f"With the same kernel, {kernels[1]}: {verdict_sentence(contest.between(entrant, other))}"]
+    return [f"Their attention kernels differ: {kernels[0]} and {kernels[1]}."]
+
+
+def _notes(rows: Sequence[Row], contests: Sequence[Contest]) -> list[str]:
+    measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
+    notes = [weak_sentence(weak_forms(rows).values()), own_weights_sentence(rows)]
+    if contests and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
+        notes.append(TOO_FEW_ROUNDS)
+    if contested_points([row for row in rows if on_cpu(row)]):
+        notes.append(CPU_TIMES)
+    return [note for note in notes if note]
+
+
 def _how_they_ended(rows: Sequence[Row]) -> str:
     counts = Counter(row["status"] for row in rows)
     others = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()) if status != "ok")
@@ -61,25 +114,24 @@ def _how_they_ended(rows: Sequence[Row]) -> str:
     return f"{counts['ok']} of {len(rows)} {trials} gave a measurement" + (f"; {others}." if others else ".")
 
 
-def _agreement_sentences(compared: Sequence[Agreement], *, same_weights: bool) -> list[str]:
-    """`same_weights`: the run also holds trials that start from other weights, so it is said which are meant."""
-    trials = " of trials with the same initial weights, data and seed" if same_weights else ""
-    bound = [pair for pair in compared if pair.agrees is not None]
-    loose = [pair for pair in compared if pair.agrees is None]
+def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
+    """Whether trials with the same initial weights, data and seed show the same losses."""
+    judged = [pair for pair in compared if pair.agrees is not None]
+    apart = [pair for pair in judged if not pair.agrees]
     sentences = []
-    if bound:
-        apart = [pair for pair in bound if not pair.agrees]
-        worst = max(max(pair.loss, pair.grad_norm or 0.0) for pair in bound)
-        verdict = (
-            f"{len(apart)} of {len(bound)} trials differ from their reference by more than {LIMIT:.0e}"
+    if judged:
+        worst = f"{max(max(pair.loss, pair.grad_norm or 0.0) for pair in judged):.1e}"
+        sentences.append(
+            f"{len(apart)} of {len(judged)} trials do not compute the same thing as their reference: losses or "
+            f"gradient norms differ by up to {worst} (limit {LIMIT:.0e})."
             if apart
-            else f"Losses and gradient norms{trials} agree within {LIMIT:.0e} between {_what_varies(bound)}"
+            else f"{_what_varies(judged)} compute the same thing: losses and gradient norms differ by at most {worst} "
+            f"(limit {LIMIT:.0e})."
         )
-        sentences.append(f"{verdict} (largest relative difference {f'{worst:.1e}' if worst else '0'}).")
-    if loose:
-        worst = max(pair.loss for pair in loose)
+    if loose := [pair for pair in compared if pair.agrees is None]:
         types = " and ".join(sorted({pair.row["dtype"] for pair in loose}))
-        sentences.append(f"In {types} the losses{trials} differ by at most {worst:.1e} relative.")
+        worst = f"{max(pair.loss for pair in loose):.1e}"
+        sentences.append(f"In {types}, losses of trials with the same initial weights differ by at most {worst}.")
     return sentences
 
 
@@ -97,14 +149,14 @@ def _accuracy_sentence(rows: Sequence[Row]) -> list[str]:
         return []
     listed = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     some = f", in the {checked} of {len(measured)} trials that were compared" if checked < len(measured) else ""
-    return [f"Attention and its gradients differ from a dense float64 run by at most {listed}, relative{some}."]
+    return [f"Attention and its gradients differ from a dense float64 run by at most {listed}{some}."]
 
 
 def _what_varies(pairs: Sequence[Agreement]) -> str:
-    """What the trials that agree differ in."""
+    """What the trials that agree differ in, as the subject of a sentence."""
     methods = any(pair.row["method"] != pair.reference["method"] for pair in pairs)
     sizes = any(
         pair.row[size] != pair.reference[size] for pair in pairs for size in ("cp_size", "tp_size", "world_size")
     )
     varied = [word for word, varies in (("methods", methods), ("parallel sizes", sizes)) if varies]
-    return f"all {' and '.join(varied)}" if varied else "all trials"
+    return f"All {' and '.join(varied)}" if varied else "All trials"

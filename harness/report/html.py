@@ -1,17 +1,20 @@
-"""A table as the page shows it: cells with what they sort by, links to records, commands, and the first rows of many.
+"""What a page is made of: tables with what their cells sort by and links to records, templates.
 
 The page is one file. Its script and style stand inside and are allowed by their digests alone, so that text of a record
-could not run even where escaping failed.
+could not run even where escaping failed. Tables are sorted and filtered by DataTables, as the package itables ships it.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,23 +22,20 @@ from urllib.parse import quote
 import jinja2
 
 from harness.records.stored import stored_run
-from harness.report.results import Row
-from harness.report.tables.table import Column, Table, without_empty_columns
-from harness.report.weak_forms import BELOW_ORIGINAL
+from harness.report.drawing.looks import palette_css
+from harness.report.tables.table import Column, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once
-# Headers of short texts that take several lines in need.
-_WRAPPED = ("next", "verdict", "reference", "settings", "from the table", "by hand", BELOW_ORIGINAL)
-_NAMES = ("trial", "method", "head")  # headers of the column that says which trial a line is; it comes first
+_WORDS = 40  # characters from which a cell takes several lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One cell. `sort` is the number it sorts by, empty where its text is."""
+    """One cell; `order` is what it sorts by: all digits of a number, else its text."""
 
     text: str
-    sort: str
+    order: str
     style: str
 
 
@@ -87,10 +87,9 @@ class Addresses:
 
 
 def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> Grid:
-    """The table for the page; `csv` is the file that holds all its rows."""
-    table = _name_first(table)
+    """The table as the page shows it; `csv` is the file with all its rows."""
     lines = []
-    for index, (row, texts) in enumerate(zip(table.rows[:MAX_ROWS], first_rows(table).texts(), strict=True)):
+    for index, (row, texts) in enumerate(zip(table.rows[:MAX_ROWS], table.texts(MAX_ROWS), strict=True)):
         trial = table.trials[index] if table.trials else None
         lines.append(
             Line(
@@ -106,74 +105,53 @@ def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> Grid
     )  # fmt: skip
 
 
-def first_rows(table: Table) -> Table:
-    """The table with the rows that the page shows."""
-    return replace(table, rows=table.rows[:MAX_ROWS], trials=table.trials[:MAX_ROWS])
-
-
 def command_of(trial: Mapping[str, Any]) -> str:
     """The shell command that runs this trial alone again; empty where the record does not hold the run's command."""
     command = trial.get("run_command")
     return f"{command} --only {shlex.quote(trial['trial_id'])}" if command else ""
 
 
-def with_provenance(table: Table, rows: Sequence[Row]) -> Table:
-    """The table of all trials with columns on where each comes from; in files results.csv has them."""
-    columns = tuple(Column(header=header) for header in ("seed", "started (UTC)", "commit", "driver"))
-    seeds = len({row["seed"] for row in rows}) > 1
-    added = [
-        (row["seed"] if seeds else None, (row["started_at"] or "")[:19].replace("T", " ") or None,
-         (row["commit"] or "")[:10] or None, row["driver"])
-        for row in rows
-    ]  # fmt: skip
-    return without_empty_columns(
-        replace(
-            table,
-            columns=table.columns + columns,
-            rows=tuple(line + more for line, more in zip(table.rows, added, strict=True)),
-            trials=tuple(rows),
-        )
-    )
-
-
-def _name_first(table: Table) -> Table:
-    """The same table with the column that names its lines in front, which stays in place while the others scroll."""
-    headers = [column.header for column in table.columns]
-    place = next((headers.index(name) for name in _NAMES if name in headers), 0)
-    order = [place, *(index for index in range(len(headers)) if index != place)]
-    return replace(
-        table,
-        columns=tuple(table.columns[index] for index in order),
-        rows=tuple(tuple(row[index] for index in order) for row in table.rows),
-    )
-
-
 def _cell(value: Any, text: str, column: Column) -> Cell:
-    key = column.sort(value) if column.sort is not None and value is not None else value
-    number = isinstance(key, int | float) and not isinstance(key, bool)
-    style = "number" if column.numeric else ""
-    if column.header == "status":
-        style = f"status {text}"
-    elif column.header in ("reason", "caveats", "note") and text:
-        style = "words"
-    elif column.header in _WRAPPED:
-        style = "wrap"
-    return Cell(text=text, sort=repr(key) if number else "", style=style)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    style = "number" if column.numeric else "words" if len(text) > _WORDS else ""
+    return Cell(
+        text=text,
+        order=float.__repr__(float(value)) if number else text,
+        style=f"status {text}" if column.header == "status" else style,
+    )
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+
+
+@cache
+def _assets() -> tuple[str, str]:
+    """The page's style and script: DataTables, which is a module, and below it what we ask of it."""
+    found = importlib.util.find_spec("itables")
+    folders = found.submodule_search_locations if found else None
+    assert folders, "itables is a dependency"
+    bundle = (Path(folders[0]) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+    [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
+    ours = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    script = f"{bundle}\nconst TableLibrary = {library};\n{ours}"
+    return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 
 def render_page(name: str, **values: Any) -> str:
     """A page of ours; whatever is put into it is escaped. Its policy allows our style and our script, nothing else."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    style, script = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("style.css", "page.js"))
+    style, script = _assets()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    return environment.get_template(name).render(style=style, script=script, policy=policy, **values)
+    return _environment().get_template(name).render(style=style, script=script, policy=policy, **values)
 
 
+@cache
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

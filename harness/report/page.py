@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import base64
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
-from harness.base.lengths import format_length
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
+from harness.report.contests import sizes_table
+from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
-from harness.report.figures import all_figures, render, save_figure
-from harness.report.headline import summary_sentences, wrong_sentences
-from harness.report.html import Addresses, grid_of, render_page, with_provenance
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures import all_figures, inline, save_figure, shown_of
+from harness.report.headline import headline_of, wrong_sentences
+from harness.report.html import Addresses, grid_of, render_page
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
-from harness.report.tables.best import best_table
-from harness.report.tables.breakdown import breakdown_table
+from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
-from harness.report.tables.head import head_table
 from harness.report.tables.ideal import ideal_table
-from harness.report.tables.masks import mask_table
-from harness.report.tables.set_ups import set_ups_table
+from harness.report.tables.particular import breakdown_table, head_table, mask_table, set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
-from harness.report.tables.table import Table, save_table, significant
-from harness.report.tables.trials import (
-    accuracy_table,
-    agreement_table,
-    problems_table,
-    results_table,
-    series_names,
-)
-from harness.report.variants import panel_name, panel_of
+from harness.report.tables.table import Table, save_table
+from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
+from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.table import Table as RichTable
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
 
@@ -62,7 +50,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "breakdown": breakdown_table,
     "results": results_table,
 }
-FIRST = ("best", "comparison")  # tables that the page shows above the figures
+BEFORE_FIGURES = ("comparison",)  # tables that the page shows above the figures; on CPUs those of agreement
+BEFORE_FIGURES_ON_CPUS = ("agreement", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +61,12 @@ class Plot:
     name: str
     title: str
     setup: str
-    figure: Figure
+    figure: Sheet
 
     @property
-    def data_uri(self) -> str:
-        """The figure as an SVG data URI: sharp at any size, and nothing to fetch."""
-        return "data:image/svg+xml;base64," + base64.b64encode(render(self.figure, "svg")).decode()
+    def inline(self) -> tuple[str, str]:
+        """The plot as elements of the page: for wide screens, and for phones."""
+        return inline(self.figure, self.name)
 
 
 def write_report(
@@ -138,27 +127,19 @@ def write_report_of(
     make_writable(out)
     if "csv" in wanted:
         write_results(out / "results.csv", rows)
-    summaries = [_with_trials(table, rows) for table in report_tables(rows, baseline)]
+    tables = report_tables(rows, baseline)
     plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
     written: set[Path] = set()
-    for table in summaries:
+    for table in tables:
         written.update(save_table(table, out / "tables", [kind for kind in TABLE_FORMATS if kind in wanted]))
     for plot in plots:
         written.update(save_figure(plot.figure, out / "figures" / plot.name, wanted & set(figures.FORMATS)))
     _remove_outdated(out, written, wanted)
     if "html" not in wanted:
         return out
-    if found := best_table(rows):
-        summaries = [with_mark_explained(found, weak_sentence(weak_forms(rows).values())), *summaries]
     addresses = Addresses(out, run_dirs, site)
-    text = html_report(records, rows, summaries, plots, index, addresses, frozenset(written))
+    text = html_report(records, rows, tables, plots, addresses, frozenset(written), index=index, baseline=baseline)
     return write_atomic(out / "report.html", text)
-
-
-def _with_trials(table: Table, rows: Sequence[Row]) -> Table:
-    """The table with the trial behind every line, where its lines are trials in the order of `rows`."""
-    of_lines = {"results": rows, "problems": [row for row in rows if row["status"] != "ok"]}.get(table.name, ())
-    return replace(table, trials=tuple(of_lines)) if len(of_lines) == len(table.rows) else table
 
 
 def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> None:
@@ -205,61 +186,94 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every figure that applies, once per set-up; file names say the set-up only where there are several. Wrong trials
-    have no place in any."""
-    setups = groups_of([row for row in rows if row["status"] != "wrong"])
-    plots = []
-    for key, drawing in all_figures().items():
-        applicable = [group for group in setups if drawing.applies(group)]
-        suffixes = _suffixes(applicable)
-        for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
-    return plots
+    """Every figure, once per set-up; file names say the set-up only where there are several. Wrong trials have no place
+    in any."""
+    return [Plot(name=name, title=shown.title, setup=about(group), figure=shown)
+            for name, group, shown in _shown(rows) if isinstance(shown, Sheet)]  # fmt: skip
+
+
+def figure_sentences(rows: Sequence[Row]) -> list[str]:
+    """What stands in the place of figures that would show that all is equal."""
+    return list(dict.fromkeys(shown for *_, shown in _shown(rows) if isinstance(shown, str)))
+
+
+def _shown(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row], Sheet | str]]:
+    """Name, rows, and the figure or the sentence, of every set-up in the order of the page."""
+    groups = groups_of([row for row in rows if row["status"] != "wrong"])
+    found = [(name, group, shown) for group in groups for name, shown in shown_of(group).items()]
+    suffixes: dict[tuple[str, int], str] = {}
+    for key in {name for name, *_ in found}:
+        having = [group for name, group, shown in found if name == key and isinstance(shown, Sheet)]
+        suffixes |= {(key, id(group)): end for group, end in zip(having, _suffixes(having), strict=True)}
+    return [(name + suffixes.get((name, id(group)), ""), group, shown) for name, group, shown in found]
 
 
 def html_report(
     records: Sequence[Record],
     rows: Sequence[Row],
-    summaries: Sequence[Table],
+    tables: Sequence[Table],
     plots: Sequence[Plot],
-    index: str,
     addresses: Addresses,
     written: frozenset[Path] = frozenset(),
+    *,
+    index: str = "",
+    baseline: str | None = None,
 ) -> str:
     """One HTML page with everything inside: style, script and figures; all text is escaped. Files are linked that this
-    report has `written`, and records."""
-    counts: dict[str, int] = {}
-    for record in records:
-        counts[record.status] = counts.get(record.status, 0) + 1
+    report has `written`, and records.
+
+    First comes who is faster, with a plot of the largest size and a line for each other one; where no trial ran on a
+    GPU, whether the methods compute the same thing.
+    """
     csv_of = {path.stem: path for path in written if path.suffix == ".csv"}
-    grids = [
-        grid_of(with_provenance(one, rows) if one.name == "results" else one, addresses, csv_of.get(one.name))
-        for one in summaries
-    ]
-    sections = [
-        ("findings", "Findings"),
-        *((grid.name, grid.title) for grid in grids if grid.name in FIRST),
-        *([("figures", "Figures")] if plots else []),
-        *((grid.name, grid.title) for grid in grids if grid.name not in FIRST),
-        ("provenance", "Where the numbers come from"),
-        ("formulas", "How the numbers are defined"),
-    ]
-    about = (distinct(record.gpu for record in records), days_of(records))
+    headline = headline_of(rows, baseline)
+    tables = [_without(one, headline.footnotes) for one in tables]
+    grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
+    plot = dots_of(headline.contests[0]) if headline.contests else None
+    first = [sizes_table(headline.contests[1:] if plot else headline.contests)]
+    if all(map(on_cpu, rows)):
+        first = [agreement_summary(rows)]
+    early = BEFORE_FIGURES if headline.contests else BEFORE_FIGURES_ON_CPUS
+    parts: list[tuple[str, str, object]] = [(name, grids[name].title, grids[name]) for name in early if name in grids]
+    equal = figure_sentences(rows)
+    if plots or equal:
+        parts.append(("figures", "Figures", [(plot, _files_of(plot, addresses, written)) for plot in plots]))
+    parts += [(name, grid.title, grid) for name, grid in grids.items() if name not in early]
+    counts = counted(record.status for record in records)
     return render_page(
         "report.html.j2",
         title=" · ".join(dict.fromkeys(record.title or record.experiment for record in records)),
         wrong=wrong_sentences(rows),
-        sentences=summary_sentences(rows),
-        about=[text for text in about if text],
-        counts=sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])),
+        headline=headline,
+        about=[text for text in (distinct(record.gpu for record in records), days_of(records)) if text],
+        counts=counts,
         facts=provenance(records),
-        grids=grids,
-        first=FIRST,
-        sections=sections,
-        plots=[(plot, _files_of(plot, addresses, written)) for plot in plots],
-        formulas=list(FORMULAS.values()),
+        plot=plot,
+        equal=equal,
+        first=[grid_of(table, addresses) for table in first if table is not None],
+        parts=parts,
+        sections=[
+            ("verdict", "Verdict"),
+            *((name, heading) for name, heading, _ in parts),
+            ("provenance", "Where the numbers come from"),
+            ("formulas", "How the numbers are defined"),
+        ],
+        formulas=[per_unit(formula, rows) for formula in FORMULAS.values()],
         index=index,
     )
+
+
+def _without(table: Table, said: Sequence[str]) -> Table:
+    """The table without the footnotes that stand above it on the page."""
+    note = table.note
+    for sentence in said:
+        note = note.replace(f" {sentence}", "")
+    return replace(table, note=note)
+
+
+def counted(statuses: Iterable[str]) -> list[tuple[str, int]]:
+    """How many trials ended how, ok first."""
+    return sorted(Counter(statuses).items(), key=lambda item: (item[0] != "ok", item[0]))
 
 
 def _files_of(plot: Plot, addresses: Addresses, written: frozenset[Path]) -> list[tuple[str, str]]:
@@ -296,40 +310,6 @@ def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("Started (UTC)", started[0] if len(set(started)) < 2 else f"{started[0]} to {started[-1]}" if started else ""),
     ]
     return [(label, text) for label, text in facts if text]
-
-
-def terminal_table(rows: Sequence[Row]) -> RichTable:
-    """The compact table `burst run` ends with: one line per trial, in the order of results.csv."""
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    columns: list[tuple[str, Callable[[Row], Any], Callable[[Any], str]]] = [
-        ("task", lambda row: row["task"], str),
-        ("tokens", lambda row: row["seq_len"], format_length),
-        ("parallel", lambda row: panel_name(panel_of(row)), str),
-        ("step ms", lambda row: row["step_seconds_median"], significant(3, 1e3)),
-        ("tok/s/GPU", lambda row: row["tokens_per_gpu_per_second"], significant(4)),
-        ("TFLOP/s", lambda row: row["tflops_per_gpu"], significant(3)),
-        ("MFU %", lambda row: row["mfu"], significant(3, 100)),
-        ("peak GiB", lambda row: row["peak_memory_gib"], significant(3)),
-        ("loss", lambda row: row["loss"], significant(6)),
-    ]
-    shown = [column for column in columns if any(column[1](row) is not None for row in rows)]
-    explained = weak_sentence(weak_forms(rows).values())
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
-    table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
-    for header, _, _ in shown:
-        table.add_column(header, justify="left" if header in ("task", "parallel") else "right", no_wrap=True)
-    table.add_column("status", overflow="fold")
-    for row, name in zip(rows, series_names(rows), strict=True):
-        ok = row["status"] == "ok"
-        style = "green" if ok else "yellow" if row["status"] == "refused" else "red"
-        # Text, not str: a reason may hold brackets, which rich would read as markup.
-        status = Text(row["status"] if ok else f"{row['status']}: {row['reason'] or 'no reason recorded'}", style=style)
-        cells = [form(value) if (value := read(row)) is not None else "" for _, read, form in shown]
-        table.add_row(Text(name), *map(Text, cells), status)
-    return table
 
 
 def distinct(values: Iterable[str]) -> str:

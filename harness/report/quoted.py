@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import pandas as pd
 import yaml
-from matplotlib import rc_context
 
 from engine.atomic import write_atomic
 from engine.plain_json import from_json
@@ -27,10 +26,12 @@ from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.records.stored import run_named
+from harness.report.digits import spread_text
+from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
 from harness.report.results import Row, spread_of
-from harness.report.speedup import Speedup, speedup, spread_text
+from harness.report.speedup import Speedup, speedup
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
@@ -128,8 +129,10 @@ class Quotes:
         drawing = self.definitions.drawings[path]
         frame = self._frame(drawing.runs)
         rows: list[Row] = list(_rows(frame, drawing.where)["row"])
-        with rc_context({"svg.fonttype": "none"}):
-            return render(all_figures()[drawing.figure].draw(rows), "svg")
+        shown = all_figures()[drawing.figure].draw(rows)
+        if not isinstance(shown, Sheet):
+            raise UsageError(f"{path} of {DEFINITIONS} is no figure ({shown or 'no number'}); correct its runs")
+        return render(shown, "svg")
 
     @property
     def names(self) -> list[str]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
-from harness.records.record import Record
+from harness.metrics.intervals import Interval
 from harness.records.stored import runs_below, stored_run
-from harness.report.headline import summary_sentences, wrong_sentences
+from harness.report.contests import Contest
+from harness.report.dots import Compared, Dots, ratio_dots
+from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
-from harness.report.page import checked_formats, days_of, distinct, named_runs, read_runs, write_report_of
-from harness.report.results import Row
+from harness.report.page import checked_formats, counted, days_of, distinct, named_runs, read_runs, write_report_of
 from harness.report.tables.comparison import known_baseline
+from harness.report.variants import OWN_METHOD
 
 INDEX_FILE = "index.html"
 
@@ -29,13 +33,15 @@ class Entry:
     folder: str  # of the run, below the site's root
     link: str = ""
     title: str = ""
-    finding: str = ""  # the first sentence of its report
+    finding: str = ""  # the verdict of its report
     hardware: str = ""
     records: int = 0
     statuses: Sequence[tuple[str, int]] = field(default_factory=tuple)
     started: str = ""
     commit: str = ""
     problem: str = ""
+    said: Sequence[str] = ()  # what was to be told while the run was read
+    compared: Compared | None = None  # our speed over the fastest other method's, where both ran on GPUs
 
 
 def write_site(
@@ -46,12 +52,14 @@ def write_site(
     baseline: str | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    done: Callable[[int, int, str], None] = lambda _done, _of, _run: None,
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
-    Tables of a run with trials of method `baseline` compare with it. Returns the index, and a sentence about every run
-    whose records cannot be read; the index shows it as well. Raises UsageError when no run is there, for an unknown
-    format or a baseline that no run has, and when `out` cannot be written.
+    Tables of a run with trials of method `baseline` compare with it. `done` is told after each run how many of how many
+    are written. Returns the index, and a sentence about every run whose records cannot be read; the index shows it as
+    well. Raises UsageError when no run is there, for an unknown format or a baseline that no run has, and when `out`
+    cannot be written.
     """
     runs = runs_below(root)
     if not runs:
@@ -60,57 +68,109 @@ def write_site(
         )
     make_writable(out)
     wanted = checked_formats({"html", *formats})
-    read: dict[Path, tuple[list[Record], list[Row]] | str] = {}
-    for run in runs:
-        try:
-            read[run] = read_runs([run], set_bad_aside=set_bad_aside, say=say)
-        except UsageError as error:
-            read[run] = str(error)
-    known_baseline(baseline, [row for found in read.values() if not isinstance(found, str) for row in found[1]])
+    if baseline is not None:
+        known_baseline(baseline, [row for run in runs for row in _rows_or_none(run)])
+    write = partial(
+        _entry, root=root, out=out, formats=wanted, baseline=baseline, set_bad_aside=set_bad_aside
+    )  # fmt: skip
     entries = []
-    for run, found in read.items():
-        folder = stored_run(run).report_dir.relative_to(root)
-        if isinstance(found, str):
-            entries.append(Entry(folder=folder.as_posix(), problem=found))
-        elif found[0]:
-            entries.append(_entry(*found, run, folder, out, wanted, baseline))
+    for entry in _in_processes(write, runs):
+        for sentence in entry.said:
+            say(sentence)
+        entries.append(entry)
+        done(len(entries), len(runs), entry.folder)
+    shown = sorted((entry for entry in entries if entry.problem or entry.records), key=lambda entry: entry.started,
+                   reverse=True)  # fmt: skip
+    shown.sort(key=lambda entry: entry.hardware in ("", "cpu"))
+    plot, verdict = _overview(shown)
     text = render_page(
         "index.html.j2",
         title=f"Reports of {root.resolve().name}",
-        entries=entries,
-        records=sum(entry.records for entry in entries),
-        runs=len(entries),
+        entries=shown,
+        records=sum(entry.records for entry in shown),
+        runs=len(shown),
+        plot=plot,
+        verdict=verdict,
+        sections=[],
     )
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
+def _in_processes(write: Callable[[Path], Entry], runs: Sequence[Path]) -> Iterator[Entry]:
+    """The entries in the order of `runs`, written by as many processes as there are cores."""
+    workers = min(len(os.sched_getaffinity(0)), len(runs))
+    if workers < 2:
+        yield from map(write, runs)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(write, runs)
+
+
+def _rows_or_none(run: Path) -> list[dict[str, object]]:
+    try:
+        return read_runs([run])[1]
+    except UsageError:  # said where the run's report is written
+        return []
+
+
 def _entry(
-    records: Sequence[Record],
-    rows: Sequence[Row],
-    run: Path,
-    folder: Path,
-    out: Path,
-    formats: frozenset[str],
-    baseline: str | None,
+    run: Path, *, root: Path, out: Path, formats: frozenset[str], baseline: str | None, set_bad_aside: bool
 ) -> Entry:
     """Write one run's report; returns its line of the index."""
+    folder, said = stored_run(run).report_dir.relative_to(root), list[str]()
+    try:
+        records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=said.append)
+    except UsageError as error:
+        return Entry(folder=folder.as_posix(), problem=str(error))
+    if not records:
+        return Entry(folder=folder.as_posix(), said=said)
     index = "../" * len(folder.parts) + INDEX_FILE
     page = write_report_of(
-        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=named_runs([run]), site=out
-    )
+        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=named_runs([run]),
+        site=out,
+    )  # fmt: skip
+    headline = headline_of(rows, baseline)
+    wrong = wrong_sentences(rows)
+    link = quote(page.relative_to(out).as_posix())
+    title = distinct(record.title or record.experiment for record in records)
     return Entry(
         folder=folder.as_posix(),
-        link=quote(page.relative_to(out).as_posix()),
-        title=distinct(record.title or record.experiment for record in records),
-        finding=[*wrong_sentences(rows), *summary_sentences(rows)][0],
+        link=link,
+        title=title,
+        finding=wrong[0] if wrong else headline.verdict,
         hardware=distinct(record.gpu for record in records),
         records=len(records),
-        statuses=_statuses(records),
+        statuses=counted(record.status for record in records),
         started=days_of(records),
         commit=distinct(record.commit[:10] for record in records),
+        said=said,
+        compared=_against_others(headline.contests[:1], title, link),
     )
 
 
-def _statuses(records: Sequence[Record]) -> list[tuple[str, int]]:
-    counts = Counter(record.status for record in records)
-    return sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
+def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared | None:
+    """Our ratio at the run's largest size at which other methods ran; None on emulated nodes, which are slower than the
+    host without them."""
+    for contest in first:
+        subject, other = contest.subject, contest.other
+        found = contest.beside(other) if other else None
+        own = contest.of_methods and subject.method == OWN_METHOD
+        if own and other and found and contest.rows[0]["emulate_nodes"] == 1:
+            return Compared(
+                name=title, link=link, about=contest.place, ratio=found.ratio, verdict=found.text, other=other.short
+            )
+    return None
+
+
+def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
+    """Runs in which other methods ran on GPUs, in three rounds or more, as one dot plot, and what it shows in words."""
+    every = [entry.compared for entry in entries if entry.compared]
+    sure = [one for one in every if isinstance(one.ratio.spread, Interval)]
+    left = len(every) - len(sure)
+    note = f"{left} more runs had fewer than three rounds, and so no interval; they are below." if left else ""
+    counts = [sum(one.verdict.startswith(word) for one in sure) for word in ("faster", "slower", "not")]
+    verdict = (
+        f"{OWN_METHOD} is faster than the fastest other method in {counts[0]} of {len(sure)} runs with an interval, "
+        f"slower in {counts[1]}, not distinguishable in {counts[2]}."
+    )
+    return ratio_dots(sure, note), verdict

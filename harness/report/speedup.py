@@ -6,15 +6,16 @@ resampled (`harness.metrics.intervals`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
+from harness.report.digits import TOO_WIDE as TOO_WIDE
+from harness.report.digits import Measured, ratio_spread_text, ratio_text
 from harness.report.results import Machine, Row, given_names, method_rank
 from harness.report.variants import OWN_METHOD, pooled, setting_of
 
-TOO_WIDE = "too wide"
 TWO_VALUES = "`a and b` is what each of two rounds gave, and no interval"
 
 
@@ -35,8 +36,13 @@ class Speedup:
 
     @property
     def between(self) -> str:
-        """What stands beside the ratio: `1.020 to 1.050`, of two rounds `1.080 and 1.100`."""
-        return spread_text(self.spread) if self.spread else f"{rounds_text(self.rounds)}, no interval"
+        """What stands beside the ratio: `1.02 to 1.05`, of two rounds `1.08 and 1.10`."""
+        return ratio_spread_text(self.spread) if self.spread else f"{rounds_text(self.rounds)}, no interval"
+
+    @property
+    def ratio(self) -> Measured:
+        """The value, which knows how many of its digits count."""
+        return Measured(self.value, self.spread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,10 @@ class Point:
     @property
     def first(self) -> Row:
         return next(iter(self.by_method.values()))[0]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.by_method.values() for row in group]
 
     def measured(self) -> dict[str, float]:
         """Median step seconds of every method that gave a number, the fastest first."""
@@ -85,13 +95,6 @@ class Point:
 def rounds_text(rounds: int) -> str:
     """How many rounds: `one round`, `two rounds`, `3 rounds`."""
     return {1: "one round", 2: "two rounds"}.get(rounds, f"{rounds} rounds")
-
-
-def spread_text(spread: Interval | TwoRounds, form: Callable[[float], str] = "{:.3f}".format) -> str:
-    """An interval as `1.020 to 1.050`, what two rounds gave as `1.080 and 1.100`."""
-    if isinstance(spread, TwoRounds):
-        return " and ".join(map(form, spread))
-    return TOO_WIDE if spread.too_wide else f"{form(spread.low)} to {form(spread.high)}"
 
 
 def verdict_text(verdict: Verdict, rounds: int, apart: tuple[int, ...] = ()) -> str:
@@ -189,5 +192,5 @@ def point_of(row: Row) -> tuple[Any, ...]:
 
 
 def times(value: float) -> str:
-    """A ratio of speeds: `1.32×`, near 1 with a digit more."""
-    return f"{value:.2f}×" if abs(value - 1) >= 0.05 else f"{value:.3f}×"
+    """A ratio of speeds with the digits that its interval supports, if it knows one: `1.32×`."""
+    return f"{ratio_text(value)}×"

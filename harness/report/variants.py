@@ -1,18 +1,20 @@
 """The set-up that a figure shows, the panel and the series that a row belongs to, and their names.
 
 A sweep may vary anything. Method, sequence length and parallel sizes have their own place in a figure. A series is
-named by its method, what the method ran (`ran`), and every other setting that varies, so that two bars with different
-settings never look alike. Steps, warm-up and seeds are no part of a name.
+named by the short name of its method and by the settings that tell it from others of that name: two series never have
+equal names. Steps, warm-up and seeds are no part of a name, versions and builds stand in `footnotes_of`.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from harness.report.results import ONE_RANK, Row, is_given, method_rank, setting_names, sortable
+from harness.report.results import ONE_RANK, UPSTREAM, Row, is_given, method_rank, setting_names, sortable
 from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
@@ -28,7 +30,19 @@ _PLACED = frozenset(
     }
 )
 
+# Upstream systems whose `system` is longer than what people call them.
+_SYSTEMS = {"trl_upstream": "TRL + Liger", "transformers_upstream": "transformers + Liger"}
+_SCHEDULES = {
+    "double_ring": "double ring", "ulysses": "Ulysses", "usp": "USP", "usp_transposed": "USP transposed",
+}  # fmt: skip
+_ARRANGEMENTS = {"p2p": "ring", "a2a": "Ulysses", "ulysses": "Ulysses", "all_gather": "all-gather",
+                 "zigzag ring": "zigzag"}  # fmt: skip
+
+_FOR_ALL = ("settings",)  # what decides whether trials compare is said of every method, or usual for all of them
+
+
 Setup = tuple[Any, ...]
+_Series = tuple[str, str, tuple[Any, ...]]  # method, `method_name`, values of the varying settings
 
 
 def setup_of(row: Row) -> Setup:
@@ -108,64 +122,133 @@ def _is_planned(row: Row, name: str) -> bool:
 
 
 def method_name(row: Row) -> str:
-    """Method and what it ran: `burst (ring, query side)`, `burst (auto: ulysses, copy engine)`, `ulysses (all-to-all)`.
+    """The short name that people use: `burst (Ulysses)`, `megatron_cp`, `Megatron-LM`, `TransformerEngine, all-gather`.
 
-    `auto` says that the cost model chose the schedule. The method alone for a trial that was not measured, or on one
-    rank.
+    Of burst it says the schedule that ran, of an attention function that it calls the arrangement; neither for a trial
+    that was not measured, or on one rank. Versions, builds and sides of backward are in `footnotes_of`.
     """
-    method, ran = row["method"], row["ran"]
-    if ran in (None, ONE_RANK):
-        return str(method)
-    if method == OWN_METHOD:
-        return f"{method} ({'auto: ' if row['schedule'] == 'auto' else ''}{ran})"
-    schedule, _, rest = ran.partition(", ")
-    if schedule.replace(" ", "_") in (method, method.partition("_")[2]):  # the method's name says it
-        ran = rest
-    return f"{method} ({ran})" if ran else method
+    method, shared = str(row["method"]), row["ran"] not in (None, ONE_RANK)
+    if method.endswith(UPSTREAM):
+        arrangement = row.get("chosen_arrangement") if shared else None
+        return f"{system_name(row)}, {_arranged(arrangement)}" if arrangement else system_name(row)
+    if method == OWN_METHOD and shared and (schedule := row.get("chosen_schedule")):
+        return f"{method} ({_SCHEDULES.get(schedule, schedule)})"
+    return method
 
 
-def series_name(row: Row, varying: Sequence[str]) -> str:
-    """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
-    told = [name for name in varying if not _said_by_name(row, name)]
-    return ", ".join(filter(None, [method_name(row), settings_name(row, told)]))
+def system_name(row: Row) -> str:
+    """The name that people use for the upstream system of a row: `TransformerEngine`."""
+    return str(_SYSTEMS.get(row["method"]) or row["system"] or row["method"])
 
 
-def _said_by_name(row: Row, setting: str) -> bool:
-    """Whether `method_name` tells the setting's value from every other."""
-    if setting not in ("schedule", "backward"):
-        return False
-    if row["method"] != OWN_METHOD or (setting == "schedule" and row["schedule"] == "auto"):
-        return bool(row[setting] == "auto")
-    return row["ran"] not in (None, ONE_RANK) and row[setting] == row.get(f"chosen_{setting}")
+def _arranged(words: str) -> str:
+    """The arrangement in which an attention function ran, in the words used for schedules."""
+    for theirs, ours in _ARRANGEMENTS.items():
+        words = re.sub(rf"\b{theirs}\b", ours, words)
+    parts = [part.rpartition(" ") for part in words.split(" x ")]
+    used = [name for name, _, ranks in parts if ranks != "1"]
+    return used[0] if len(parts) > 1 and len(used) == 1 else words.replace(" x ", " × ")
 
 
 def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list[tuple[str, list[Row]]]:
     """Rows split by series: methods in their usual order, variants of one method in the order of their settings.
 
-    `varying` names the settings that tell series apart; by default all that vary.
-
-    A row without a measurement, or of one rank, joins the rows with its settings where all of these ran the same.
+    `varying` names the settings that tell series apart; by default all that vary. A row without a measurement, or of
+    one rank, joins the rows with its settings where all of these have one name.
     """
     varying = varying_settings(rows) if varying is None else varying
-
-    def variant(row: Row) -> tuple[Any, ...]:
-        return (row["method"], *(setting_of(row, name) for name in varying))
-
     named: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
-        if method_name(row) != row["method"]:
-            named.setdefault(variant(row), set()).add(series_name(row, varying))
-    groups: dict[str, list[Row]] = {}
+        if not _ran_nothing(row):
+            named.setdefault((row["method"], *_variant(row, varying)), set()).add(method_name(row))
+    groups: dict[_Series, list[Row]] = {}
     for row in rows:
-        names = named.get(variant(row), set())
-        alone = method_name(row) == row["method"] and len(names) == 1
-        groups.setdefault(next(iter(names)) if alone else series_name(row, varying), []).append(row)
+        variant = _variant(row, varying)
+        names = named.get((row["method"], *variant), set())
+        name = next(iter(names)) if _ran_nothing(row) and len(names) == 1 else method_name(row)
+        groups.setdefault((row["method"], name, variant), []).append(row)
+    names_of = _named(groups, varying)
 
-    def order(item: tuple[str, list[Row]]) -> tuple[Any, ...]:
-        name, members = item
-        return (method_rank(members[0]["method"]), [sortable(setting_of(members[0], key)) for key in varying], name)
+    def order(item: tuple[_Series, list[Row]]) -> tuple[Any, ...]:
+        (method, _, _), members = item
+        values = [sortable(setting_of(members[0], name)) for name in varying]
+        return (method_rank(method), values, names_of[item[0]])
 
-    return sorted(groups.items(), key=order)
+    return [(names_of[series], members) for series, members in sorted(groups.items(), key=order)]
+
+
+def series_names(rows: Sequence[Row]) -> list[str]:
+    """The name of every row's series, in order; a trial without a measurement is never said to have run anything."""
+    varying = varying_settings(rows)
+    keys: list[_Series] = [(row["method"], method_name(row), _variant(row, varying)) for row in rows]
+    names = _named({key: [row] for key, row in zip(keys, rows, strict=True)}, varying)
+    return [names[key] for key in keys]
+
+
+def unsaid_settings(rows: Sequence[Row]) -> dict[str, str]:
+    """What holds where names say nothing else, in words: under "" for all of them, else by the name that is meant."""
+    varying = varying_settings(rows)
+    keys = list(dict.fromkeys((row["method"], method_name(row), _variant(row, varying)) for row in rows))
+    found = {}
+    for name in ("", *dict.fromkeys(key[1] for key in keys)):
+        members = [key for key in keys if not name or key[1] == name]
+        asked = [one for one in varying if (one in _FOR_ALL) != bool(name)]
+        told = {
+            one: value
+            for one, value in _usual(members, varying).items()
+            if one in asked and len({key[2][varying.index(one)] for key in members}) > 1
+        }
+        if words := ", ".join(setting_text(one, value) for one, value in told.items() if value is not None):
+            found[name] = words
+    return found
+
+
+def _variant(row: Row, varying: Sequence[str]) -> tuple[Any, ...]:
+    """Values of the varying settings; None of what the table of set-ups or the planner chose, as other settings say."""
+    return tuple(row.get(name) if is_given(row, name) and not _is_planned(row, name) else None for name in varying)
+
+
+def _ran_nothing(row: Row) -> bool:
+    return row["ran"] in (None, ONE_RANK)
+
+
+def _named(series: Mapping[_Series, Sequence[Row]], varying: Sequence[str]) -> dict[_Series, str]:
+    """A name of its own for each series: its method, and the settings in which it differs from most of that name."""
+    alike: dict[str, list[_Series]] = {}
+    for key in series:
+        alike.setdefault(key[1], []).append(key)
+    names: dict[_Series, str] = {}
+    of_all = {name: value for name, value in _usual(list(series), varying).items() if name in _FOR_ALL}
+    for members in alike.values():
+        usual = {name: value for name, value in _usual(members, varying).items() if name not in _FOR_ALL} | of_all
+        for key in members:
+            names[key] = _with_settings(key, varying, usual)
+    counts = Counter(names.values())
+    doubtful = [key for key, name in names.items() if counts[name] > 1]
+    for key in doubtful:
+        methods = {other[0] for other in doubtful if other[1] == key[1]}
+        names[key] = _with_settings(key, varying, {}) + (f" [{key[0]}]" if len(methods) > 1 else "")
+    return names
+
+
+def _usual(members: Sequence[_Series], varying: Sequence[str]) -> dict[str, Any]:
+    """The value of a setting that more than half of the series have, where there is one."""
+    found = {}
+    for place, name in enumerate(varying):
+        [(value, count)] = Counter(key[2][place] for key in members).most_common(1)
+        if 2 * count > len(members):
+            found[name] = value
+    return found
+
+
+def _with_settings(key: _Series, varying: Sequence[str], usual: Mapping[str, Any]) -> str:
+    _, name, variant = key
+    told = [
+        setting_text(setting, value)
+        for setting, value in zip(varying, variant, strict=True)
+        if not (setting in usual and usual[setting] == value) and value is not None
+    ]
+    return ", ".join([name, *told])
 
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
@@ -193,6 +276,11 @@ def pooled(rows: Iterable[Row], column: str) -> float | None:
 
 
 def setting_text(name: str, value: object) -> str:
-    """A setting by the last part of its name, and its whole value: two values never read the same."""
+    """A setting by the last part of its name, and its whole value: two values never read the same. A budget of memory
+    and the name of a set-up are said without it: `24 GiB`, `whole GPU`, `as published`."""
     short = name.rsplit(".", 1)[-1]
+    if name == "memory":
+        return re.sub(r"(?<=\d)(?=[A-Za-z])", " ", str(value)) if value else "whole GPU"
+    if name == "settings":
+        return "equal settings" if value == EQUAL else str(value).replace("_", " ")
     return f"{short} {'on' if value else 'off'}" if isinstance(value, bool) else f"{short} {value}"

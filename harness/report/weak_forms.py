@@ -1,6 +1,6 @@
-"""Native forms that are slower than the system they are written after, which every table and figure marks.
+"""Native baselines that are slower than the system they are written after, which every table and figure marks.
 
-A comparison with a native form says something about the system only where the form is as fast as the system itself. The
+A comparison with a native baseline says something about the system only where it is as fast as the system itself. The
 ratio is formed where both ran in one run with equal settings, by their steps and rounds (`harness.report.speedup`).
 """
 
@@ -17,18 +17,17 @@ from harness.report.speedup import Speedup, point_of, speedup, times
 from harness.report.tables.table import Table
 from harness.report.variants import on_cpu, panel_name, panel_of
 
-LEAST = 0.97  # of its original's speed: below it a native form is marked
+LEAST = 0.97  # of its original's speed: below it a native baseline is marked
 MARK = "†"
-BELOW_ORIGINAL = f"below {LEAST:g} of its original"  # header of the column with ratios
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeakForm:
-    """One native form at one point."""
+    """One native baseline at one point."""
 
     native: str
     original: str
-    found: Speedup  # of the native form over the original: below LEAST
+    found: Speedup  # of the native baseline over the original: below LEAST
     first: Row
 
     @property
@@ -39,7 +38,7 @@ class WeakForm:
 
 
 def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
-    """Of the rows on GPUs, those of native forms below LEAST of an original, by `id`; with the lowest ratio."""
+    """Of the rows on GPUs, those of native baselines below LEAST of an original, by `id`; with the lowest ratio."""
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
     found: dict[int, WeakForm] = {}
     points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
@@ -65,7 +64,7 @@ def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
 def _by_point(
     points: Mapping[tuple[Any, ...], Mapping[str, list[Row]]], method: str, schedules: Sequence[str]
 ) -> dict[tuple[Any, ...], list[Row]]:
-    """Trials of `method` by point; where it stands for a native form with some schedules alone, those, by the rest."""
+    """Trials of `method` by point; where it stands for a native baseline with some schedules, those, by the rest."""
     if not schedules:
         return {point: methods[method] for point, methods in points.items() if method in methods}
     found: dict[tuple[Any, ...], list[Row]] = {}
@@ -82,12 +81,12 @@ def _without_schedule(point: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def marked(name: str, weak: bool) -> str:
-    """A name in a table, legend or sentence, marked where its form is weak."""
+    """A name in a table, legend or sentence, marked where its trial is weak."""
     return f"{name} {MARK}" if weak else name
 
 
 def weak_sentence(weak: Iterable[WeakForm]) -> str:
-    """What the mark means, with the lowest ratio of each form and original; empty where nothing is marked."""
+    """What the mark means, with the lowest ratio of each baseline and original; empty where nothing is marked."""
     worst: dict[tuple[str, str], WeakForm] = {}
     points: dict[tuple[str, str], set[int]] = {}
     for form in weak:
@@ -101,7 +100,7 @@ def weak_sentence(weak: Iterable[WeakForm]) -> str:
         form.text + (f", the lowest of {len(points[key])} points" if len(points[key]) > 1 else "")
         for key, form in worst.items()
     ]
-    return f"{MARK} Native form below {LEAST:g} of its original's speed: {'; '.join(texts)}."
+    return f"{MARK} Native baseline below {LEAST:g} of its original's speed: {'; '.join(texts)}."
 
 
 def with_mark_explained(table: Table, sentence: str) -> Table:

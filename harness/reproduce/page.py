@@ -111,7 +111,7 @@ def _page(
         *((grid.name, grid.title) for grid in grids),
     ]
     text = render_page(
-        "reproduction.html.j2", title=title, sentences=list(sentences), sections=sections, claims=linked,
+        "reproduction.html.j2", title=title, index="", sentences=list(sentences), sections=sections, claims=linked,
         statements=list(said), grids=grids, plots=plots,
     )  # fmt: skip
     return write_atomic(out / PAGE_FILE, text)

@@ -13,7 +13,6 @@ from matplotlib.image import imread
 from PIL import Image
 
 from engine.plain_json import read_regular
-from harness.report.drawing.sheet import Sheet
 from harness.report.figures import latex_of, render
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import Row, cell, columns_of
@@ -131,9 +130,7 @@ def figure_failures(run_dir: Path, rows: Sequence[Row], by: str) -> tuple[int, l
         if kind == "png":
             problem = _picture_problem(content, render(plot.figure, "png"))
         elif kind == "tex":
-            sheet = plot.figure
-            told = isinstance(sheet, Sheet) and content == latex_of(sheet, plot.name).encode()
-            problem = "" if told else "another caption"
+            problem = "" if content == latex_of(plot.figure, plot.name).encode() else "another caption"
         else:
             start = {"pdf": b"%PDF-", "svg": b"<?xml"}[kind]
             problem = "" if content.startswith(start) else f"no {kind.upper()} file"

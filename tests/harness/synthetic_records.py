@@ -9,7 +9,7 @@ from typing import Any
 from engine.measurement import Measurement
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.records.record import Record, Round, Status
-from harness.report.tables.breakdown import HEADERS
+from harness.report.tables.particular import HEADERS
 from harness.spec.trial import Trial
 
 GIB = 1 << 30

@@ -71,7 +71,7 @@ def test_the_command_of_its_readme_draws_it_again(
 ) -> None:
     folder = unpack(packed, tmp_path)
     assert main(["report", str(folder), "--out", str(tmp_path / "again")]) == 0
-    for name in ("results.csv", "tables/results.md", "tables/comparison.csv", "figures/throughput.png"):
+    for name in ("results.csv", "tables/results.md", "tables/comparison.csv", "figures/speed.png"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
     assert verified(capsys, folder)[0] == 0
 
@@ -120,7 +120,7 @@ SHIFTED: dict[str, Callable[[Path], object]] = {
         lambda one: one["measurement"].update(step_seconds=[0.1, 0.1, 0.1])),
     "a number in results.csv": lambda run: replaced(run / "results.csv", "0.2", "0.1"),
     "a record less": lambda run: sorted(run.glob("trials/*ring*/record.json"))[0].unlink(),
-    "a swapped figure": lambda run: (run / "figures" / "loss.png").replace(run / "figures" / "throughput.png"),
+    "a swapped figure": lambda run: (run / "figures" / "speed.png").replace(run / "figures" / "throughput.png"),
     "a figure on paper": lambda run: (run / "figures" / "loss.pdf").write_bytes(b"%PDF-1.4 of another run"),
     "a sentence": lambda run: replaced(run / "README.md", "3 records", "9 records"),
     "one more file": lambda run: (run / "trials" / "note.txt").write_text("x"),

@@ -8,7 +8,6 @@ import pytest
 
 from harness.report.results import rows_of
 from harness.report.speedup import rounds_of, speedup
-from harness.report.tables.best import best_table
 from harness.report.tables.comparison import comparison_table
 from harness.report.tables.table import to_csv
 from harness.report.tables.trials import CPU_TIMES, results_table
@@ -22,45 +21,41 @@ def compared(*records, baseline=None):
     return as_dicts(table), table
 
 
-def test_ours_is_put_beside_the_best_other_method_by_name() -> None:
+def test_ours_is_put_beside_every_other_method_the_fastest_first() -> None:
     trials = [record(method=method, rounds=around(seconds)) for method, seconds in
               (("burst", 0.1), ("megatron_cp", 0.3), ("ulysses", 0.15), ("ring", 0.4))]  # fmt: skip
-    [line], table = compared(*trials)
-    assert line["best other"] == "ulysses"
-    assert line["burst ÷ best other"] == pytest.approx(1.5, rel=0.02)
-    assert line["interval"].low <= line["burst ÷ best other"] <= line["interval"].high
-    assert line["verdict"] == "faster"
-    assert table.title == "Methods against the best other one"
+    lines, table = compared(*trials)
+    assert [line["beside"] for line in lines] == ["ulysses", "megatron_cp", "ring"]
+    assert {line["method"] for line in lines} == {"burst"}
+    assert lines[0]["times as fast"] == pytest.approx(1.5, rel=0.02)
+    assert lines[0]["interval"].low <= lines[0]["times as fast"] <= lines[0]["interval"].high
+    assert lines[0]["verdict"] == "faster"
+    assert table.title == "Methods at equal settings"
 
 
-def test_the_best_other_method_is_chosen_at_every_point() -> None:
+def test_the_order_of_the_others_is_that_of_every_point() -> None:
     trials = []
     for seq_len, seconds in ((1024, (0.1, 0.2, 0.3)), (2048, (0.1, 0.3, 0.2))):
         trials += [record(method=method, seq_len=seq_len, seconds=one)
                    for method, one in zip(("burst", "ring", "ulysses"), seconds, strict=True)]  # fmt: skip
     lines, _ = compared(*trials)
-    assert [line["best other"] for line in lines] == ["ring", "ulysses"]
+    assert [line["beside"] for line in lines] == ["ring", "ulysses", "ulysses", "ring"]
 
 
-def test_without_ours_the_best_method_is_put_beside_the_second_best() -> None:
+def test_without_ours_the_best_method_is_put_beside_the_others() -> None:
     trials = [record(method="ulysses", seconds=0.2), record(method="ring", seconds=0.1),
               record(method="megatron_cp", seconds=0.4), record(status="oom")]  # fmt: skip
-    [line], _ = compared(*trials)
-    assert line["burst tok/s/GPU"] == "oom"
-    assert line["best other"] == "ulysses"
-    assert line["ring ÷ best other"] == pytest.approx(2.0)
-
-
-def test_a_table_in_which_different_methods_are_put_beside_others_names_them() -> None:
-    trials = [record(seconds=0.1), record(method="ring", seconds=0.2)]
-    trials += [record(method=name, seq_len=2048, seconds=0.3) for name in ("ring", "ulysses")]
     lines, _ = compared(*trials)
-    assert [(line["method"], line["best other"]) for line in lines] == [("burst", "ring"), ("ring", "ulysses")]
+    assert {line["method"] for line in lines} == {"ring"}
+    assert [line["beside"] for line in lines] == ["ulysses", "megatron_cp", "burst"]
+    assert lines[0]["times as fast"] == pytest.approx(2.0)
+    assert lines[2]["tok/s/rank beside"] == "oom"
+    assert lines[2]["verdict"] is None
 
 
 def test_with_one_round_there_is_a_ratio_and_no_interval_and_the_table_says_why() -> None:
     [line], table = compared(record(seconds=0.1), record(method="ring", seconds=0.3))
-    assert line["burst ÷ best other"] == pytest.approx(3.0)
+    assert line["times as fast"] == pytest.approx(3.0)
     assert "interval" not in line
     assert line["verdict"] == "not distinguishable (one round)"
     assert "With fewer than 3 rounds there is no interval" in table.note
@@ -88,12 +83,15 @@ def test_rounds_of_one_run_are_drawn_in_pairs_where_both_methods_ran_in_the_same
 
 def test_a_baseline_that_is_named_is_what_every_other_method_is_put_beside() -> None:
     trials = [record(seconds=0.1), record(method="megatron_cp", seconds=0.3), record(method="ulysses", seconds=0.2)]
-    [line], table = compared(*trials, baseline="megatron_cp")
-    assert (line["burst ÷ megatron_cp"], line["ulysses ÷ megatron_cp"]) == pytest.approx((3.0, 1.5))
-    assert "best other" not in line
+    lines, table = compared(*trials, baseline="megatron_cp")
+    assert [(line["method"], line["beside"]) for line in lines] == [
+        ("burst", "megatron_cp"),
+        ("ulysses", "megatron_cp"),
+    ]
+    assert [line["times as fast"] for line in lines] == pytest.approx([3.0, 1.5])
     assert table.title == "Methods against megatron_cp"
-    [line], _ = compared(*trials, baseline="a method of another run")
-    assert line["best other"] == "ulysses"
+    lines, _ = compared(*trials, baseline="a method of another run")
+    assert [line["beside"] for line in lines] == ["ulysses", "megatron_cp"]
 
 
 def test_no_ratio_is_formed_across_runs_or_settings_or_with_itself() -> None:
@@ -106,14 +104,14 @@ def test_no_ratio_is_formed_across_runs_or_settings_or_with_itself() -> None:
 def test_a_point_where_no_method_gave_a_number_is_no_line() -> None:
     assert comparison_table(rows_of([record(status="oom"), record(method="ring", status="oom")])) is None
     [line], _ = compared(record(), record(method="ring", status="oom"))
-    assert line["ring tok/s/GPU"] == "oom"
-    assert not {"best other", "burst ÷ best other", "verdict"} & line.keys()
+    assert line["tok/s/rank beside"] == "oom"
+    assert not {"times as fast", "verdict"} & line.keys()
 
 
 def test_seeds_are_pooled_by_their_median() -> None:
     trials = [record(seed=seed, seconds=seconds) for seed, seconds in enumerate((0.1, 0.2, 0.9))]
     [line], _ = compared(*trials, *(record(method="megatron_cp", seed=seed, seconds=0.4) for seed in range(3)))
-    assert line["burst ÷ best other"] == pytest.approx(2.0)
+    assert line["times as fast"] == pytest.approx(2.0)
     assert line["verdict"] == "not distinguishable (one round)"  # seeds of one round shared its clocks
 
 
@@ -121,14 +119,14 @@ def test_trials_with_other_numbers_of_steps_are_compared() -> None:
     from engine.settings import Steps
 
     [line], _ = compared(record(steps=Steps(measured=2)), record(method="ring", steps=Steps(measured=7)))
-    assert line["best other"] == "ring"
+    assert line["beside"] == "ring"
 
 
 def test_different_commits_in_one_line_are_said() -> None:
     later = record(method="ring")
     later.commit = "fedcba9"
     _, table = compared(record(), later)
-    assert "1 line compares records of different commits" in table.note
+    assert "1 point compares records of different commits" in table.note
 
 
 def test_rounds_keep_their_numbers_where_one_gave_no_figure() -> None:
@@ -145,7 +143,9 @@ def test_models_and_masks_tell_lines_apart() -> None:
 
 
 def test_on_a_cpu_the_table_says_what_its_times_do_not_tell() -> None:
-    assert compared(*cpu_sweep())[1].note.endswith(CPU_TIMES)
+    table = compared(*cpu_sweep())[1]
+    assert CPU_TIMES in table.note
+    assert "/GPU" not in table.note + "".join(column.header for column in table.columns)
     assert CPU_TIMES not in compared(*gpu_sweep())[1].note
 
 
@@ -158,6 +158,7 @@ def test_the_table_of_all_trials_has_rounds_and_the_interval_of_the_median() -> 
     assert single["interval ms"] is None
     texts = dict(zip((column.header for column in table.columns), table.texts()[0], strict=True))
     assert texts["interval ms"] == f"{1e3 * low:.0f} to {1e3 * high:.0f}"
+    assert texts["tok/s/GPU"] == "5,100"
     assert f"{low} to {high}" in to_csv(table)
     assert "interval = 95% interval of the median step" in table.note
     assert "No trial has three rounds, so there are no intervals" in results_table(rows_of([record()])).note
@@ -167,14 +168,12 @@ def test_two_rounds_are_two_values_in_every_table() -> None:
     trials = [record(gpu=H200, rounds=[[0.2], [0.1]]), record(method="ring", gpu=H200, rounds=[[0.3], [0.2]])]
     [line], table = compared(*trials)
     texts = dict(zip((column.header for column in table.columns), table.texts()[0], strict=True))
-    assert texts["interval"] == "1.500 and 2.000"
+    assert texts["interval"] == "1.5 and 2.0"
     assert line["verdict"] == "faster in both rounds"
     every = results_table(rows_of(trials))
     assert as_dicts(every)[0]["interval ms"] == (0.2, 0.1)
     assert "200 and 100" in every.texts()[0]
     assert "0.2 and 0.1" in to_csv(every)
-    [best] = as_dicts(best_table(rows_of(trials)))
-    assert best["verdict"] == "faster in both rounds"
 
 
 def test_an_interval_too_wide_to_tell_anything_says_so() -> None:

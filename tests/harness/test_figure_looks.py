@@ -1,4 +1,4 @@
-"""How series are told apart: colours under simulated colour vision deficiencies and in grey, looks of many series."""
+"""How series are told apart: colours under simulated colour vision deficiencies looks of many series."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from engine.settings import Checkpoint
-from harness.report.drawing.looks import COLOURS, MAX_SERIES, SPARE, UPSTREAM, Look, looks_of, method_colour
-from harness.report.drawing.points import laid_out, short_names
-from harness.report.results import METHOD_ORDER, rows_of
+from harness.report.drawing.looks import MAX_SERIES, OF_PAGE, PALETTE, SPARE, looks_of, method_colour
+from harness.report.drawing.points import laid_out
+from harness.report.results import METHOD_ORDER, UPSTREAM, rows_of
 from harness.report.variants import series_of
 from tests.harness.synthetic_records import gpu_sweep, record
 
@@ -28,10 +28,10 @@ VISIONS: dict[str, tuple[Colour, Colour, Colour]] = {
         (0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881),
     ),
 }  # fmt: skip
-APART = (
-    10.0  # CIEDE2000; 1 is the least difference a careful observer sees, below about 5 colours pass for shades of one
-)
-GREY_APART = 2.0  # of CIE lightness, from 0 to 100; hatches and markers tell series apart besides
+# CIEDE2000, of light colours and of dark ones, whose lines have their names beside them. 1 is the least difference that
+# a careful observer sees; below about 5, colours pass for shades of one.
+APART = (10.0, 8.0)
+SERIES = {name: pair for name, pair in PALETTE.items() if name not in OF_PAGE}
 
 
 def lab(colour: Colour, vision: str = "normal") -> Colour:
@@ -91,21 +91,24 @@ def test_the_difference_formula_gives_its_authors_test_values(one: Colour, other
     assert ciede2000(one, other) == pytest.approx(difference, abs=1e-4)
 
 
+@pytest.mark.parametrize("shade", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("vision", VISIONS)
-def test_every_two_colours_are_told_apart_by_every_reader(vision: str) -> None:
-    colours = {**COLOURS, **{f"spare {place}": colour for place, colour in enumerate(SPARE)}}
+def test_every_two_colours_are_told_apart_by_every_reader(vision: str, shade: int) -> None:
+    colours = {name: lab(to_rgb(pair[shade]), vision) for name, pair in SERIES.items()}
     close = {
         (one, other): round(difference, 1)
         for (one, a), (other, b) in itertools.combinations(colours.items(), 2)
-        if (difference := ciede2000(lab(to_rgb(a), vision), lab(to_rgb(b), vision))) < APART
+        if (difference := ciede2000(a, b)) < APART[shade]
     }
     assert not close
 
 
-def test_colours_of_methods_differ_in_lightness_for_a_print_in_grey() -> None:
-    lightness = sorted(lab(to_rgb(colour))[0] for colour in COLOURS.values())
-    assert min(b - a for a, b in itertools.pairwise(lightness)) >= GREY_APART
-    assert lightness[-1] < 80  # and none is lost on white paper
+@pytest.mark.parametrize("shade", [0, 1], ids=["light", "dark"])
+def test_every_colour_is_seen_on_its_ground(shade: int) -> None:
+    ground = lab(to_rgb(PALETTE["ground"][shade]))[0]
+    for name in (*SERIES, "ink", "muted"):
+        assert abs(lab(to_rgb(PALETTE[name][shade]))[0] - ground) > 20, name
+    assert len({pair[0] for pair in PALETTE.values()}) == len(PALETTE)  # a light colour names its variable
 
 
 def test_the_old_colours_of_loongtrain_would_not_have_passed() -> None:
@@ -116,29 +119,14 @@ def test_the_old_colours_of_loongtrain_would_not_have_passed() -> None:
 def test_a_method_keeps_its_colour_whatever_else_is_drawn() -> None:
     assert len({method_colour(method) for method in METHOD_ORDER}) == len(METHOD_ORDER)
     assert method_colour("ulysses_upstream") == method_colour("ulysses")
-    assert method_colour("megatron_lm_upstream") == method_colour("megatron_cp")  # whose native form it is
+    assert method_colour("megatron_lm_upstream") == method_colour("megatron_cp")  # whose native baseline it is
     assert method_colour("something_new") == method_colour("something_new")
+    assert method_colour("ink") in SPARE
 
 
-def bar_of(look: Look) -> tuple[object, ...]:
-    return tuple(look.bar.values())
-
-
-def line_of(look: Look) -> tuple[object, ...]:
-    return tuple(str(value) for value in look.line.values())
-
-
-@pytest.mark.parametrize("vision", VISIONS)
-def test_variants_of_one_method_differ_in_hatch_or_clearly_in_lightness(vision: str) -> None:
-    looks = [Look(colour=COLOURS["burst"], variant=variant) for variant in range(MAX_SERIES)]
-    for one, other in itertools.combinations(looks, 2):
-        if one.hatch == other.hatch:
-            assert ciede2000(lab(one.fill, vision), lab(other.fill, vision)) >= APART, (one, other)
-
-
-@pytest.mark.parametrize("count", [2, 7, 12, MAX_SERIES])
-def test_no_two_series_of_a_figure_look_alike(count: int) -> None:
-    """Of one method, of methods without a colour of their own, and of a system beside its native form."""
+@pytest.mark.parametrize("count", [2, 7, MAX_SERIES])
+def test_no_two_lines_of_a_figure_look_alike(count: int) -> None:
+    """Of one method, of methods without a colour of their own, and of a system beside its native baseline."""
     one = rows_of([record(checkpoint=Checkpoint(tail=place / count)) for place in range(count)])
     unknown = rows_of([record() for _ in range(count)])
     for place, row in enumerate(unknown):
@@ -149,44 +137,18 @@ def test_no_two_series_of_a_figure_look_alike(count: int) -> None:
         row["lm_head_fusion"] = f"variant {place // 2}"
     for rows in (one, unknown, mixed):
         looks = looks_of(series_of(rows))
-        assert len(looks) == len(series_of(rows)) == len({bar_of(look) for look in looks.values()})
-        assert len({line_of(look) for look in looks.values()}) == len(looks)
+        lines = {(look.colour, look.marker, str(look.dashes)) for look in looks.values()}
+        assert len(looks) == len(series_of(rows)) == len(lines)
 
 
-def test_an_upstream_system_differs_visibly_from_its_native_form() -> None:
-    native = Look(colour=COLOURS["ulysses"])
-    for variant in range(MAX_SERIES):
-        upstream = Look(colour=COLOURS["ulysses"], variant=variant, upstream=True)
-        for vision in VISIONS:
-            assert ciede2000(lab(native.fill, vision), lab(upstream.fill, vision)) >= APART
-        assert upstream.bar["linewidth"] > native.bar["linewidth"]
-        assert upstream.line["markerfacecolor"] == "white" != native.line["markerfacecolor"]
-
-
-def test_variants_of_one_method_are_separate_series() -> None:
+def test_variants_of_one_method_are_separate_series_of_one_colour() -> None:
     rows = [row for row in rows_of(gpu_sweep()) if row["task"] == "train"]
     assert [name for name, _ in series_of(rows)] == [
-        "burst, kernel cudnn", "burst, kernel fa4", "megatron_cp, kernel fa4", "ulysses, kernel fa4",
+        "burst, kernel cudnn", "burst, kernel fa4", "megatron_cp", "ulysses",
     ]  # fmt: skip
     looks = looks_of(series_of(rows))
-    assert len({bar_of(look) for look in looks.values()}) == 4
     assert looks["burst, kernel cudnn"].colour == looks["burst, kernel fa4"].colour
-    assert looks["burst, kernel cudnn"].hatch
-    assert {looks[f"{method}, kernel fa4"].hatch for method in ("burst", "megatron_cp", "ulysses")} == {""}
-
-
-def test_names_leave_out_what_all_series_share_and_stay_different() -> None:
-    rows = rows_of(
-        [record(mlp_tiles=8), *(record(projection_tiles=tiles) for tiles in (1, 8)), record(loss_kernel="cce")]
-    )
-    labels, common, usual = short_names(series_of(rows))
-    assert common == "burst"
-    usual_ones = "loss_kernel own, mlp_tiles 1, projection_tiles 1"
-    assert set(labels.values()) == {"mlp_tiles 8", "projection_tiles 8", "loss_kernel cce", usual_ones}
-    assert usual == usual_ones
-    layout = laid_out(rows)
-    assert layout.about.endswith("burst")
-    assert any(usual in note for note in layout.notes)
+    assert looks["burst, kernel cudnn"].alpha != looks["burst, kernel fa4"].alpha
 
 
 def test_steps_rounds_and_seeds_are_no_part_of_a_name() -> None:

@@ -1,26 +1,20 @@
-"""Points of figures: whiskers, pooling, traded memory, traced steps, and many records."""
+"""Points of figures: whiskers, pooling, and many records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from matplotlib.artist import Artist
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
-from engine.settings import Checkpoint
 from harness.records.record import Record
+from harness.report.drawing.by_length import MAX_BARS
 from harness.report.drawing.looks import MAX_SERIES, method_colour
 from harness.report.drawing.points import MAX_GROUPS, MAX_PANELS, Point, groups_of, laid_out
-from harness.report.figures import all_figures
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures import shown_of
 from harness.report.results import Row, rows_of
-from tests.harness.synthetic_records import H200, in_rounds, levers, record, traced, with_memory
-
-
-def said(figure: Figure) -> str:
-    return " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())
+from tests.harness.drawn import sheet_of, tips
+from tests.harness.synthetic_records import H200, in_rounds, record
 
 
 def point_of(*records: Record) -> Point:
@@ -48,16 +42,13 @@ def test_of_two_rounds_it_joins_their_values() -> None:
 
 
 @pytest.mark.parametrize("lengths", [1, 3])  # bars, lines
-def test_a_whisker_that_the_axis_does_not_follow_is_clipped_and_says_too_wide(lengths: int) -> None:
-    draw = all_figures()["throughput"].draw
+def test_a_whisker_that_no_axis_should_hold_is_not_drawn(lengths: int) -> None:
     sizes = [1024 << power for power in range(lengths)]
-    calm = [record(method="ring", seq_len=size) for size in sizes]
-    wild = [in_rounds(record(seq_len=size), [0.1], [0.2], [4.0]) for size in sizes]
-    figure = draw(rows_of([*calm, *wild]))
-    assert said(figure).count("too wide") == lengths
-    values = [row["tokens_per_gpu_per_second"] for row in rows_of([*calm, *wild])]
-    assert figure.axes[0].get_ylim()[1] < 2 * max(values)
-    assert "too wide" not in said(draw(rows_of(calm)))
+    calm = [record(method="ring", seq_len=size, gpu=H200) for size in sizes]
+    wild = [in_rounds(record(seq_len=size, gpu=H200), [0.1], [0.2], [4.0]) for size in sizes]
+    marks = tips(sheet_of("speed", rows_of([*calm, *wild])))
+    assert [" to " in mark for mark in marks if mark.startswith("burst")] == [False] * lengths
+    assert [" to " in mark for mark in marks if mark.startswith("ring")] == [True] * lengths
 
 
 def test_of_several_trials_at_a_point_it_is_their_range() -> None:
@@ -67,91 +58,21 @@ def test_of_several_trials_at_a_point_it_is_their_range() -> None:
     assert point.whisker("step_seconds_median") == (values[0], values[2])
 
 
-def test_the_footer_says_which_whiskers_were_drawn() -> None:
-    draw = all_figures()["throughput"].draw
+def test_the_note_says_which_whiskers_were_drawn() -> None:
+    def note(records: list[Record]) -> str:
+        return sheet_of("speed", rows_of(records)).note
+
     rounds = [in_rounds(record(method=method), [0.2, 0.21], [0.22, 0.23], [0.2, 0.2]) for method in ("burst", "ring")]
     two = [in_rounds(record(method=method), [0.2, 0.21], [0.22, 0.23]) for method in ("burst", "ring")]
-    assert "Whiskers: both values of two rounds." in said(draw(rows_of(two)))
-    assert "Whiskers: 95% interval of the median over rounds." in said(draw(rows_of(rounds)))
-    assert "in 3 rounds" in said(draw(rows_of(rounds)))
-    one = rows_of([record(), record(method="ring")])
-    assert "Whiskers: interquartile range of the measured steps." in said(draw(one))
-    assert "in one round" in said(draw(one))
-    mixed = rows_of([rounds[0], record(method="ring")])
-    assert "interquartile range of the measured steps where there is one round" in said(draw(mixed))
-    seeds = rows_of([record(seed=seed, method=method) for seed in (0, 1) for method in ("burst", "ring")])
-    assert "Whiskers: range of the trials at a point." in said(draw(seeds))
-
-
-def test_memory_against_time_marks_the_frontier_and_nothing_else() -> None:
-    figure = all_figures()["memory_time"].draw(rows_of(levers()))
-    [ax] = figure.axes
-    [ring] = [line for line in ax.get_lines() if line.get_markersize() == 10]
-    assert sorted(ring.get_xdata()) == [10, 15, 20]  # 16 GiB at 1.4 s is beaten by 15 GiB at 1.2 s
-    assert "Pareto frontier" in said(figure)
-
-
-def test_a_sweep_of_one_number_is_one_line_with_its_values() -> None:
-    tails = (0.0, 0.5, 1.0)
-    rows = rows_of([with_memory(10 + 4 * tail, 2 - tail, checkpoint=Checkpoint(every=1, tail=tail)) for tail in tails])
-    [ax] = all_figures()["memory_time"].draw(rows).axes
-    assert [10, 12, 14] in [list(line.get_xdata()) for line in ax.get_lines()]
-    assert [text.get_text() for text in ax.texts] == ["tail 0.0", "tail 0.5", "tail 1.0"]
-
-
-def test_over_several_lengths_a_line_joins_each_configuration() -> None:
-    configurations: list[tuple[float, Callable[[int], Record]]] = [
-        (1.0, lambda length: with_memory(length / 1024, length / 1024, seq_len=length)),
-        (0.6, lambda length: with_memory(0.6 * length / 1024, 1.1 * length / 1024, seq_len=length, mlp_tiles=8)),
-        (0.5, lambda length: with_memory(0.5 * length / 1024, 1.3 * length / 1024, seq_len=length, mlp_tiles=16)),
-    ]
-    rows = rows_of([make(length) for _, make in configurations for length in (8192, 16384, 32768)])
-    drawing = all_figures()["memory_time"]
-    assert drawing.applies(rows)
-    [ax] = drawing.draw(rows).axes
-    lines = {tuple(round(x, 2) for x in line.get_xdata()) for line in ax.get_lines()}
-    for share, _ in configurations:
-        assert tuple(round(share * gib, 2) for gib in (8, 16, 32)) in lines
-
-
-def test_equal_memory_is_no_choice() -> None:
-    drawing = all_figures()["memory_time"]
-    assert not drawing.applies(rows_of([with_memory(20, 1 + n, mlp_tiles=2**n) for n in range(4)]))
-    assert not drawing.applies(rows_of([with_memory(20 + n, 1, task="attention", mlp_tiles=2**n) for n in range(4)]))
-
-
-def test_the_categories_of_a_traced_step_add_up_to_it() -> None:
-    rows = rows_of([traced(2.0), traced(3.0, method="ring")])
-    figure = all_figures()["time_breakdown"].draw(rows)
-    absolute, shares = figure.axes
-    for ax, totals in ((absolute, [2.0, 3.0]), (shares, [100, 100])):
-        widths = [0.0, 0.0]
-        for patch in ax.patches:
-            widths[round(patch.get_y() + patch.get_height() / 2)] += patch.get_width()
-        assert widths == pytest.approx(totals)
-    assert "attention backward" in said(figure)
-    assert "optimizer" not in said(figure)  # took no time
-
-
-def test_one_traced_step_is_a_bar_for_each_category() -> None:
-    figure = all_figures()["time_breakdown"].draw(rows_of([traced(2.0, seq_len=2048)]))
-    [ax] = figure.axes
-    assert sorted(patch.get_width() for patch in ax.patches) == pytest.approx([0.002, 0.098, 0.4, 0.6, 0.9])
-    assert "2.00 s at 2k" in said(figure)
-    assert "0.900 s · 45.0%" in said(figure)
-
-
-def test_masks_share_a_figure_from_three_on() -> None:
-    def rows(*masks: str) -> list[Row]:
-        return rows_of(
-            [record(task="attention", mask=mask, kernel=kernel) for mask in masks for kernel in ("cpu", "reference")]
-        )
-
-    assert len(groups_of(rows("causal", "full"))) == 2
-    [group] = groups_of(rows("causal", "full", "sliding_window:15"))
-    figure = all_figures()["attention_speed"].draw(group)
-    assert {ax.get_title() for ax in figure.axes} == {"causal", "full", "sliding_window:15"}
-    assert "3 masks" in said(figure)
+    assert "Whiskers: both values of two rounds." in note(two)
+    assert "Whiskers: 95% interval of the median over rounds." in note(rounds)
+    assert "in 3 rounds" in note(rounds)
+    one = [record(), record(method="ring")]
+    assert "Whiskers: interquartile range of the measured steps." in note(one)
+    assert "in one round" in note(one)
+    assert "interquartile range of the measured steps where there is one round" in note([rounds[0], one[1]])
+    seeds = [record(seed=seed, method=method) for seed in (0, 1) for method in ("burst", "ring")]
+    assert "Whiskers: range of the trials at a point." in note(seeds)
 
 
 def many_rows(count: int) -> list[Row]:
@@ -180,22 +101,14 @@ def many_rows(count: int) -> list[Row]:
     return rows
 
 
-def drawn(figure: Figure) -> list[Artist]:
-    return [artist for ax in figure.axes for artist in (*ax.lines, *ax.patches, *ax.collections, *ax.texts)]
-
-
 def test_ten_thousand_trials_make_figures_of_a_readable_size() -> None:
     """Counted, not timed: what is drawn depends on series, panels and lengths, not on the number of records."""
     rows = many_rows(10_000)
-    sizes = {}
-    for name, drawing in all_figures().items():
-        if drawing.applies(rows):
-            figure = drawing.draw(rows)
-            sizes[name] = (len([ax for ax in figure.axes if ax.get_visible()]), len(drawn(figure)))
-            assert "results.csv has every trial" in said(figure), name
-    assert {"throughput", "mfu", "loss", "peak_memory"} <= set(sizes)
-    assert max(panels for panels, _ in sizes.values()) <= MAX_PANELS
-    assert max(artists for _, artists in sizes.values()) <= MAX_PANELS * MAX_SERIES * 6, sizes
+    shown = {name: one for name, one in shown_of(rows).items() if isinstance(one, Sheet)}
+    assert {"speed", "speed_memory"} <= set(shown)
+    for name, sheet in shown.items():
+        assert "results.csv has every trial" in sheet.note, name
+        assert len(tips(sheet)) <= MAX_BARS, name
     layout = laid_out(rows)
     assert len(layout.looks) <= MAX_SERIES
     assert any("Pooled over mlp_tiles (" in note for note in layout.notes)
@@ -216,4 +129,4 @@ def test_of_many_setups_those_with_the_most_trials_are_drawn() -> None:
     assert len(groups) == MAX_GROUPS
     assert {len(group) for group in groups} == {3}
     assert all("18 more set-ups" in group.note for group in groups)
-    assert "18 more set-ups" in said(all_figures()["throughput"].draw(groups[0]))
+    assert "18 more set-ups" in sheet_of("speed", groups[0]).note

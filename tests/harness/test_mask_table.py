@@ -7,7 +7,7 @@ import pytest
 from harness.records.record import Record, write_record
 from harness.report.page import write_report
 from harness.report.results import rows_of
-from harness.report.tables.masks import mask_table
+from harness.report.tables.particular import mask_table
 from tests.harness.synthetic_records import SMALL, record
 
 WINDOW = "sliding_window:63"

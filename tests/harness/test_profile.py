@@ -14,7 +14,7 @@ import pytest
 
 from harness.report.page import report_tables
 from harness.report.results import rows_of
-from harness.report.tables.breakdown import HEADERS, breakdown_table
+from harness.report.tables.particular import HEADERS, breakdown_table
 from harness.run.directory import RunDirectory
 from tests.harness.synthetic_records import record
 

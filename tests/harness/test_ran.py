@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import csv
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.settings import Steps
+from engine.settings import Checkpoint, Steps
 from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.drawing.looks import looks_of
-from harness.report.headline import summary_sentences
-from harness.report.page import TABLES, report_tables, terminal_table
+from harness.report.footnotes import footnotes_of
+from harness.report.headline import headline_of
+from harness.report.page import TABLES, report_tables
 from harness.report.results import row_of, rows_of, write_results
 from harness.report.tables.comparison import comparison_table
-from harness.report.tables.masks import mask_table
+from harness.report.tables.particular import mask_table
 from harness.report.tables.table import to_markdown
 from harness.report.tables.trials import series_names
+from harness.report.terminal import terminal_table
 from harness.report.variants import series_of
 from tests.harness.synthetic_records import H200, record
 
@@ -66,8 +70,12 @@ def test_a_compared_system_is_named_with_its_release_and_with_other_builds() -> 
         "megatron-core 0.19.2, ninja 1.0, another build: mine, transformer-engine 2.12.0, another build: compiled -O1"
     )
     assert row_of(trial)["ran"] == said
-    [(name, _)] = series_of(rows_of([trial]))
-    assert name == f"megatron_lm_upstream ({said})"
+    trial = replace(trial, system="Megatron-LM")
+    assert [name for name, _ in series_of(rows_of([trial]))] == ["Megatron-LM"]
+    assert footnotes_of(rows_of([trial])) == [
+        "Megatron-LM: megatron-core 0.19.2, ninja 1.0 mine, TransformerEngine 2.12.0 compiled -O1.",
+        "Attention kernel: torch on the CPU.",
+    ]
 
 
 def test_an_attention_function_is_named_with_what_it_sent_and_its_kernel() -> None:
@@ -83,25 +91,53 @@ def test_one_rank_shares_nothing_and_a_trial_without_a_measurement_ran_nothing(t
         assert [(row["status"], row["ran"]) for row in csv.DictReader(file)] == [("ok", "one rank"), ("oom", "")]
 
 
+def upstream(method: str, system: str, arrangement: str = "", **changes: object) -> Record:
+    chosen = {"arrangement": arrangement, "kernel": "fa4"} if arrangement else {}
+    trial = replace(ran(chosen, method=method, **changes), system=system)
+    if trial.measurement is not None:
+        trial.measurement.extra["upstream"] = {"release": f"{system} 1.0"}
+    return trial
+
+
 @pytest.mark.parametrize(
     ("trial", "name"),
     [
-        (ran(RING, schedule="ring"), "burst (ring, query side)"),
-        (ran(DOUBLE, schedule="double_ring"), "burst (double ring, query side)"),
-        (ran(COPIED), "burst (auto: ulysses, copy engine)"),
-        (ran(COPIED, schedule="ulysses"), "burst (ulysses, copy engine)"),
-        (ran(SENT, method="ulysses"), "ulysses (all-to-all)"),
-        (ran(RING_KEYS, method="ring"), "ring (key side)"),
-        (ran(RING_KEYS, method="megatron_cp"), "megatron_cp (ring, key side)"),
-        (ran(RING_KEYS, method="loongtrain_double_ring"), "loongtrain_double_ring (ring, key side)"),
-        (ran(DOUBLE, method="loongtrain_double_ring"), "loongtrain_double_ring (query side)"),
-        (ran(USP, method="loongtrain_usp"), "loongtrain_usp (copy engine, query side)"),
+        (ran(RING, schedule="ring"), "burst (ring)"),
+        (ran(DOUBLE, schedule="double_ring"), "burst (double ring)"),
+        (ran(COPIED), "burst (Ulysses)"),
+        (ran(COPIED, schedule="ulysses"), "burst (Ulysses)"),
+        (ran(USP), "burst (USP)"),
+        (ran(SENT, method="ulysses"), "ulysses"),
+        (ran(RING_KEYS, method="ring"), "ring"),
+        (ran(RING_KEYS, method="megatron_cp"), "megatron_cp"),
+        (ran(DOUBLE, method="loongtrain_double_ring"), "loongtrain_double_ring"),
         (ran(RING, cp_size=1), "burst"),
         (ran(RING, status="oom"), "burst"),
+        (upstream("torchtitan_upstream", "torchtitan"), "torchtitan"),
+        (upstream("trl_upstream", "TRL + Liger-Kernel"), "TRL + Liger"),
+        (upstream("transformer_engine_upstream", "TransformerEngine", "all_gather"), "TransformerEngine, all-gather"),
+        (upstream("transformer_engine_upstream", "TransformerEngine", "p2p"), "TransformerEngine, ring"),
+        (
+            upstream("transformer_engine_upstream", "TransformerEngine", "a2a 4 + p2p 2"),
+            "TransformerEngine, Ulysses 4 + ring 2",
+        ),
+        (upstream("ring_flash_attn_upstream", "ring-flash-attention", "zigzag ring"), "ring-flash-attention, zigzag"),
+        (upstream("yunchang_upstream", "yunchang", "ulysses 4 x ring 1"), "yunchang, Ulysses"),
+        (upstream("yunchang_upstream", "yunchang", "ulysses 2 x ring 2"), "yunchang, Ulysses 2 × ring 2"),
+        (upstream("yunchang_upstream", "yunchang", "ulysses 2 x ring 2", status="oom"), "yunchang"),
     ],
 )  # fmt: skip
-def test_a_series_is_named_by_its_method_and_what_it_ran(trial, name) -> None:
+def test_a_series_has_the_short_name_that_people_use(trial, name) -> None:
     assert series_names(rows_of([trial])) == [name]
+
+
+@pytest.mark.parametrize("chosen", [COPIED, SENT])
+def test_a_trial_that_exchanged_heads_is_never_called_a_ring(chosen) -> None:
+    for schedule in ("auto", "ulysses"):
+        rows = rows_of([ran(chosen, schedule=schedule), ran(RING, schedule="ring"), ran(RING, kernel="cudnn")])
+        names = dict(zip((row["chosen_schedule"] for row in rows), series_names(rows), strict=True))
+        assert "Ulysses" in names["ulysses"]
+        assert "ring" not in names["ulysses"]
 
 
 def test_settings_that_the_name_says_are_not_repeated_and_others_tell_rows_apart() -> None:
@@ -114,16 +150,38 @@ def test_settings_that_the_name_says_are_not_repeated_and_others_tell_rows_apart
         ran(RING, cp_size=1),
         ran(RING, cp_size=1, schedule="ring"),
     ]
-    names = series_names(rows_of(trials))
+    rows = rows_of(trials)
+    names = series_names(rows)
     assert len(set(names)) == len(trials), names
-    assert "burst (auto: ring, query side), backward auto, kernel auto" in names
-    assert "burst (ring, query side), backward auto, kernel auto, schedule double_ring" in names
-    assert "burst (ring, query side), kernel auto" in names
+    assert "burst (ring), schedule double_ring" in names
+    assert "burst (ring), kernel cudnn, schedule auto" in names
+    assert "burst (ring), where a name does not say otherwise: backward auto, kernel auto." in footnotes_of(rows)
+
+
+def test_a_setting_is_named_only_where_it_tells_series_of_one_name_apart() -> None:
+    trials = [ran(RING, memory="24GiB"), ran(RING, memory=""), ran(SENT, method="ulysses", kernel="cudnn")]
+    names = [name for name, _ in series_of(rows_of(trials))]
+    assert sorted(names) == ["burst (ring), 24 GiB", "burst (ring), whole GPU", "ulysses"]
+
+
+def test_a_set_up_by_another_name_than_that_of_most_methods_is_said() -> None:
+    trials = [ran(RING, settings="as_published"), ran(RING_KEYS, method="megatron_cp", settings="as_published")]
+    rows = rows_of([*trials, ran(SENT, method="ulysses")])
+    assert [name for name, _ in series_of(rows)] == ["burst (ring)", "megatron_cp", "ulysses, equal settings"]
+    assert "All, where a name does not say otherwise: as published." in footnotes_of(rows)
+
+
+def test_what_was_exchanged_and_sent_is_a_footnote_with_the_lengths_where_it_changed() -> None:
+    rows = rows_of([ran(RING, seq_len=1024), ran(RING_KEYS, seq_len=2048), ran(RING_KEYS, seq_len=4096), ran(COPIED)])
+    assert footnotes_of(rows)[:2] == [
+        "burst (ring): backward sends the query side (1k tokens); backward sends the key side (2k to 4k tokens).",
+        "burst (Ulysses): heads exchanged by copy engine.",
+    ]
 
 
 def test_steps_warm_up_and_seeds_are_no_part_of_a_name() -> None:
     trials = [ran(COPIED, seed=seed, steps=Steps(warmup=seed, measured=3 + seed)) for seed in range(2)]
-    assert series_names(rows_of(trials)) == ["burst (auto: ulysses, copy engine)"] * 2
+    assert series_names(rows_of(trials)) == ["burst (Ulysses)"] * 2
 
 
 def test_no_two_choices_of_settings_share_a_name() -> None:
@@ -152,7 +210,34 @@ def test_no_two_choices_of_settings_share_a_name() -> None:
         choices[name] = {(row["schedule"], row["backward"], row["kernel"], row["data"]) for row in members}
         assert not any(word in name for word in ("measured", "warmup", "seed", "round"))
     assert {len(found) for found in choices.values()} == {1}
+    assert len(choices) == len(series_of(rows))
     assert sum(len(members) for _, members in series_of(rows)) == len(trials)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_series_never_have_equal_names(seed: int) -> None:
+    draw = random.Random(seed)
+    methods = ["burst", "ring", "loongtrain_usp", "trl_upstream", "yunchang_upstream", "loongtrain_upstream"]
+    trials = []
+    for _ in range(60):
+        published = draw.random() < 0.4
+        tail = draw.choice([0.0, 0.5])
+        one = ran(
+            draw.choice([RING, RING_KEYS, COPIED, USP, {"arrangement": "a2a", "kernel": "fa4"}]),
+            method=draw.choice(methods),
+            settings=draw.choice(["as_published", "tuned"]) if published else "equal",
+            checkpoint=Checkpoint(tail=tail, plan=draw.choice(["hand", "auto"])),
+            planned=draw.choice(["", "checkpoint.tail mlp_tiles"]),
+            mlp_tiles=draw.choice([1, 8]),
+            memory=draw.choice(["", "24GiB", "24.5GiB"]),
+            optimizer_offload=draw.random() < 0.5,
+            cp_size=draw.choice([1, 4]),
+            status=draw.choice(["ok", "ok", "oom"]),
+        )
+        by_hand = ["checkpoint.tail"] if published and draw.random() < 0.5 else []
+        trials.append(replace(one, system="LoongTrain", settings_by_hand=by_hand))
+    series = series_of(rows_of(trials))
+    assert len({name for name, _ in series}) == len(series)
 
 
 def test_a_figure_shows_a_trial_without_a_number_among_those_of_its_settings() -> None:
@@ -164,19 +249,17 @@ def test_a_figure_shows_a_trial_without_a_number_among_those_of_its_settings() -
     ]
     series = series_of(rows_of(trials))
     assert [(name, len(rows)) for name, rows in series] == [
-        ("burst (auto: ulysses, copy engine)", 3), ("ulysses (all-to-all)", 1),
+        ("burst (Ulysses)", 3), ("ulysses", 1),
     ]  # fmt: skip
-    assert {look.hatch for look in looks_of(series).values()} == {""}
+    assert {look.variant for look in looks_of(series).values()} == {0}
 
 
 def test_what_auto_took_at_different_lengths_is_two_series_that_look_different() -> None:
     trials = [ran(COPIED, seq_len=2048), ran(RING, seq_len=1024), ran({}, seq_len=4096, status="oom")]
     series = series_of(rows_of(trials))
-    assert [name for name, _ in series] == [
-        "burst", "burst (auto: ring, query side)", "burst (auto: ulysses, copy engine)",
-    ]  # fmt: skip
+    assert [name for name, _ in series] == ["burst", "burst (Ulysses)", "burst (ring)"]
     looks = looks_of(series)
-    assert looks["burst (auto: ring, query side)"] != looks["burst (auto: ulysses, copy engine)"]
+    assert looks["burst (ring)"] != looks["burst (Ulysses)"]
 
 
 def test_every_table_and_sentence_that_shows_a_trial_says_what_it_ran() -> None:
@@ -190,25 +273,24 @@ def test_every_table_and_sentence_that_shows_a_trial_says_what_it_ran() -> None:
     rows = rows_of(trials)
     tables = {table.name: to_markdown(table) for table in report_tables(rows)}
     for name in ("results", "ideal", "masks"):
-        assert "burst (auto: ulysses, copy engine)" in tables[name], name
+        assert "burst (Ulysses)" in tables[name], name
     assert mask_table(rows) is not None
-    assert "burst ran: ulysses, copy engine. ulysses ran: ulysses, all-to-all." in tables["comparison"]
-    sentence = next(one for one in summary_sentences(rows) if one.startswith("Attention"))
-    assert "burst (auto: ulysses, copy engine), " in sentence
-    assert "the speed of ulysses (all-to-all)" in sentence
+    assert "burst (Ulysses)" in tables["comparison"]
+    assert "times as fast as ulysses" in headline_of(rows).verdict
+    assert headline_of(rows).verdict.startswith("burst (Ulysses)")
     cells = list(terminal_table(rows).columns[0].cells)
-    assert {str(cell) for cell in cells} == {"burst", "burst (auto: ulysses, copy engine)", "ulysses (all-to-all)"}
+    assert {str(cell) for cell in cells} == {"burst", "burst (Ulysses)", "ulysses"}
     assert set(tables) <= TABLES.keys()
 
 
-def test_a_comparison_has_a_column_for_a_method_that_ran_several_things() -> None:
+def test_a_comparison_names_at_each_point_what_a_method_ran() -> None:
     trials = []
     for seq_len, chosen in ((1024, RING), (2048, COPIED)):
         trials += [ran(chosen, seq_len=seq_len), ran(SENT, method="ulysses", seq_len=seq_len)]
     table = comparison_table(rows_of(trials))
     assert table is not None
-    at = [column.header for column in table.columns].index("burst ran")
-    assert [row[at] for row in table.rows] == ["ring, query side", "ulysses, copy engine"]
+    at = [column.header for column in table.columns].index("method")
+    assert [row[at] for row in table.rows] == ["burst (ring)", "burst (Ulysses)"]
 
 
 # Baselines.
@@ -228,15 +310,15 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_report_compares_with_the_baseline_that_is_asked_for(run_dir: Path) -> None:
     assert main(["report", str(run_dir), "--baseline", "megatron_cp", "--format", "md"]) == 0
     text = (run_dir / "tables" / "comparison.md").read_text()
-    assert "burst ÷ megatron_cp" in text
-    assert "ulysses ÷ megatron_cp" in text
+    assert "| burst | megatron_cp | 3.00× |" in text
+    assert "| ulysses | megatron_cp | 1.50× |" in text
 
 
 def test_a_site_compares_with_the_baseline_in_the_runs_that_have_it(run_dir: Path) -> None:
     other = of_speed("burst", 0.1)
     write_record(run_dir.parent / "other" / "trials" / other.trial_id, other)
     assert main(["report", str(run_dir.parent), "--baseline", "megatron_cp", "--format", "md"]) == 0
-    assert "burst ÷ megatron_cp" in (run_dir / "tables" / "comparison.md").read_text()
+    assert "| burst | megatron_cp | 3.00× |" in (run_dir / "tables" / "comparison.md").read_text()
 
 
 @pytest.mark.parametrize("level", [0, 1])

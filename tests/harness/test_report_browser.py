@@ -16,7 +16,7 @@ from tests.harness.test_report import run_of
 
 HOSTILE = "<img src=x onerror=console.log(1)><script>console.log(2)</script>"
 TABLE = "document.querySelector('#results table')"
-SHOWN = f"[...{TABLE}.tBodies[0].rows].filter(row => !row.hidden)"
+SHOWN = f"[...{TABLE}.tBodies[0].rows]"
 PLACE = f"[...{TABLE}.tHead.rows[0].cells].findIndex(cell => cell.textContent.trim() === '%s')"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -53,7 +53,7 @@ def column(browser: Browser, header: str) -> list[str]:
 def press_header(browser: Browser, header: str) -> str | None:
     """Sort by a column with the keyboard; what the header then says to a screen reader."""
     cell = f"{TABLE}.tHead.rows[0].cells[{PLACE % header}]"
-    browser.value(f"{cell}.querySelector('button').focus()")
+    browser.value(f"({cell}.querySelector('[tabindex]') ?? {cell}).focus()")
     browser.press("Enter", 13)
     direction: str | None = browser.value(f"{cell}.getAttribute('aria-sort')")
     return direction
@@ -91,28 +91,30 @@ def test_the_filter_shows_rows_with_all_words_and_counts_them(browser: Browser, 
     browser.open(site / "sweep" / "report.html")
     everything = len(column(browser, "method"))
     browser.value(
-        "(field => { field.value = 'ULYSSES 32k'; field.dispatchEvent(new Event('input')); })"
-        "(document.querySelector('#results input'))"
+        "(field => { field.value = 'ULYSSES 32k'; field.dispatchEvent(new Event('input')); "
+        "return new Promise(done => setTimeout(done, 600)); })(document.querySelector('#results input'))"
     )
     shown = column(browser, "method")
     assert 0 < len(shown) < everything
     assert all("ulysses" in name for name in shown)
     assert set(column(browser, "tokens")) == {"32k"}
-    count = browser.value("document.querySelector('#results output').textContent")
-    assert count == f"{len(shown)} of {everything} rows"
+    count = browser.value("document.querySelector('#results .dt-info').textContent")
+    assert count == f"{len(shown)} rows of {everything}"
 
 
 def test_groups_of_columns_are_hidden_and_shown(browser: Browser, site: Path) -> None:
     browser.open(site / "sweep" / "report.html")
-    hidden = f"[...{TABLE}.tHead.rows[0].cells].filter(cell => cell.hidden).map(cell => cell.dataset.group)"
-    press = "[...document.querySelectorAll('#results .groups button')].find(b => b.textContent === '%s').click()"
-    assert set(browser.value(hidden)) == {"provenance"}
+    headers = f"[...{TABLE}.tHead.rows[0].cells].map(cell => cell.textContent.trim())"
+    press = "[...document.querySelectorAll('#results .dt-button')].find(b => b.textContent === '%s').click()"
+    assert "commit" not in browser.value(headers)
+    assert {"tok/s/GPU", "peak GiB"} <= set(browser.value(headers))
     for name in ("provenance", "speed"):
         browser.value(press % name)
-    assert set(browser.value(hidden)) == {"speed"}
-    assert browser.value(f"{TABLE}.rows[1].cells[{PLACE % 'tok/s/GPU'}].hidden")
-    browser.value(press % "speed")
-    assert browser.value(hidden) == []
+    assert "commit" in browser.value(headers)
+    assert "tok/s/GPU" not in browser.value(headers)
+    pressed = "[...document.querySelectorAll('#results .dt-button[aria-pressed=true]')].map(b => b.textContent)"
+    assert {"provenance", "time"} <= set(browser.value(pressed))
+    assert "speed" not in browser.value(pressed)
 
 
 def test_a_command_is_copied_and_shown_where_there_is_no_clipboard(browser: Browser, site: Path) -> None:
@@ -178,15 +180,33 @@ def test_header_and_first_column_stay_while_a_table_scrolls(browser: Browser, si
     assert abs(browser.value(top)) < 2
 
 
-def test_the_dark_theme_is_dark_but_figures_keep_a_light_plate(browser: Browser, site: Path) -> None:
+def test_the_dark_theme_is_dark_and_so_are_figures(browser: Browser, site: Path) -> None:
     colour = "getComputedStyle(document.querySelector('%s')).%s"
     seen = []
     for dark in (False, True):
         browser.open(site / "sweep" / "report.html", dark=dark)
-        seen.append([browser.value(colour % one) for one in (("body", "backgroundColor"), ("body", "color"),
-                                                             (".plate", "backgroundColor"))])  # fmt: skip
-    assert seen[0] == ["rgb(255, 255, 255)", "rgb(29, 33, 39)", "rgb(255, 255, 255)"]
-    assert seen[1] == ["rgb(21, 24, 28)", "rgb(228, 231, 235)", "rgb(255, 255, 255)"]
+        shown = (("body", "backgroundColor"), ("body", "color"), ("figure .wide text", "fill"))
+        seen.append([browser.value(colour % one) for one in shown])
+    assert seen[0][:2] == ["rgb(255, 255, 255)", "rgb(29, 33, 39)"]
+    assert seen[1][:2] == ["rgb(21, 24, 28)", "rgb(228, 231, 235)"]
+    assert seen[1][2] in ("rgb(228, 231, 235)", "rgb(162, 171, 182)")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_first_screen_is_the_verdict_and_the_plot_with_every_verdict_beside_its_dot(
+    browser: Browser, site: Path, width: int
+) -> None:
+    browser.open(site / "sweep" / "report.html", width=width)
+    rows = "[...document.querySelectorAll('.dots tbody tr')]"
+    boxes = browser.value(
+        f"{rows}.map(row => [...row.cells].filter(cell => cell.textContent.trim()).map(cell => "
+        "(box => [box.left, box.right])(cell.getBoundingClientRect())))"
+    )
+    assert all(0 <= left < right <= width for row in boxes for left, right in row)
+    assert browser.value("document.querySelector('p.verdict').getBoundingClientRect().bottom") < 400
+    words = browser.value(f"{rows}.map(row => row.querySelector('.verdict')?.textContent)")
+    assert any("not distinguishable" in (text or "") for text in words)
+    assert browser.value(f"{rows}[0].querySelector('svg title').textContent").startswith("burst")
 
 
 def test_without_scripts_every_row_and_every_command_can_be_read(browser: Browser, tmp_path: Path) -> None:

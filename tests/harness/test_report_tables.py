@@ -7,18 +7,13 @@ import io
 
 import pytest
 
-from harness.report.headline import summary_sentences
+from harness.report.headline import headline_of
 from harness.report.results import rows_of
-from harness.report.tables.agreement import agreements, relative_differences
+from harness.report.tables.agreement import agreement_summary, agreement_table, agreements, relative_differences
 from harness.report.tables.comparison import comparison_table
 from harness.report.tables.table import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
-from harness.report.tables.trials import (
-    accuracy_table,
-    agreement_table,
-    problems_table,
-    results_table,
-)
-from tests.harness.synthetic_records import cpu_sweep, record
+from harness.report.tables.trials import accuracy_table, problems_table, results_table
+from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
 
 
 def as_dicts(table: Table) -> list[dict[str, object]]:
@@ -72,11 +67,11 @@ def test_a_system_that_starts_from_weights_of_its_own_is_not_compared_by_loss(dt
     foreign = record(dtype=dtype, method="megatron_lm_upstream", drift=0.3)
     rows = rows_of([*ours, foreign])
     assert {pair.row["method"] for pair in agreements(rows)} == {"burst", "ring"}
-    told = " ".join(summary_sentences(rows))
-    assert "trials with the same initial weights, data and seed" in told
+    told = " ".join(headline_of(rows).sentences)
+    assert ("compute the same thing" in told) is (dtype == "fp32")
     assert told.count("megatron_lm_upstream starts from weights of its own; its loss is not compared.") == 1
     assert "e-01" not in told
-    assert "weights of its own" not in " ".join(summary_sentences(rows_of(ours)))
+    assert "weights of its own" not in " ".join(headline_of(rows_of(ours)).sentences)
 
 
 def test_the_same_batch_spread_over_replicas_or_micro_batches_is_compared() -> None:
@@ -96,7 +91,7 @@ def test_a_trial_that_nothing_is_held_against_has_no_line() -> None:
 def test_bf16_is_shown_without_a_verdict() -> None:
     table = agreement_table(rows_of([record(dtype="bf16"), record(dtype="bf16", method="ring", drift=0.01)]))
     assert table is not None
-    assert [line["verdict"] for line in as_dicts(table)] == ["reference", "not bound"]
+    assert [line["verdict"] for line in as_dicts(table)] == ["reference", "not compared"]
     assert not table.marked
 
 
@@ -106,7 +101,7 @@ def test_a_disagreement_is_marked_and_leads_the_summary() -> None:
     assert table is not None
     assert table.marked == {1}
     assert as_dicts(table)[1]["verdict"] == "differs"
-    assert "1 of 1 trials differ from their reference by more than 1e-04" in " ".join(summary_sentences(rows))
+    assert "1 of 1 trials do not compute the same thing" in " ".join(headline_of(rows).sentences)
 
 
 def test_every_trial_without_a_number_is_listed_with_its_reason() -> None:
@@ -129,7 +124,18 @@ def test_errors_against_float64_are_tabled_where_they_were_measured() -> None:
 def test_columns_nobody_filled_are_left_out_of_the_printed_table() -> None:
     headers = {column.header for column in results_table(rows_of(cpu_sweep())).columns}
     assert "MFU %" not in headers
-    assert {"tok/s/GPU", "reason"} <= headers
+    assert {"tok/s/rank", "reason"} <= headers  # ranks on a CPU are no GPUs
+    assert "tok/s/GPU" in {column.header for column in results_table(rows_of(gpu_sweep())).columns}
+
+
+def test_what_the_methods_compute_is_summed_up_in_a_line_for_each() -> None:
+    table = agreement_summary(rows_of(cpu_sweep()))
+    assert table is not None
+    lines = {(line["method"], line["task"]): line for line in as_dicts(table)}
+    assert len(lines) == 6
+    assert lines["ulysses", "train"]["loss"] == pytest.approx(1e-6, rel=0.5)
+    assert lines["ulysses", "attention"]["dq"] == lines["ulysses", "attention"]["differs by"] == 3e-7
+    assert agreement_summary(rows_of([record()])) is None
 
 
 def test_varying_settings_are_part_of_the_name() -> None:

@@ -16,7 +16,7 @@ from harness.records.stored import read_records
 from harness.report.page import report_tables
 from harness.report.results import columns_of, row_of, rows_of
 from harness.report.speedup import contested_points
-from harness.report.tables.set_ups import set_ups_table
+from harness.report.tables.particular import set_ups_table
 from harness.report.variants import series_of, setup_name, varying_settings
 from tests.harness.synthetic_records import H200, LARGE, around, record
 
@@ -99,8 +99,7 @@ def test_a_real_system_which_has_no_planner_is_compared_with_what_ours_planned()
 def test_a_series_is_named_by_its_set_up_and_not_by_every_value_of_it() -> None:
     rows = rows_of([equal("burst"), published("burst", **BURST), equal("ulysses"), published("ulysses", **MEGATRON)])
     assert [name for name, _ in series_of(rows)] == [
-        "burst, settings as_published", "burst, settings equal",
-        "ulysses, settings as_published", "ulysses, settings equal",
+        "burst, as published", "burst, equal settings", "ulysses, as published", "ulysses, equal settings",
     ]  # fmt: skip
 
 

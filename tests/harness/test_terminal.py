@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.base.terminal import print_table
-from harness.report.page import terminal_table
 from harness.report.results import rows_of
+from harness.report.terminal import terminal_table
 from harness.run.progress import LiveView
 from harness.training.progress import TrainingView
 from tests.harness.synthetic_records import cpu_sweep
@@ -40,7 +40,7 @@ def test_a_terminal_of_80_columns_shows_every_number_and_status_of_the_demo():
 def test_reasons_wrap_beside_whole_numbers_on_80_columns():
     lines = printed(terminal_table(rows_of(cpu_sweep())), 80)
     assert not any("…" in line for line in lines)
-    assert any(line.rstrip().endswith("refused: 4") for line in lines)
+    assert any("refused: 4 KV" in line and not line.rstrip().endswith("them") for line in lines)
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60])

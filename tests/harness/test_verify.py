@@ -231,7 +231,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no table": (lambda run: (run / "tables" / "results.tex").unlink(), "results.tex: tables: found no such"),
     "one more table": (lambda run: (run / "tables" / "mine.md").write_text("x"), "a file that no report makes"),
     "a swapped figure": (
-        lambda run: shutil.copy(run / "figures" / "loss.png", run / "figures" / "throughput.png"),
+        lambda run: shutil.copy(run / "figures" / "speed-train.png", run / "figures" / "throughput.png"),
         "figures/throughput.png: figures/: found a",
     ),
     "a broken figure": (lambda run: (run / "figures" / "loss.png").write_bytes(b"no"), "found no PNG picture"),

@@ -12,14 +12,16 @@ import pytest
 from baselines.originals import ORIGINALS
 from harness.metrics.intervals import Interval
 from harness.records.record import Record, write_record
+from harness.report.contests import contests_of
 from harness.report.drawing.points import laid_out
-from harness.report.headline import summary_sentences
-from harness.report.page import draw_plots, read_runs, report_tables, terminal_table, write_report
+from harness.report.headline import headline_of
+from harness.report.page import draw_plots, read_runs, report_tables, write_report
 from harness.report.results import METHOD_ORDER, rows_of
-from harness.report.tables.best import best_table
 from harness.report.tables.table import to_latex
+from harness.report.terminal import terminal_table
 from harness.report.weak_forms import LEAST, MARK, weak_forms, weak_sentence
 from harness.spec.methods import all_methods
+from tests.harness.drawn import texts
 from tests.harness.synthetic_records import H200, LARGE, around, record
 
 
@@ -60,7 +62,7 @@ def test_a_form_slower_than_its_original_is_weak_with_its_ratio_and_interval() -
     assert isinstance(form.found.spread, Interval)
     assert form.found.spread.low <= 0.8 <= form.found.spread.high
     assert re.fullmatch(
-        r"† Native form below 0\.97 of its original's speed: megatron_cp 0\.80× \(0\.\d{3} to 0\.\d{3}\) of "
+        r"† Native baseline below 0\.97 of its original's speed: megatron_cp 0\.80× \(0\.\d+ to 0\.\d+\) of "
         r"megatron_lm_upstream at 64k tokens, CP 4\.",
         weak_sentence(weak.values()),
         re.IGNORECASE,
@@ -133,15 +135,13 @@ def test_a_schedule_of_the_original_says_which_form_it_is(native: str, schedule:
 def test_every_table_with_the_form_marks_it_and_says_what_the_mark_means() -> None:
     rows = rows_of([*pair(1.25), *pair(2.5, seq_len=131072)])
     tables = {table.name: table for table in report_tables(rows)}
-    best = best_table(rows)
-    assert best is not None
     for table in (tables["results"], tables["comparison"], tables["agreement"]):
         marked = [
             cell for line in table.rows for cell in line if isinstance(cell, str) and cell.startswith("megatron_cp")
         ]
         assert marked, table.name
         assert all(MARK in cell for cell in marked), table.name
-        assert "Native form below 0.97" in table.note, table.name
+        assert "Native baseline below 0.97" in table.note, table.name
     # At 128K the ratio is lower: one sentence for both points.
     assert "megatron_cp 0.40×" in tables["results"].note
     assert "the lowest of 2 points" in tables["results"].note
@@ -150,30 +150,27 @@ def test_every_table_with_the_form_marks_it_and_says_what_the_mark_means() -> No
 
 def test_a_form_that_is_the_best_is_marked_there() -> None:
     rows = rows_of([trial("megatron_cp", 1.25), trial("megatron_lm_upstream", 1.0), trial("ulysses", 2.0)])
-    found = best_table(rows)
-    assert found is not None
-    assert f"megatron_cp {MARK}" in found.rows[0]
+    assert f"megatron_cp {MARK}" in [entrant.name for entrant in contests_of(rows)[0].entrants]
 
 
-def test_the_comparison_gives_the_ratio_beside_the_point() -> None:
+def test_the_comparison_marks_the_form_beside_its_original() -> None:
     comparison = next(table for table in report_tables(rows_of(pair(1.25))) if table.name == "comparison")
     headers = [column.header for column in comparison.columns]
-    [cell] = [line[headers.index("below 0.97 of its original")] for line in comparison.rows]
-    assert str(cell).startswith("megatron_cp 0.80× (")
+    lines = {line[headers.index("beside")]: line for line in comparison.rows}
+    assert {name for name in lines if MARK in name} == {f"megatron_cp {MARK}"}
+    assert lines[f"megatron_cp {MARK}"][headers.index("times as fast")] == pytest.approx(1.25**2)  # burst beside it
 
 
-def test_figures_mark_the_series_in_their_legends_and_explain_it() -> None:
+def test_figures_mark_the_names_of_series_and_explain_it() -> None:
     rows = rows_of([one for seq_len in (32768, 65536, 131072) for one in pair(1.25, seq_len=seq_len)])
     layout = laid_out(rows)
     assert {name for name in layout.looks if MARK in name} == {f"megatron_cp {MARK}"}
-    assert any(note.startswith(f"{MARK} Native form below") for note in layout.notes)
+    assert any(note.startswith(f"{MARK} Native baseline below") for note in layout.notes)
     plots = draw_plots(rows)
     assert plots
     for plot in plots:
-        texts = [text.get_text() for legend in plot.figure.legends for text in legend.get_texts()]
-        captions = " ".join(text.get_text() for text in plot.figure.texts)
-        assert any(text.startswith("megatron_cp") and MARK in text for text in texts), plot.name
-        assert "Native form below 0.97" in " ".join(captions.split()), plot.name
+        assert f"megatron_cp {MARK}" in texts(plot.figure), plot.name
+        assert "Native baseline below 0.97" in plot.figure.note, plot.name
 
 
 def test_a_strong_form_is_marked_nowhere() -> None:
@@ -181,14 +178,13 @@ def test_a_strong_form_is_marked_nowhere() -> None:
     for table in report_tables(rows):
         assert MARK not in str(table.rows) + table.note
     assert not [name for name in laid_out(rows).looks if MARK in name]
-    assert not [sentence for sentence in summary_sentences(rows) if MARK in sentence]
+    assert not [sentence for sentence in headline_of(rows).sentences if MARK in sentence]
 
 
-def test_findings_name_the_form_with_its_mark_and_say_the_ratio() -> None:
+def test_the_headline_says_the_ratio_of_a_weak_form() -> None:
     records = [trial("burst", 1.5), trial("megatron_cp", 1.25), trial("megatron_lm_upstream", 1.3 * 0.9)]
-    told = summary_sentences(rows_of(records))
-    assert any(f"megatron_cp {MARK}" in sentence for sentence in told)
-    assert any(sentence.startswith(f"{MARK} Native form below 0.97") for sentence in told)
+    told = headline_of(rows_of(records)).sentences
+    assert any(sentence.startswith(f"{MARK} Native baseline below 0.97") for sentence in told)
 
 
 def test_the_page_and_the_terminal_show_the_mark(tmp_path: Path) -> None:
@@ -199,4 +195,4 @@ def test_the_page_and_the_terminal_show_the_mark(tmp_path: Path) -> None:
     assert "of its original&#39;s speed" in page
     assert f"megatron_cp {MARK}" in (tmp_path / "report" / "tables" / "results.md").read_text(encoding="utf-8")
     _, rows = read_runs([tmp_path])
-    assert "Native form below 0.97" in str(terminal_table(rows).caption)
+    assert "Native baseline below 0.97" in str(terminal_table(rows).caption)

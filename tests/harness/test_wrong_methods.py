@@ -10,7 +10,7 @@ import pytest
 from harness.cli import main
 from harness.records.record import Record
 from harness.records.stored import read_records
-from harness.report.headline import summary_sentences, wrong_sentences
+from harness.report.headline import headline_of, wrong_sentences
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import rows_of
 from harness.spec import methods
@@ -94,7 +94,7 @@ def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: P
         assert row["tflops_per_gpu"] is None
         assert row["step_seconds_by_round"] == []
         assert row["extra_error.out"] is not None
-    told = " ".join(summary_sentences(rows))
+    told = " ".join(headline_of(rows).sentences)
     assert not any(method in told for method in (NO_TILE, SCALED, SHIFTED))
     assert "12 wrong" in told
     assert "Attention and its gradients differ from a dense float64 run by at most" in told

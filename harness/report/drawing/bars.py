@@ -1,82 +1,112 @@
-"""Grouped bars: one group per sequence length, in it one bar per series."""
+"""Horizontal bars, each with its name and its value beside it, in groups below one another."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from matplotlib.axes import Axes
-from matplotlib.patheffects import withStroke
+from matplotlib.collections import LineCollection
+from matplotlib.patches import Rectangle
 
-from harness.base.lengths import format_length
-from harness.report.drawing.looks import INK, Look
-from harness.report.drawing.points import Measure, Panel, Point
-from harness.report.drawing.sheet import Form
-from harness.report.speedup import TOO_WIDE
-from harness.report.tables.table import significant
+from harness.report.drawing.looks import INK, MUTED
+from harness.report.drawing.sheet import Page, text_inches, wrapped
 
-GROUP_GAP = 0.9  # between groups, in bars
+_NAMES = 0.4  # most of the width that names take
+_ROOM = 0.08  # inches between a bar and its value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Where the bars of a panel stand, counted in bars from its left edge. Only what was planned takes room."""
+class Bar:
+    """One bar. Without a value `text` is the reason."""
 
-    bars: list[tuple[float, Point]]  # middle of each
-    ticks: list[tuple[float, int]]  # middle of each group, and its sequence length
-    width: float
-
-
-def arrange(panel: Panel) -> Places:
-    """A group for each length of the panel, in it a bar for each series planned there."""
-    bars: list[tuple[float, Point]] = []
-    ticks: list[tuple[float, int]] = []
-    edge = GROUP_GAP / 2
-    for seq_len in panel.lengths:
-        present = [point for point in panel.points if point.seq_len == seq_len]
-        bars += [(edge + slot + 0.5, point) for slot, point in enumerate(present)]
-        ticks.append((edge + len(present) / 2, seq_len))
-        edge += len(present) + GROUP_GAP
-    return Places(bars=bars, ticks=ticks, width=edge - GROUP_GAP / 2)
+    name: str
+    value: float | None
+    text: str
+    tip: str
+    colour: str
+    alpha: float = 1.0
+    hatch: str = ""  # drawn in the colour, on no face
+    dashed: bool = False  # an outline alone
+    strong: bool = False  # name and value in bold
+    ends: tuple[float, float] | None = None  # of the whisker
+    ceiling: float | None = None
 
 
-def draw_bars(ax: Axes, places: Places, looks: dict[str, Look], measure: Measure, form: Form, *, room: float) -> None:
-    """Bars of one panel, `room` bars wide, so that bars are equally wide in all panels."""
-    for x, point in places.bars:
-        _draw_bar(ax, x, point, looks[point.series], measure, form)
-    ax.set_xticks([x for x, _ in places.ticks], [format_length(seq_len) for _, seq_len in places.ticks])
-    margin = max(0.0, (room - places.width) / 2)
-    ax.set_xlim(-margin, places.width + margin)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """Bars under a title; without one they stand alone."""
+
+    title: str
+    bars: Sequence[Bar] = field(default_factory=tuple)
 
 
-def _draw_bar(ax: Axes, x: float, point: Point, look: Look, measure: Measure, form: Form) -> None:
-    value = point.value(measure.column)
-    floor = ax.get_ylim()[0]
-    if value is None:
-        _label(ax, x, floor, point.lost, form)
-        return
-    height = value * measure.scale
-    ax.bar(x, height, 0.9, **look.bar)
-    top, whisker = height, point.whisker(measure.column) if measure.timed else None
-    if whisker:
-        low, high = (end * measure.scale for end in whisker)
-        top = height if point.too_wide(measure.column) else high
-        ax.errorbar(
-            x, height, yerr=[[height - low], [high - height]], color=INK, elinewidth=0.9, capsize=1.8, capthick=0.9
-        )
-    best = point.value(measure.ceiling)
-    if best is not None:
-        ax.plot([x - 0.45, x + 0.45], [best * measure.scale] * 2, color=INK, linewidth=1.6)
-    lost = sorted({row["status"] for row in point.rows} - {"ok"})
-    wide = [TOO_WIDE] if measure.timed and point.too_wide(measure.column) else []
-    text = " ".join([significant(3)(height), *wide, *lost])
-    # Above the bar the number would read as the ceiling's, so it stands inside where there is a ceiling.
-    _label(ax, x, top if best is None else floor, text, form, halo=best is not None)
+def paint_bars(page: Page, groups: Sequence[Bars], unit: str = "") -> None:
+    """All groups in one panel, on one scale from 0; `unit` stands above them where it is given."""
+    form, every = page.form, [bar for group in groups for bar in group.bars]
+    size, left = form.small, 0.12
+    names, above = 0.0, 0.0
+    if form.narrow:
+        above = 0.15
+    else:
+        names = min(_NAMES * form.width, max(text_inches(bar.name, size, bold=bar.strong) for bar in every)) + 0.1
+    step, wide = (0.33 if form.narrow else 0.25), page.right - left - names
+    whiskers: list[list[tuple[float, float]]] = []
+    ceilings: list[list[tuple[float, float]]] = []
+    texts = max(text_inches(bar.text, size, bold=True) for bar in every) + _ROOM + 0.02
+    most = max(
+        (end for bar in every for end in (bar.value, bar.ceiling, *(bar.ends or ())) if end is not None), default=0.0
+    )
+    scale = max(0.25 * wide, wide - texts) / (most or 1.0)  # inches of a unit
+    lines = [[bar.name] if form.narrow else wrapped(bar.name, names - 0.1, size, bold=bar.strong) for bar in every]
+    heads = sum(0.3 for group in groups if group.title) + (0.2 if unit else 0.0)
+    height = heads + sum(max(step, 0.15 * len(of) + 0.06) for of in lines)
+    ax = page.panel(0.0, left + names, wide, height)
+    ax.set_axis_off()
+    ax.set_xlim(0, wide)
+    ax.set_ylim(height, 0)
+    y, names_of = 0.0, iter(lines)
+    if unit:
+        ax.text(-names, 0.1, unit, fontsize=size, color=MUTED, va="center")
+        y += 0.2
+    for group in groups:
+        if group.title:
+            ax.text(-names, y + 0.18, group.title, fontsize=size, color=INK, va="center", fontweight="bold")
+            y += 0.3
+        for bar in group.bars:
+            name = next(names_of)
+            tall = max(step, 0.15 * len(name) + 0.06)
+            middle = y + above + (tall - above) / 2
+            weight = "bold" if bar.strong else "normal"
+            for place, line in enumerate(name):
+                at = y + 0.08 if form.narrow else middle + 0.15 * (place - (len(name) - 1) / 2)
+                ax.text(-names, at, line, fontsize=size, color=INK, va="center", fontweight=weight)
+            end = (bar.value or 0.0) * scale
+            if bar.value is not None:
+                page.tip(ax.add_patch(_face(bar, end, middle)), bar.tip)
+            if bar.ends and bar.value is not None:
+                low, high = (one * scale for one in bar.ends)
+                whiskers += [
+                    [(low, middle), (high, middle)],
+                    *([(x, middle - 0.03), (x, middle + 0.03)] for x in (low, high)),
+                ]
+                end = max(end, high)
+            if bar.ceiling is not None:
+                ceilings.append([(bar.ceiling * scale, middle - 0.1), (bar.ceiling * scale, middle + 0.1)])
+                end = max(end, bar.ceiling * scale)
+            ax.text(
+                end + _ROOM, middle, bar.text, fontsize=size, va="center", fontweight=weight,
+                color=INK if bar.value is not None else MUTED,
+            )  # fmt: skip
+            y += tall
+    ax.add_collection(LineCollection(whiskers, colors=INK, linewidths=0.9))
+    ax.add_collection(LineCollection(ceilings, colors=INK, linewidths=1.8))
 
 
-def _label(ax: Axes, x: float, y: float, text: str, form: Form, halo: bool = False) -> None:
-    label = ax.annotate(
-        text, (x, y), xytext=(0, 2.5), textcoords="offset points", rotation=90, ha="center", va="bottom",
-        fontsize=form.number, color=INK,
-    )  # fmt: skip
-    if halo:
-        label.set_path_effects([withStroke(linewidth=2.2, foreground="white")])
+def _face(bar: Bar, width: float, middle: float) -> Rectangle:
+    tall = 0.15
+    if bar.dashed or bar.hatch:
+        return Rectangle(
+            (0, middle - tall / 2), width, tall, facecolor="none", edgecolor=bar.colour, linewidth=0.9,
+            hatch=bar.hatch or None, linestyle=(0, (3, 2)) if bar.dashed else "-",
+        )  # fmt: skip
+    return Rectangle((0, middle - tall / 2), width, tall, facecolor=bar.colour, alpha=bar.alpha, linewidth=0)

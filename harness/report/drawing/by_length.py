@@ -1,141 +1,175 @@
-"""A column against sequence length: lines on a logarithmic axis, or bars where there are few lengths.
+"""A column against sequence length: lines where there are several lengths, else bars, the best first.
 
-One panel per parallel size. Every planned trial has its place: where the number is missing stands the status that
-explains it.
+Every planned trial has its place: where the number is missing stands the status that explains it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from matplotlib.artist import Artist
-from matplotlib.lines import Line2D
-
-from harness.report.drawing.bars import arrange, draw_bars
-from harness.report.drawing.lines import ceilings_of, draw_lines
-from harness.report.drawing.looks import INK, MUTED, bar_key, line_key
-from harness.report.drawing.notes import ceiling_note, peak_note, peaks_of, samples_note, whisker_note
-from harness.report.drawing.points import Layout, Measure, laid_out
-from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, panel_title, sheet, text_inches, value_axis
+from harness.base.lengths import format_length
+from harness.report.digits import rounded
+from harness.report.drawing.bars import Bar, Bars, paint_bars
+from harness.report.drawing.lines import Line, Spot, paint_lines
+from harness.report.drawing.looks import MUTED
+from harness.report.drawing.notes import ceiling_note, samples_note, whisker_note
+from harness.report.drawing.points import IN_CSV, Layout, Panel, Point, about, decimals_between, laid_out, number_text
+from harness.report.drawing.sheet import Sheet
 from harness.report.results import Row
 
-PANELS_PER_LINE = 4
 LINES_FROM = 3  # lengths of one series
-_PEAK_DASHES = (0, (4, 3))
+MAX_LINES = 8  # told apart by their names; more are bars
+MAX_BARS = 40
 
 
-def draw_by_length(rows: Sequence[Row], title: str, measure: Measure) -> Sheet:
-    """The figure of `measure`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """What is drawn: `column` x `scale`, in `unit`.
+
+    `ceiling` names a column with what the hardware's kernels would allow. `timed` columns are proportional to the step
+    time or to its inverse, so that whiskers can be drawn. `more_is_better` decides which bar is first.
+    """
+
+    column: str
+    unit: str
+    scale: float = 1.0
+    ceiling: str | None = None
+    timed: bool = False
+    more_is_better: bool = False
+    notes: Sequence[str] = ()
+
+
+def sheet_by_length(rows: Sequence[Row], measure: Measure, title: Callable[[Layout], str]) -> Sheet | None:
+    """The figure of `measure`, titled by what `title` reads in it; None for fewer than two values."""
     layout = laid_out(rows)
-    return in_both_forms(lambda form: _draw(form, rows, layout, title, measure))
-
-
-def columns_of_panels(inches: Sequence[float], form: Form) -> int:
-    """As many panels side by side as fit a line."""
-    for columns in range(min(len(inches), PANELS_PER_LINE), 1, -1):
-        if sum(max(inches[column::columns]) for column in range(columns)) <= form.line_inches:
-            return columns
-    return 1
-
-
-def _draw(form: Form, rows: Sequence[Row], layout: Layout, title: str, measure: Measure) -> Sheet:
-    as_lines = _has_lines(layout, measure.column)
-    places = [arrange(panel) for panel in layout.panels]
-    if as_lines:
-        one, several, less = (5.6, 2.6, 0.6) if form is SCREEN else (2.7, 1.7, 0.3)
-        lengths = [len(panel.lengths) for panel in layout.panels]
-        inches = [one if len(places) == 1 else several - less * max(0, LINES_FROM - count) for count in lengths]
-    else:
-        inches = [max(form.panel_inches, form.bar_inches * place.width) for place in places]
-    columns = columns_of_panels(inches, form)
-    widths = [max(inches[place::columns]) for place in range(columns)]
-    ceilings = ceilings_of(layout.points, measure) if as_lines else {}
-    figure, axes = sheet(
-        form,
-        rows=-(-len(places) // columns),
-        widths=widths,
-        title=title,
-        about=layout.about,
-        notes=_notes(rows, layout, measure),
-        legend=_legend(rows, layout, measure, ceilings, as_lines),
-    )
-    cells = [ax for line in axes for ax in line]
-    for ax in cells[len(places) :]:
-        ax.set_visible(False)
-    # Above the tallest bar stands its upright number.
-    room = 1.08 if as_lines or measure.ceiling else 1.42 if form.paper else 1.24
-    value_axis(cells[0], _extent(layout, measure), bars=not as_lines, room=room)
-    stretched = (figure.get_figwidth() - 0.9) / sum(widths)  # a sheet is wider than one narrow panel
-    bar_inches = form.bar_inches * min(2.0, max(1.0, stretched)) / max(1.0, stretched)
-    for index, (ax, panel, place) in enumerate(zip(cells, layout.panels, places, strict=False)):
-        if measure.peak:
-            ax.axhline(measure.peak, color=MUTED, linewidth=1.0, linestyle=_PEAK_DASHES, zorder=1)
-        if as_lines:
-            draw_lines(ax, panel, layout.looks, measure, ceilings, form)
-        else:
-            draw_bars(ax, place, layout.looks, measure, form, room=widths[index % columns] / bar_inches)
-        if len(places) > 1 or not form.paper:
-            panel_title(ax, panel.title, widths[index % columns], form)
-        if index + columns >= len(places):
-            label = "sequence length (tokens)"
-            short = text_inches(label, form.label) > widths[index % columns]
-            ax.set_xlabel("tokens" if short else label, fontsize=form.label, color=MUTED)
-        if index % columns == 0:
-            ax.set_ylabel(measure.unit, fontsize=form.label, color=INK)
-    return figure
-
-
-def _has_lines(layout: Layout, column: str) -> bool:
-    """Whether some series of a panel has a number at LINES_FROM lengths or more."""
-    for panel in layout.panels:
-        counts = dict.fromkeys(layout.looks, 0)
-        for point in panel.points:
-            counts[point.series] += point.value(column) is not None
-        if max(counts.values()) >= LINES_FROM:
-            return True
-    return False
-
-
-def _notes(rows: Sequence[Row], layout: Layout, measure: Measure) -> list[str]:
-    notes = [*measure.notes, *layout.notes, samples_note(rows)]
+    values = [point for point in layout.points if point.value(measure.column) is not None]
+    if len(values) < 2:
+        return None
+    notes = [*measure.notes, samples_note(rows)]
     if measure.timed:
         notes.append(whisker_note([point.rows for point in layout.points]))
-    if measure.peak:
-        notes.append(peak_note(rows))
     if measure.ceiling:
         notes.append(ceiling_note(rows))
-    return [note for note in notes if note]
-
-
-def _legend(
-    rows: Sequence[Row], layout: Layout, measure: Measure, ceilings: dict[str, str], as_lines: bool
-) -> list[Artist]:
-    """Keys of the series where there are several, of ceilings and of the peak."""
-    keys: list[Artist] = []
-    if len(layout.looks) > 1:
-        keys += [line_key(name, look) if as_lines else bar_key(name, look) for name, look in layout.looks.items()]
-    if measure.ceiling:
-        if len(ceilings) > 1:
-            keys += [
-                Line2D([], [], color=INK, linewidth=1.6, linestyle=dashes, label=f"ceiling of kernel {kernel}")
-                for kernel, dashes in ceilings.items()
-            ]
-        elif any(row.get(measure.ceiling) for row in rows):
-            keys.append(Line2D([], [], color=INK, linewidth=1.6, label="ceiling: measured kernel speeds"))
-    if measure.peak:
-        peaks = " and ".join(f"{peak:,.0f} TFLOP/s" for _, peak in peaks_of(rows))
-        keys.append(
-            Line2D([], [], color=MUTED, linewidth=1.0, linestyle=_PEAK_DASHES, label=f"peak: {peaks}, dense bf16")
+    notes += layout.notes
+    lines, ceiling = _lines(layout, measure)
+    if len(lines) <= MAX_LINES and any(len(line.spots) >= LINES_FROM for line in lines):
+        lost = sorted(
+            {f"{line.name} at {format_length(at).upper()} ({why})" for line in lines for at, why in line.lost}
         )
-    return keys
+        notes += [f"Without a number: {', '.join(lost)}."] if lost else []
+        notes += ["Dashed: the ceiling."] if ceiling else []
+        plot = partial(paint_lines, lines=lines, unit=measure.unit, ceiling=ceiling)
+    else:
+        groups = _groups(layout, measure)
+        if (left := sum(len(group.bars) for group in groups) - MAX_BARS) > 0:
+            notes.append(f"The {left} bars of the smallest sizes are not drawn; {IN_CSV}.")
+            groups = _largest(groups)
+        notes += ["Black mark: the ceiling."] if any(bar.ceiling for group in groups for bar in group.bars) else []
+        plot = partial(paint_bars, groups=groups, unit=measure.unit)
+    return Sheet(title=title(layout), about=about(rows), notes=[note for note in notes if note], plot=plot)
 
 
-def _extent(layout: Layout, measure: Measure) -> list[float]:
-    """Everything that the value axis has to hold, in its unit."""
-    values: list[float] = [measure.peak] if measure.peak else []
+def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, float]]:
+    """A line for each series of each panel, and the highest ceiling of each length."""
+    lines = []
+    for panel in layout.panels:
+        for name, look in layout.looks.items():
+            points = [point for point in panel.points if point.series == name]
+            found = [
+                (point, value * measure.scale) for point in points if (value := point.value(measure.column)) is not None
+            ]
+            spots = [
+                Spot(seq_len=point.seq_len, value=value, ends=_ends(point, measure), tip=_tip(point, panel, measure))
+                for point, value in found
+            ]
+            lost = [(point.seq_len, point.lost) for point in points if point.value(measure.column) is None]
+            if points:
+                called = ", ".join(filter(None, (name, panel.title)))
+                strong = _beside_others(layout) and points[0].own
+                variant = look.variant + layout.panels.index(panel)
+                lines.append(
+                    Line(name=called, look=replace(look, variant=variant), spots=spots, lost=lost, strong=strong)
+                )
+    ceiling: dict[int, float] = {}
     for point in layout.points:
-        found = [point.value(measure.column), point.value(measure.ceiling)]
-        if measure.timed and not point.too_wide(measure.column):
-            found += point.whisker(measure.column) or ()
-        values += [value * measure.scale for value in found if value is not None]
-    return values
+        if (best := point.value(measure.ceiling)) is not None:
+            ceiling[point.seq_len] = max(best * measure.scale, ceiling.get(point.seq_len, 0.0))
+    return lines, ceiling
+
+
+def _beside_others(layout: Layout) -> bool:
+    """Whether burst stands beside other methods, so that it is set in bold."""
+    return len({point.own for point in layout.points}) > 1
+
+
+def _groups(layout: Layout, measure: Measure) -> list[Bars]:
+    """A group for each panel and length, the best bar first, what has no value last."""
+    found = []
+    for panel in layout.panels:
+        for seq_len in layout.lengths:
+            points = [point for point in panel.points if point.seq_len == seq_len]
+            supported = sorted(
+                decimals_between(value * measure.scale, _ends(one, measure))
+                for one in points
+                if (value := one.value(measure.column))
+            )
+            decimals = supported[(len(supported) - 1) // 2] if supported else 0  # alike for bars that are compared
+            sign = -1 if measure.more_is_better else 1
+            bars = [_bar(point, panel, layout, measure, decimals) for point in points]
+            bars.sort(key=lambda bar: (bar.value is None, sign * (bar.value or 0.0)))
+            length = f"{format_length(seq_len).upper()} tokens" if len(layout.lengths) > 1 else ""
+            if bars:
+                found.append(Bars(title=", ".join(filter(None, (panel.title, length))), bars=bars))
+    return found
+
+
+def _bar(point: Point, panel: Panel, layout: Layout, measure: Measure, decimals: int) -> Bar:
+    look, value, ceiling = layout.looks[point.series], point.value(measure.column), point.value(measure.ceiling)
+    lost = sorted({row["status"] for row in point.rows} - {"ok"})
+    scaled = None if value is None else value * measure.scale
+    quiet = _beside_others(layout) and not point.own
+    return Bar(
+        name=point.series,
+        value=scaled,
+        text=point.lost if scaled is None else " ".join([rounded(scaled, decimals), *lost]),
+        tip=_tip(point, panel, measure),
+        colour=MUTED if quiet else look.colour,
+        alpha=0.75 if quiet and point.upstream else 0.5 if quiet else look.alpha,
+        strong=_beside_others(layout) and point.own,
+        ends=_ends(point, measure),
+        ceiling=None if ceiling is None else ceiling * measure.scale,
+    )
+
+
+def _largest(groups: Sequence[Bars]) -> list[Bars]:
+    """The last groups, as far as their bars find room."""
+    kept, room = [], MAX_BARS
+    for group in reversed(groups):
+        if room > 0:
+            kept.append(Bars(title=group.title, bars=group.bars[:room]))
+            room -= len(kept[-1].bars)
+    return kept[::-1]
+
+
+def _ends(point: Point, measure: Measure) -> tuple[float, float] | None:
+    """Of the whisker, in the figure's unit; none where it is so wide that no axis should hold it."""
+    ends = point.whisker(measure.column) if measure.timed else None
+    if ends is None or ends[1] > 10 * ends[0]:
+        return None
+    return ends[0] * measure.scale, ends[1] * measure.scale
+
+
+def _tip(point: Point, panel: Panel, measure: Measure) -> str:
+    value = point.value(measure.column)
+    where = ", ".join(filter(None, (point.series, panel.title, f"{_length(point)} tokens")))
+    if value is None:
+        return f"{where}: {point.lost}"
+    ends = _ends(point, measure)
+    between = f" ({number_text(ends[0], ends)} to {number_text(ends[1], ends)})" if ends else ""
+    return f"{where}: {number_text(value * measure.scale, ends)}{between} {measure.unit}"
+
+
+def _length(point: Point) -> str:
+    return format_length(point.seq_len).upper()

@@ -1,121 +1,181 @@
-"""Lines against sequence length, on a logarithmic axis: one per series."""
+"""Lines against sequence length, on a logarithmic axis, each with its name at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
-from matplotlib.patheffects import withStroke
+from matplotlib.collections import LineCollection
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from harness.base.lengths import format_length
-from harness.report.drawing.looks import INK, Look
-from harness.report.drawing.points import Measure, Panel, Point
-from harness.report.drawing.sheet import Form, length_axis
-from harness.report.speedup import TOO_WIDE
+from harness.report.drawing.looks import INK, MUTED, PAPER, Look
+from harness.report.drawing.sheet import Page, text_inches, wrapped
 
-MAX_MARKERS = 24  # points of one line; beyond, the line alone
-MAX_STATUSES = 24  # points without a number whose status is printed
-_CEILING_DASHES = ("-", "--", ":", "-.")
+_CEILING = (0, (4, 2))
+_STEP = 0.155  # inches between lines of text
 
 
-def draw_lines(
-    ax: Axes, panel: Panel, looks: dict[str, Look], measure: Measure, ceilings: dict[str, str], form: Form
-) -> None:
-    """Every series of a panel, the `ceilings` by kernel, and at the foot the status of each point without a number."""
-    length_axis(ax, panel.lengths, format_length, most=8 if not form.paper else 6)
-    for kernel, dashes in ceilings.items():
-        _draw_ceiling(ax, kernel, dashes, panel, measure)
-    lost: list[Point] = []
-    by_series: dict[str, list[Point]] = {}
-    for point in panel.points:
-        by_series.setdefault(point.series, []).append(point)
-    for name, points in by_series.items():
-        lost += [point for point in points if point.value(measure.column) is None]
-        _draw_line(ax, points, looks[name], measure, form)
-    _draw_statuses(ax, lost, looks, form)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spot:
+    """A value at a length, from where to where its whisker reaches, and what it shows on hover."""
+
+    seq_len: int
+    value: float
+    tip: str
+    ends: tuple[float, float] | None = None
 
 
-def ceilings_of(points: Iterable[Point], measure: Measure) -> dict[str, str]:
-    """Dashes of the ceiling of each attention kernel; one entry where they do not differ."""
-    found: dict[tuple[int, float], set[str]] = {}
-    kernels: set[str] = set()
-    for point in points:
-        if (best := point.value(measure.ceiling)) is not None:
-            kernel = str(point.rows[0].get("chosen_kernel"))
-            kernels.add(kernel)
-            found.setdefault((point.seq_len, best), set()).add(kernel)
-    if all(len(sharing) == len(kernels) for sharing in found.values()):
-        return {"": "-"} if kernels else {}
-    return {kernel: _CEILING_DASHES[place % len(_CEILING_DASHES)] for place, kernel in enumerate(sorted(kernels))}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One series. `lost`: lengths without a value, with the status that explains each."""
+
+    name: str
+    look: Look
+    spots: Sequence[Spot]
+    strong: bool = False
+    lost: Sequence[tuple[int, str]] = field(default_factory=tuple)
 
 
-def _draw_ceiling(ax: Axes, kernel: str, dashes: str, panel: Panel, measure: Measure) -> None:
-    values: dict[int, float] = {}
-    for point in panel.points:
-        if not kernel or point.rows[0].get("chosen_kernel") == kernel:
-            best = point.value(measure.ceiling)
-            if best is not None:
-                values[point.seq_len] = best * measure.scale
-    lengths = sorted(values)
-    if not lengths:
-        return
-    marker = "_" if len(lengths) == 1 else ""
-    ax.plot(
-        lengths, [values[length] for length in lengths], color=INK, linewidth=1.4, linestyle=dashes, marker=marker,
-        markersize=14, zorder=2,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Where a line ends, and the name that is written there."""
+
+    name: str
+    colour: str
+    x: float
+    y: float
+    strong: bool = False
+
+
+def paint_lines(page: Page, lines: Sequence[Line], unit: str, ceiling: Mapping[int, float]) -> None:
+    """All lines in one panel, on a scale from 0 (logarithmic where values span over 1 : 30); `ceiling` by length."""
+    form = page.form
+    drawn = [line for line in lines if line.spots]
+    values = [end for line in drawn for spot in line.spots for end in (spot.value, *(spot.ends or ()))]
+    values += ceiling.values()
+    widest = max(text_inches(line.name, form.small, bold=line.strong) for line in drawn) + 0.14
+    names = min((0.42 if form.narrow else 0.34) * form.width, widest)
+    left = 0.12 + max(text_inches(f"{value:,.0f}" if value >= 10 else "0.00", form.small) for value in values) + 0.08
+    texts = sum(len(_wrapped(line, names, form.small)) for line in drawn) + bool(ceiling)
+    height = max(1.8 if form.narrow else 2.5, _STEP * texts)
+    ax = page.panel(0.26, left, page.right - left - names, height, below=0.38)
+    lengths = sorted({x for line in lines for x in _lengths(line)})
+    _axes(ax, values, lengths, 4 if form.narrow else 8)
+    ax.annotate(unit, (0, 1), (8.6 - left * 72, 9), xycoords="axes fraction", textcoords="offset points",
+                fontsize=form.small, color=MUTED)  # fmt: skip
+    ax.set_xlabel("tokens of a sequence", fontsize=form.small, labelpad=2)
+    ends = [
+        End(
+            name=line.name,
+            colour=line.look.colour,
+            strong=line.strong,
+            x=line.spots[-1].seq_len,
+            y=line.spots[-1].value,
+        )
+        for line in drawn
+    ]
+    if ceiling:
+        xs = sorted(ceiling)
+        [dashed] = ax.plot(xs, [ceiling[x] for x in xs], color=MUTED, linewidth=1.1, linestyle=_CEILING, zorder=1.5)
+        page.tip(dashed, "ceiling")
+        ends.append(End(name="ceiling", colour=MUTED, x=xs[-1], y=ceiling[xs[-1]]))
+    for line in sorted(drawn, key=lambda line: line.strong):
+        _draw(page, ax, line)
+    _lost(page, ax, lines)
+    write_names(ax, ends, names, height, form.small)
+
+
+def _axes(ax: Axes, values: Sequence[float], lengths: Sequence[int], most: int) -> None:
+    low, high = min(values), max(values)
+    if low > 0 and high > 30 * low:
+        ax.set_yscale("log")
+        ax.set_ylim(low / 1.5, high * 1.5)
+    else:
+        ax.set_ylim(0, high * 1.08 or 1.0)
+        ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xscale("log", base=2)
+    kept = sorted(lengths)
+    while len(kept) > most:
+        kept = kept[::-1][::2][::-1]  # the longest stays
+    ax.set_xticks(kept, [format_length(length).upper() for length in kept])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlim(min(lengths) / 1.15, max(lengths) * 1.06)
+
+
+def _draw(page: Page, ax: Axes, line: Line) -> None:
+    [drawn] = ax.plot(
+        [spot.seq_len for spot in line.spots], [spot.value for spot in line.spots], color=line.look.colour,
+        linestyle=line.look.dashes, marker=line.look.marker, markersize=5, markeredgecolor=PAPER, markeredgewidth=0.6,
+        linewidth=2.0 if line.strong else 1.4, zorder=4 if line.strong else 3, clip_on=False,
+    )  # fmt: skip
+    page.tip(drawn, *(spot.tip for spot in line.spots))
+    whiskers = [[(spot.seq_len, end) for end in spot.ends] for spot in line.spots if spot.ends]
+    ax.add_collection(LineCollection(whiskers, colors=line.look.colour, linewidths=1.0, zorder=2.5), autolim=False)
+
+
+def write_names(ax: Axes, ends: Sequence[End], inches: float, height: float, size: float) -> None:
+    """Names right of a panel of this height, `inches` wide at most, beside the ends of their lines, moved apart where
+    they would overlap, each joined to its end."""
+    to_axes = ax.transScale + ax.transLimits
+    wanted = sorted(((to_axes.transform((end.x, end.y)), end) for end in ends), key=lambda one: -one[0][1])
+    texts = [_wrapped(end, inches, size) for _, end in wanted]
+    middles = _apart([at[1] * height for at, _ in wanted], [_STEP * len(text) for text in texts], height)
+    joints = []
+    for ((x, y), end), text, middle in zip(wanted, texts, middles, strict=True):
+        for place, words in enumerate(text):
+            at = middle + _STEP * ((len(text) - 1) / 2 - place)
+            ax.annotate(
+                words, (1, at / height), (9, 0), xycoords="axes fraction", textcoords="offset points", va="center",
+                fontsize=size, annotation_clip=False, color=end.colour if end.strong else INK,
+                fontweight="bold" if end.strong else "normal",
+            )  # fmt: skip
+        joints.append([(x, y), (1.02, middle / height)])
+    ax.add_collection(
+        LineCollection(
+            joints, colors=[end.colour for _, end in wanted], linewidths=0.7, transform=ax.transAxes, clip_on=False,
+            zorder=2,
+        ),
+        autolim=False,
     )  # fmt: skip
 
 
-def _draw_line(ax: Axes, points: list[Point], look: Look, measure: Measure, form: Form) -> None:
-    drawn = [(point, value * measure.scale) for point in points if (value := point.value(measure.column)) is not None]
-    if not drawn:
-        return
-    style = look.line
-    if form.paper:
-        style |= {"markersize": 5, "linewidth": 1.2}
-    if len(drawn) > MAX_MARKERS:
-        style["marker"] = ""
-    lengths, values = [point.seq_len for point, _ in drawn], [value for _, value in drawn]
-    ax.plot(lengths, values, zorder=3, **style)
-    if not measure.timed:
-        return
-    ends = [point.whisker(measure.column) for point, _ in drawn]
-    low = [value - end[0] * measure.scale if end else 0.0 for value, end in zip(values, ends, strict=True)]
-    high = [end[1] * measure.scale - value if end else 0.0 for value, end in zip(values, ends, strict=True)]
-    if any(low) or any(high):
-        ax.errorbar(
-            lengths, values, yerr=[[max(0.0, one) for one in low], [max(0.0, one) for one in high]], fmt="none",
-            ecolor=look.colour, elinewidth=0.9, capsize=1.8, capthick=0.9, zorder=2.5,
-        )  # fmt: skip
-    for point, value in drawn:
-        if point.too_wide(measure.column):
-            ax.annotate(
-                TOO_WIDE, (point.seq_len, value), xytext=(3, 3), textcoords="offset points", fontsize=form.number,
-                color=INK,
-            )  # fmt: skip
+def _apart(wanted: Sequence[float], sizes: Sequence[float], height: float) -> list[float]:
+    """Middles near the `wanted` ones, sorted from the top down, that do not overlap and stay beside the panel."""
+    top, middles = height + 0.1, []
+    for at, size in zip(wanted, sizes, strict=True):
+        middles.append(min(top, at + size / 2) - size / 2)
+        top = middles[-1] - size / 2
+    floor = -0.1
+    for place in range(len(middles) - 1, -1, -1):  # up again where the last ones fell below it
+        middles[place] = max(middles[place], floor + sizes[place] / 2)
+        floor = middles[place] + sizes[place] / 2
+    return middles
 
 
-def _draw_statuses(ax: Axes, lost: list[Point], looks: dict[str, Look], form: Form) -> None:
-    """A cross in the series' colour and the status, side by side where several points of one length have none."""
-    if len(lost) > MAX_STATUSES:
-        ax.annotate(
-            f"{len(lost)} points without a number",
-            (0.02, 0.02),
-            xycoords="axes fraction",
-            fontsize=form.number,
-            color=INK,
-        )
-        return
-    order = list(looks)
-    for point in lost:
-        here = sorted((one for one in lost if one.seq_len == point.seq_len), key=lambda one: order.index(one.series))
-        place = (here.index(point) - (len(here) - 1) / 2) * (form.number + 2)
-        status = ax.annotate(
-            point.lost, (point.seq_len, 0), xycoords=("data", "axes fraction"), xytext=(place, 9),
-            textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=form.number, color=INK,
+def _lost(page: Page, ax: Axes, lines: Sequence[Line]) -> None:
+    """At the foot of a length what ended without a value there: the status, with the names on hover."""
+    ended: dict[tuple[int, str], list[str]] = {}
+    for line in lines:
+        for seq_len, status in line.lost:
+            ended.setdefault((seq_len, status), []).append(line.name)
+    rows: dict[int, int] = {}
+    for (seq_len, status), names in sorted(ended.items()):
+        rows[seq_len] = rows.get(seq_len, 0) + 1
+        text = status if len(names) == 1 else f"{len(names)} {status}"
+        shown = ax.annotate(
+            text, (seq_len, 0), (0, 2 + 10 * (rows[seq_len] - 1)), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", va="bottom", fontsize=page.form.small - 1, color=MUTED,
         )  # fmt: skip
-        status.set_path_effects([withStroke(linewidth=2.2, foreground="white")])
-        ax.annotate(
-            "×", (point.seq_len, 0), xycoords=("data", "axes fraction"), xytext=(place, 0), textcoords="offset points",
-            ha="center", va="bottom", fontsize=form.number + 2, color=looks[point.series].colour, fontweight="bold",
-        )  # fmt: skip
+        page.tip(shown, f"{', '.join(names)}: {status}")
+
+
+def _wrapped(named: Line | End, inches: float, size: float) -> list[str]:
+    return wrapped(named.name, inches - 0.12, size, bold=named.strong)
+
+
+def _lengths(line: Line) -> list[int]:
+    return [*(spot.seq_len for spot in line.spots), *(seq_len for seq_len, _ in line.lost)]

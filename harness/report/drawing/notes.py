@@ -33,7 +33,7 @@ def ceiling_note(rows: Sequence[Row]) -> str:
     for gpu in sorted({row["gpu"] for row in drawn}):
         gemm = f"GEMM {_source(gpu, 'gemm_tflops')}; " if gpu in without else ""
         measured.append(f"{gpu}: {gemm}attention {_source(gpu, 'kernel_ceilings')}")
-    return f"Ceiling: the same work at measured kernel speeds, no transfer exposed ({'; '.join(measured)})."
+    return f"Ceiling: the same work at the speeds of kernels alone, no transfer exposed ({'; '.join(measured)})."
 
 
 def samples_note(rows: Sequence[Row]) -> str:

@@ -6,17 +6,18 @@ median, and their range. What a reader could not tell apart is pooled or left ou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from harness.metrics.intervals import Interval, TwoRounds
+from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
-from harness.report.results import Row, setting_names, spread_of
+from harness.report.footnotes import footnotes_of
+from harness.report.results import UPSTREAM, Row, setting_names, spread_of
 from harness.report.variants import (
-    method_name,
+    OWN_METHOD,
     panel_name,
     panel_of,
     pooled,
@@ -29,9 +30,8 @@ from harness.report.variants import (
 )
 from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
-MAX_PANELS = 12
+MAX_PANELS = 8
 MAX_GROUPS = 12  # set-ups of one report that have figures
-TRADE, TRADE_OVER_LENGTHS = 1.03, 1.1  # memory of the largest configuration over that of the smallest, to be a choice
 IN_CSV = "results.csv has every trial"
 
 
@@ -70,23 +70,6 @@ def about(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
-    """What is drawn: `column` x `scale`, in `unit`.
-
-    `ceiling` names a column drawn in black: what the hardware's kernels would allow. `peak` is the hardware's own, in
-    `unit`. `timed` columns are proportional to the step time or to its inverse, so that whiskers can be drawn.
-    """
-
-    column: str
-    unit: str
-    scale: float = 1.0
-    ceiling: str | None = None
-    peak: float | None = None
-    timed: bool = False
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
     """Every trial of one series at one length, in one panel."""
 
@@ -122,15 +105,28 @@ class Point:
             return low, high
         return values[0] * median / high, values[0] * median / low
 
-    def too_wide(self, column: str) -> bool:
-        """Whether the whisker of `column` is so wide that the axis does not follow it, but clips it and says so."""
-        ends = self.whisker(column)
-        return ends is not None and Interval(low=ends[0], high=ends[1]).too_wide
+    @property
+    def own(self) -> bool:
+        return bool(self.rows[0]["method"] == OWN_METHOD)
+
+    @property
+    def upstream(self) -> bool:
+        return str(self.rows[0]["method"]).endswith(UPSTREAM)
 
     @property
     def lost(self) -> str:
         """Statuses of the trials without a number, in words; `not measured` where every trial is ok."""
         return "/".join(sorted({row["status"] for row in self.rows} - {"ok"})) or "not measured"
+
+
+def number_text(value: float, ends: tuple[float, float] | None = None) -> str:
+    """A value with the digits that its whisker supports: `17,000`, `1.16`."""
+    return rounded(value, decimals_between(value, ends))
+
+
+def decimals_between(value: float, ends: tuple[float, float] | None) -> int:
+    """How many decimals of a value its whisker supports."""
+    return decimals_of(value, Interval(low=ends[0], high=ends[1]) if ends and ends[0] < ends[1] else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,23 +136,22 @@ class Panel:
     title: str
     points: list[Point]
 
-    @property
-    def lengths(self) -> list[int]:
-        return sorted({point.seq_len for point in self.points})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The rows of a figure in their places. Series carry the names of the legend."""
+    """The rows of a figure in their places, by the names of series."""
 
     panels: list[Panel]
     looks: dict[str, Look]
-    about: str
     notes: list[str]  # what names leave out, what is pooled, what is not drawn
 
     @property
     def points(self) -> list[Point]:
         return [point for panel in self.panels for point in panel.points]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({point.seq_len for point in self.points})
 
 
 def laid_out(rows: Sequence[Row]) -> Layout:
@@ -173,47 +168,35 @@ def laid_out(rows: Sequence[Row]) -> Layout:
         panels = {key: group for key, group in panels.items() if key in most}
     shown = [row for group in panels.values() for row in group]
     series, pooling = _series(shown)
-    if pooling:
-        notes.append(pooling)
-    looks = looks_of(series)
-    labels, common, unsaid = short_names(series)
+    notes += [pooling] if pooling else []
     weak = weak_forms(rows)
-    labels = {name: marked(labels[name], any(id(row) in weak for row in group)) for name, group in series}
-    if sentence := weak_sentence(weak.values()):
-        notes.append(sentence)
-    if unsaid:
-        notes.append(f"Where a name does not say otherwise: {unsaid}.")
-    names = {id(row): labels[name] for name, group in series for row in group}
+    series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
+    notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
+    notes += footnotes_of([row for _, group in series for row in group])
+    order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return Layout(
         panels=[
-            Panel(title=_panel_title(key, several_sizes), points=_points(group, names, list(labels.values())))
+            Panel(title=_panel_title(key, several_sizes, len(panels)), points=_points(group, order))
             for key, group in panels.items()
         ],
-        looks={labels[name]: look for name, look in looks.items()},
-        about=" · ".join([about(rows), *([common] if common else [])]),
+        looks=looks_of(series),
         notes=notes,
     )
 
 
-def _points(rows: Sequence[Row], names: dict[int, str], order: Sequence[str]) -> list[Point]:
-    found: dict[tuple[int, int], list[Row]] = {}
-    places = {name: place for place, name in enumerate(order)}
+def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[Point]:
+    found: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
-        if id(row) in names:
-            found.setdefault((row["seq_len"], places[names[id(row)]]), []).append(row)
-    return [
-        Point(series=order[place], seq_len=seq_len, rows=members)
-        for (seq_len, place), members in sorted(found.items(), key=lambda item: item[0])
-    ]
+        if id(row) in order:
+            found.setdefault((row["seq_len"], *order[id(row)]), []).append(row)
+    return [Point(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())]
 
 
-def _panel_title(key: tuple[str, int, int, int], several_sizes: bool) -> str:
+def _panel_title(key: tuple[str, int, int, int], several_sizes: bool, panels: int) -> str:
     mask, *sizes = key
-    size = panel_name((sizes[0], sizes[1], sizes[2]))
-    if not mask:
-        return size
-    return f"{mask}, {size}" if several_sizes else mask
+    size = panel_name((sizes[0], sizes[1], sizes[2])) if several_sizes else ""
+    return ", ".join(filter(None, (mask, size))) if panels > 1 else ""
 
 
 def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
@@ -237,73 +220,12 @@ def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
     return found, " ".join(sentences)
 
 
-def short_names(series: Sequence[tuple[str, list[Row]]]) -> tuple[dict[str, str], str, str]:
-    """Names of series as a legend has them, what all of them have in common, and what most of them do.
-
-    A setting that over half of the series share is named only where it differs; the method and what it ran only where
-    the series have several. Names that differ stay different.
-    """
-    methods = {name: max((method_name(row) for row in rows), key=len) for name, rows in series}
-    settings = {name: [part for part in name.removeprefix(methods[name]).split(", ") if part] for name, _ in series}
-    counts = Counter(part for parts in settings.values() for part in parts)
-    usual = {part for part, count in counts.items() if 2 * count > len(series) > 2}
-    common = next(iter(methods.values())) if len(set(methods.values())) == 1 else ""
-    labels = {}
-    for name, parts in settings.items():
-        telling = [part for part in parts if part not in usual]
-        labels[name] = ", ".join([*([] if common else [methods[name]]), *telling]) or ", ".join(parts) or name
-    if len(set(labels.values())) < len(labels):
-        return {name: name for name in methods}, "", ""
-    return labels, common if len(series) == 1 or any(settings.values()) else "", ", ".join(sorted(usual))
-
-
-def measured_points(rows: Iterable[Row], column: str) -> int:
-    """At how many points of a figure `column` has a value other than 0."""
-    return len({_place(row) for row in rows if row.get(column)})
-
-
-def has_choice(rows: Sequence[Row], column: str, apart: float) -> bool:
-    """Whether trials of one length, mask and parallel size differ in `column` by more than the share `apart`."""
-    places: dict[tuple[Any, ...], list[float]] = {}
-    for row in rows:
-        if row.get(column):
-            places.setdefault((row["seq_len"], row["mask"], panel_of(row)), []).append(row[column])
-    return any(max(values) > (1 + apart) * min(values) for values in places.values())
-
-
 def memory_column(rows: Iterable[Row]) -> str:
     """The allocator's peak where a trial ran on a GPU, else the resident set of the host."""
     return "peak_memory_gib" if any(row["peak_memory_gib"] for row in rows) else "peak_rss_gib"
 
 
-def trades_memory(rows: Sequence[Row]) -> bool:
-    """Whether three configurations or more of one length differ in memory, of a task with more than attention.
-
-    Where the length varies as well, training alone: a part timed alone has no memory that a choice is about.
-    """
-    lengths = {row["seq_len"] for row in rows}
-    if rows[0]["task"] not in (("train", "lm_head") if len(lengths) == 1 else ("train",)):
-        return False
-    column = memory_column(rows)
-    places: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
-    for row in rows:
-        if row.get(column) and row["step_seconds_median"]:
-            place = (row["seq_len"], row["mask"], panel_of(row))
-            places.setdefault(place, {})[_configuration(row)] = row[column]
-    apart = TRADE if len(lengths) == 1 else TRADE_OVER_LENGTHS
-    return any(len(found) > 2 and max(found.values()) > apart * min(found.values()) for found in places.values())
-
-
-def said_by_memory_time(rows: Sequence[Row]) -> bool:
-    """Whether figure `memory_time` shows the speed and the memory of every trial, so that no other need do so."""
-    return trades_memory(rows) and len({row["seq_len"] for row in rows}) == 1
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return (row["seq_len"], row["mask"], panel_of(row), _configuration(row))
-
-
-def _configuration(row: Row) -> tuple[Any, ...]:
+def configuration_of(row: Row) -> tuple[Any, ...]:
     """Everything that was chosen but the seed and the steps; a figure pools trials with equal ones."""
     kept = (name for name in setting_names(row) if name != "seed" and not name.startswith("steps"))
     return tuple(row[name] for name in kept)

@@ -1,95 +1,99 @@
 """Figures: one file each, found by file name.
 
-A figure chooses columns and draws them. It derives no number and reads no record.
+A figure chooses columns and draws them. It derives no number and reads no record. Of the rows of one group
+(`harness.report.drawing.points.groups_of`: one run, one task, one model) it makes one of three:
+
+- a `Sheet`: its `title` says the finding, `about` is the set-up, `note` says how it was measured. Nothing is drawn yet;
+- a sentence, where a figure would show that everything is equal;
+- None, where the rows hold nothing of it, or another figure shows it.
+
+`shown_of` makes all of a group, in the order in which a page shows them. A file is made by `render`; a page takes
+`inline`, which holds the plot alone, once for wide screens and once for phones, since title, set-up and note are text
+of the page, and puts `palette_css` into its style beside its own `--ink`, `--muted`, `--line` and `--ground`.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import pkgutil
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-
 from engine.atomic import write_atomic
-from harness.report.drawing.sheet import COLUMN_INCHES, Sheet
+from harness.report.drawing.looks import palette_css as palette_css
+from harness.report.drawing.sheet import COLUMN_INCHES, NARROW, SCREEN, WIDE, Sheet
 from harness.report.results import Row
 from harness.report.tables.table import escape_latex
 
 FORMATS = ("png", "pdf", "svg")
-_TYPES = {
-    "pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none",
-    "svg.hashsalt": "burst",  # else the ids inside an SVG are random
-}  # fmt: skip
 
 
 class Drawing(Protocol):
-    """What a module of this package defines as `FIGURE`. All rows given to it belong to one group
-    (`harness.report.drawing.points.groups_of`): one run, one task, one model."""
+    """What a module of this package defines as `FIGURE`."""
 
-    title: str
-    place: int  # reading order in reports, smallest first
-
-    def applies(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows hold what this figure shows: two numbers or more, and none that another figure shows."""
+    def place(self, rows: Sequence[Row]) -> int:
+        """Where a page shows it, smallest first: what answers the run's question comes before all else."""
         ...
 
-    def draw(self, rows: Sequence[Row]) -> Figure:
-        """Draw all rows; one without a number is shown by its status."""
+    def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
+        """The figure of the rows of one group, or a sentence; a row without a number is shown by its status."""
         ...
 
 
+@cache
 def all_figures() -> dict[str, Drawing]:
-    """Every figure under its file name, in reading order. Modules that start with an underscore are helpers."""
+    """Every figure under its file name. Modules that start with an underscore are helpers."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-    found: dict[str, Drawing] = {name: importlib.import_module(f"{__name__}.{name}").FIGURE for name in names}
-    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+    return {name: importlib.import_module(f"{__name__}.{name}").FIGURE for name in names}
 
 
-def render(figure: Figure, kind: str) -> bytes:
+def shown_of(rows: Sequence[Row]) -> dict[str, Sheet | str]:
+    """All figures and sentences of one group by the figure's name, in the order of a page."""
+    ordered = sorted(all_figures().items(), key=lambda item: (item[1].place(rows), item[0]))
+    return {name: shown for name, figure in ordered if (shown := figure.draw(rows)) is not None}
+
+
+def render(sheet: Sheet, kind: str) -> bytes:
     """The figure as png, pdf or svg bytes; equal figures give equal bytes, so committed plots change only with data.
 
-    A PDF has the form for papers: TrueType fonts (journals refuse Type 3), the width of a column or of a page. Text of
-    an SVG stays text: smaller, searchable, and a changed number shows in a diff.
+    A PDF is for papers: the plot alone, one column wide, with TrueType fonts. An SVG has its text as text (a changed
+    number shows in a diff), follows light and dark, and shows the values of each mark on hover.
     """
     assert kind in FORMATS, kind
-    if kind == "pdf" and isinstance(figure, Sheet) and figure.for_paper:
-        figure = figure.for_paper()
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what was laid out stays; else every format lays it out again
-    for axes in figure.axes:
-        # The last digits of the layout's sums differ from run to run, and SVG names clipped areas after all of them.
-        left, bottom, width, height = (round(edge, 9) for edge in axes.get_position(original=True).bounds)
-        axes.set_position((left, bottom, width, height), which="both")
-    buffer = io.BytesIO()
-    dated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with rc_context(_TYPES):
-        figure.savefig(buffer, format=kind, dpi=160, metadata=dated.get(kind))
-    return buffer.getvalue()
+    return sheet.saved(NARROW if kind == "pdf" else SCREEN, kind)
 
 
-def save_figure(figure: Figure, stem: Path, kinds: Iterable[str]) -> list[Path]:
+def inline(sheet: Sheet, name: str) -> tuple[str, str]:
+    """The plot as two SVG elements of a page, for wide screens and for phones. `name` keeps their ids apart from those
+    of other figures; they hold no style, script or link, and take their colours from variables of the page."""
+    found = []
+    for form, suffix in ((WIDE, "w"), (NARROW, "n")):
+        svg = sheet.saved(form, "svg", standalone=False).decode()
+        svg = svg[svg.index("<svg") :]
+        found.append(re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-{suffix}-", svg))
+    wide, narrow = found
+    return wide, narrow
+
+
+def save_figure(sheet: Sheet, stem: Path, kinds: Iterable[str]) -> list[Path]:
     """Write `stem`.png, `stem`.pdf ... whole or not at all; beside a PDF `stem`.tex with its caption."""
-    written = [write_atomic(stem.with_name(f"{stem.name}.{kind}"), render(figure, kind)) for kind in sorted(kinds)]
-    if "pdf" in kinds and isinstance(figure, Sheet):
-        written.append(write_atomic(stem.with_name(f"{stem.name}.tex"), latex_of(figure, stem.name)))
+    written = [write_atomic(stem.with_name(f"{stem.name}.{kind}"), render(sheet, kind)) for kind in sorted(kinds)]
+    if "pdf" in kinds:
+        written.append(write_atomic(stem.with_name(f"{stem.name}.tex"), latex_of(sheet, stem.name)))
     return written
 
 
-def latex_of(figure: Sheet, name: str) -> str:
-    """The LaTeX that includes `name`.pdf, with title and notes as its caption."""
-    paper = figure.for_paper() if figure.for_paper else figure
-    wide = "*" if paper.get_figwidth() > COLUMN_INCHES else ""
+def latex_of(sheet: Sheet, name: str) -> str:
+    """The LaTeX that includes `name`.pdf, with title, set-up and notes as its caption."""
     lines = [
-        rf"\begin{{figure{wide}}}",
+        r"\begin{figure}",
         r"  \centering",
-        rf"  \includegraphics[width={paper.get_figwidth():g}in]{{{name}.pdf}}",
-        rf"  \caption{{{escape_latex(figure.caption)}}}",
+        rf"  \includegraphics[width={COLUMN_INCHES:g}in]{{{name}.pdf}}",
+        rf"  \caption{{{escape_latex(sheet.caption)}}}",
         rf"  \label{{fig:{name}}}",
-        rf"\end{{figure{wide}}}",
+        r"\end{figure}",
     ]
     return "\n".join(lines) + "\n"

@@ -5,42 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.metrics.throughput import FORMULAS
-from harness.report.drawing.by_length import draw_by_length
-from harness.report.drawing.points import Group, Measure, has_choice
+from harness.report.drawing.by_length import Measure, sheet_by_length
+from harness.report.drawing.finding import span_of
+from harness.report.drawing.points import Group, Layout, laid_out, number_text
 from harness.report.drawing.sheet import Sheet
+from harness.report.figures.memory import apart
 from harness.report.results import Row
-from harness.report.variants import panel_of
+from harness.report.variants import on_cpu
 
 COLUMN = "sent_gib_per_gpu"
+EQUAL = 1.005
 
 
 class BytesSent:
-    title = "Bytes sent by attention per step"
-    place = 60
+    def place(self, rows: Sequence[Row]) -> int:
+        return 60
 
-    def applies(self, rows: Sequence[Row]) -> bool:
-        """Where what was chosen changes the bytes: how they grow with the length needs no figure."""
-        sizes: dict[int, set[tuple[int, int, int]]] = {}
-        for row in rows:
-            if row[COLUMN]:
-                sizes.setdefault(row["seq_len"], set()).add(panel_of(row))
-        return has_choice(rows, COLUMN, 0.005) or any(len(found) > 1 for found in sizes.values())
-
-    def draw(self, rows: Sequence[Row]) -> Sheet:
-        most = max(row[COLUMN] or 0.0 for row in rows)
+    def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
+        sending = Group(row for row in rows if row["cp_size"] > 1 and row[COLUMN])  # one rank sends nothing
+        if not sending:
+            return None
+        most = max(row[COLUMN] for row in sending)
         unit, scale = ("GiB", 1.0) if most >= 1 else ("MiB", 1024.0) if most >= 1 / 1024 else ("KiB", 1024.0**2)
-        sending = Group(row for row in rows if row["cp_size"] > 1)  # one rank sends nothing
-        sending.note = getattr(rows, "note", "")
-        return draw_by_length(
-            sending,
-            f"{self.title}, task {rows[0]['task']}",
-            Measure(
-                column=COLUMN,
-                unit=f"{unit} per {'GPU' if any(row['peak_memory_gib'] for row in rows) else 'rank'} and step",
-                scale=scale,
-                notes=[f"S{FORMULAS[COLUMN][1:]}."],
-            ),
-        )
+        unit = f"{unit} per {'rank' if all(map(on_cpu, rows)) else 'GPU'} and step"
+        layout = laid_out(sending)
+        if apart(layout, COLUMN) < EQUAL:
+            return _equal(layout, unit, scale)
+        measure = Measure(column=COLUMN, unit=unit, scale=scale, notes=[f"S{FORMULAS[COLUMN][1:]}."])
+        return sheet_by_length(sending, measure, _title)
+
+
+def _title(layout: Layout) -> str:
+    """Who sends the least and the most where they are furthest apart."""
+    places: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    for panel in layout.panels:
+        for one in panel.points:
+            if value := one.value(COLUMN):
+                places.setdefault((panel.title, one.seq_len), []).append((value, one.series))
+    best = max(places.values(), key=lambda here: max(here)[0] / min(here)[0])
+    (least, name), (most, last) = min(best), max(best)
+    return f"Attention sends {number_text(most / least)} times as much with {last} as with {name}"
+
+
+def _equal(layout: Layout, unit: str, scale: float) -> str | None:
+    values = [value * scale for one in layout.points if (value := one.value(COLUMN)) is not None]
+    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
+    who = "whatever the method" if len(layout.looks) > 1 else f"with {next(iter(layout.looks))}"
+    return f"Attention sends {ends} {unit} {who}, {span_of(layout.lengths)}."
 
 
 FIGURE = BytesSent()

@@ -1,135 +1,309 @@
-"""Speed against memory, one panel per length: the engine's own frontier as one line, other systems as points.
+"""Speed against memory at one length: burst under budgets of memory as a line, other systems as points.
 
-A frontier is made of the trials of one system that no other of them beats in memory without being slower, or in speed
-without needing more memory. Of the engine's, filled points are those that the planner chose.
+Drawn of the longest sequence at which configurations of burst differ in memory. The title compares trials of one
+run alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from matplotlib.collections import LineCollection
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.base.lengths import format_length
-from harness.metrics.throughput import FORMULAS
-from harness.report.drawing.by_length import columns_of_panels
-from harness.report.drawing.looks import INK, MUTED, line_key, looks_of, method_colour
-from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import IN_CSV, MAX_PANELS, about
-from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, panel_title, sheet, value_axis
-from harness.report.results import Row, method_rank
-from harness.report.variants import OWN_METHOD
+from harness.metrics.intervals import Interval
+from harness.report.drawing.looks import INK, MUTED, PAPER
+from harness.report.drawing.notes import samples_note, whisker_note
+from harness.report.drawing.points import Layout, Point, configuration_of, laid_out, number_text
+from harness.report.drawing.sheet import Page, Sheet, text_inches
+from harness.report.results import Row, sortable
+from harness.report.speedup import Speedup, speedup
+from harness.report.variants import OWN_METHOD, on_cpu, panel_of
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
+APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
+_SHARES = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth", 10: "a tenth"}
+_STEP = 0.16  # inches between lines of text
+_Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 class SpeedMemory:
-    title = "Speed against memory"
-    place = 14
+    def place(self, rows: Sequence[Row]) -> int:
+        """First where it shows every trial, else behind the speeds of all lengths."""
+        return 5 if shows_all(rows) else 20
 
-    def applies(self, rows: Sequence[Row]) -> bool:
-        """Where the engine has several trials at one length, and another system or the planner has one there."""
-        if rows[0]["task"] != "train":
-            return False
-        return any(
-            len(_frontier(found, OWN_METHOD)) > 1
-            and any(row["method"] != OWN_METHOD or row.get("checkpoint.plan") == "auto" for row in found)
-            for found in _panels(rows).values()
-        )
-
-    def draw(self, rows: Sequence[Row]) -> Sheet:
+    def draw(self, rows: Sequence[Row]) -> Sheet | None:
+        if not (here := _shown(rows)):
+            return None
+        layout = laid_out(here)
+        spots = _spots(layout)
+        lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
+        dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
         notes = [
-            "The line joins the engine's trials that no other of them beats in speed with less memory. Filled: chosen "
-            "by the planner (checkpoint: auto) for a budget; hollow: set by hand. Trials that another of the same "
-            f"system beats in both have no point; {IN_CSV}.",
-            f"P{FORMULAS[MEMORY][1:]}. {FORMULAS[SPEED]}.",
-            samples_note(rows),
+            samples_note(here),
+            whisker_note([point.rows for point in layout.points]),
+            *layout.notes,
+            *([f"Without a point: {', '.join(lost)}."] if lost else []),
+            *(["The speeds do not start at 0."] if _zoomed(spots) else []),
+            *([f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."] if dates else []),
         ]
-        return in_both_forms(partial(_draw, rows=rows, title=self.title, notes=[note for note in notes if note]))
+        unit = "tokens/s" if here[0]["world_size"] == 1 else "tokens/s per GPU"
+        return Sheet(
+            title=_title(spots), about=_about(here), notes=[note for note in notes if note],
+            plot=lambda page: _paint(page, spots, unit),
+        )  # fmt: skip
 
 
-def _panels(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
-    """Measured rows by ranks and length, both ascending."""
-    found: dict[tuple[int, int], list[Row]] = {}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spot:
+    """One configuration: where it stands and what is written beside it."""
+
+    point: Point
+    memory: float
+    speed: float
+    label: str
+    colour: str
+
+    @property
+    def own(self) -> bool:
+        return self.point.own
+
+
+def shows_all(rows: Sequence[Row]) -> bool:
+    """Whether this figure shows the speed and the memory of every trial, so that no other need do so."""
+    return len({(row["seq_len"], row["mask"], panel_of(row)) for row in rows}) == 1 and bool(_shown(rows))
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the longest sequence of the most ranks with a choice of memory; none where no length has one."""
+    if rows[0]["task"] != "train" or all(map(on_cpu, rows)):
+        return []
+    places: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        if row.get(MEMORY) is not None and row.get(SPEED) is not None:
-            found.setdefault((row["world_size"], row["seq_len"]), []).append(row)
-    return dict(sorted(found.items()))
+        places.setdefault((row["seq_len"], row["world_size"]), []).append(row)
+    for place in sorted(places, reverse=True):
+        found: dict[object, float] = {}
+        own = [row for row in places[place] if row["method"] == OWN_METHOD]
+        for row in own:
+            if row.get(MEMORY) and row.get(SPEED):
+                found[configuration_of(row)] = row[MEMORY]
+        measured = sum(bool(row.get(SPEED)) for row in places[place])
+        one_set_up = len({(row["run"], row["settings"]) for row in own}) == len({row["run"] for row in own})
+        if len(found) > 1 < measured - 1 and one_set_up and max(found.values()) > APART * min(found.values()):
+            return places[place]
+    return []
 
 
-def _at(row: Row) -> tuple[float, float]:
-    return float(row[MEMORY]), float(row[SPEED])
+def _at(point: Point) -> tuple[float, float] | None:
+    memory, speed = point.value(MEMORY), point.value(SPEED)
+    return None if memory is None or speed is None else (memory, speed)
 
 
-def _frontier(rows: Sequence[Row], method: str) -> list[Row]:
-    """Trials of a method that no other of its own beats, by memory."""
-    best: list[Row] = []
-    for row in sorted((row for row in rows if row["method"] == method), key=lambda row: (row[MEMORY], -row[SPEED])):
-        if not best or row[SPEED] > best[-1][SPEED]:
-            best.append(row)
-    return best
+def _spots(layout: Layout) -> list[_Spot]:
+    """All configurations with both numbers, by memory."""
+    alone = {point.rows[0]["method"] for point in layout.points} == {OWN_METHOD}
+    found = []
+    for point in layout.points:
+        if at := _at(point):
+            colour = layout.looks[point.series].colour
+            label = point.series
+            if point.own:
+                row = point.rows[0]
+                budget = _budget(row)
+                label = budget or (label.partition(", ")[2] if alone else label) or label
+            found.append(_Spot(point=point, memory=at[0], speed=at[1], label=label, colour=colour))
+    found.sort(key=lambda spot: spot.memory)
+    owned = [spot for spot in found if spot.own and _budget(spot.point.rows[0])]
+    if owned:  # the first of the line says whose line it is
+        first = found.index(owned[0])
+        words = owned[0].label
+        label = f"{OWN_METHOD} in {words}" if words[:1].isdigit() else f"{OWN_METHOD}, {words}"
+        found[first] = replace(owned[0], label=label)
+    return found
 
 
-def _draw(form: Form, *, rows: Sequence[Row], title: str, notes: Sequence[str]) -> Sheet:
-    panels = dict(list(_panels(rows).items())[-MAX_PANELS:])  # the longest of the most ranks say most
-    shown = [row for found in panels.values() for row in found]
-    others = [method for method in sorted({row["method"] for row in shown}, key=method_rank) if method != OWN_METHOD]
-    looks = looks_of([(method, [row for row in shown if row["method"] == method]) for method in others])
-    colour = method_colour(OWN_METHOD)
-    own: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 5}
-    legend: list[Artist] = [Line2D([], [], label=f"{OWN_METHOD}, its frontier", **own)]
-    legend += [line_key(name, look, joined=False) for name, look in looks.items()]
-    wide = (5.6 if len(panels) == 1 else 3.3) if form is SCREEN else (2.7 if len(panels) == 1 else 2.0)
-    columns = columns_of_panels([wide] * len(panels), form)
-    figure, axes = sheet(
-        form,
-        rows=-(-len(panels) // columns),
-        widths=[wide] * columns,
-        height=3.4 if form is SCREEN else 2.1,
-        title=title,
-        about=about(rows),
-        notes=notes,
-        legend=legend,
-        sharey="none",
+def _budget(row: Row) -> str:
+    """The budget that a trial was planned for: `24 GiB`, `all of the GPU`; empty for a trial set by hand."""
+    if row.get("checkpoint.plan") != "auto":
+        return ""
+    return re.sub(r"(?<=\d)(?=[A-Za-z])", " ", row["memory"]) if row.get("memory") else "all of the GPU"
+
+
+def _about(rows: Sequence[Row]) -> str:
+    row = rows[0]
+    model = row["model"].upper() if re.fullmatch(r"\d+(\.\d+)?b", row["model"]) else row["model"]
+    gpu = str(row["gpu"]).removeprefix("NVIDIA ")
+    devices = f"one {gpu}" if row["world_size"] == 1 else f"{row['world_size']} × {gpu}"
+    length = format_length(row["seq_len"]).upper()
+    setup = f"{model} model, one sequence of {length} tokens, {row['mask']} mask, {row['dtype']}, {devices}"
+    return f"{setup}. Top left is best."
+
+
+def _title(spots: Sequence[_Spot]) -> str:
+    """What the least memory buys that is still faster than the fastest other system of the same run."""
+    others = [spot for spot in spots if not spot.own]
+    own = [spot for spot in spots if spot.own]
+    runs = {spot.point.rows[0]["run"] for spot in others}
+    rivals = [spot for spot in own if spot.point.rows[0]["run"] in runs]
+    if rivals:
+        run = rivals[0].point.rows[0]["run"]
+        best = max((spot for spot in others if spot.point.rows[0]["run"] == run), key=lambda spot: spot.speed)
+        found = [
+            (spot, speedup(spot.point.rows, best.point.rows)) for spot in rivals if spot.point.rows[0]["run"] == run
+        ]
+        told = [(spot, ratio) for spot, ratio in found if ratio is not None]
+        for verdict in ("faster", "faster in both rounds", "not distinguishable"):
+            for spot, ratio in told:
+                if ratio.verdict == verdict:
+                    return _compared(spot, best, ratio)
+        if told:
+            return _compared(*max(((spot, best, ratio) for spot, ratio in told), key=lambda one: one[2].value))
+    group = own or list(spots)
+    first, last = group[0], max(group, key=lambda spot: spot.speed)
+    name = f"{OWN_METHOD}: " if own else ""
+    if first is last:
+        return f"{name}{number_text(first.speed)} tokens/s in {number_text(first.memory)} GiB, fastest and least"
+    beyond = speedup(last.point.rows, first.point.rows)
+    two = f"in {number_text(first.memory)} GiB {{}} in {number_text(last.memory)} GiB"
+    if beyond is None or beyond.verdict == "not distinguishable":
+        return f"{name}no difference in speed between {number_text(first.memory)} and {number_text(last.memory)} GiB"
+    slower = 100 * (1 - 1 / beyond.value)
+    return name + two.format(f"{slower:.{0 if slower >= 1 else 1}f}% slower than")
+
+
+def _compared(spot: _Spot, other: _Spot, found: Speedup) -> str:
+    share = _share(spot.memory / other.memory)
+    name, percent = other.point.series, 100 * (found.value - 1)
+    if not isinstance(found.spread, Interval):
+        rounds = "two rounds" if found.spread else "one round"
+        return f"{OWN_METHOD} at {found.value:.2f} times the speed of {name} in {share} ({rounds})"
+    if found.verdict == "not distinguishable":
+        return f"As fast as {name}, in {share}"
+    ends = sorted(abs(100 * (end - 1)) for end in (found.spread.low, found.spread.high))
+    digits = 0 if ends[0] >= 1 else 1
+    between = " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in ends))
+    if digits == 0 and ends[1] - ends[0] < 1:
+        between = f"{abs(percent):.0f}"
+    return f"{between}% {'faster' if percent > 0 else 'slower'} than {name}, in {share}"
+
+
+def _share(ratio: float) -> str:
+    """Of the other's memory, in words: `a fifth of its memory`."""
+    for parts, words in _SHARES.items():
+        if abs(ratio * parts - 1) <= 0.04:
+            return f"{words} of its memory"
+    if ratio < 0.97:
+        return f"{ratio:.0%} of its memory"
+    return "the same memory" if ratio <= 1.03 else f"{ratio:.1f} times its memory"
+
+
+def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
+    form = page.form
+    left, wide, tall = 0.62, 0.0, 2.9 if not form.narrow else 2.4
+    wide = page.right - left
+    ax = page.panel(0.26, left, wide, tall, below=0.4)
+    values = [end for spot in spots for end in (spot.speed, *(_ends(spot) or ()))]
+    low = min(values) - 0.35 * (max(values) - min(values)) if _zoomed(spots) else 0.0
+    ax.set_xlim(0, 1.12 * max(spot.memory for spot in spots))
+    ax.set_ylim(low, max(values) + 0.16 * (max(values) - low))
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator(7 if not form.narrow else 5, steps=[1, 2, 2.5, 5, 10]))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    ax.annotate(unit, (0, 1), (-left * 72 + 8, 9), xycoords="axes fraction", textcoords="offset points",
+                fontsize=form.small, color=MUTED)  # fmt: skip
+    ax.set_xlabel("peak GPU memory, GiB", fontsize=form.small, labelpad=2)
+    line = _line(spots)
+    colour = next((spot.colour for spot in line), INK)
+    if len(line) > 1:
+        ax.plot([spot.memory for spot in line], [spot.speed for spot in line], color=colour, linewidth=2.0, zorder=2)
+    whiskers = [([(spot.memory, end) for end in ends], spot.colour) for spot in spots if (ends := _ends(spot))]
+    ax.add_collection(
+        LineCollection([one for one, _ in whiskers], colors=[one for _, one in whiskers], linewidths=1.1, zorder=2.5),
+        autolim=False,
     )
-    cells = [ax for line in axes for ax in line]
-    for ax in cells[len(panels) :]:
-        ax.set_visible(False)
-    several_sizes = len({ranks for ranks, _ in panels}) > 1
-    for index, (ax, ((ranks, seq_len), found)) in enumerate(zip(cells, panels.items(), strict=False)):
-        _draw_panel(ax, found, own)
-        for method in others:
-            if at := [_at(row) for row in _frontier(found, method)]:
-                ax.plot(*zip(*at, strict=True), zorder=4, **looks[method].point)
-        words = f"{format_length(seq_len)} tokens" + (f", {ranks} ranks" if several_sizes else "")
-        panel_title(ax, words, wide, form)
-        if index + columns >= len(panels):
-            ax.set_xlabel("peak memory (GiB per GPU)", fontsize=form.label, color=MUTED)
-        if index % columns == 0:
-            ax.set_ylabel("tokens/s per GPU", fontsize=form.label, color=INK)
-    return figure
+    for spot in spots:
+        shade = spot.colour if spot.own else MUTED
+        [drawn] = ax.plot(
+            spot.memory, spot.speed, "o", color=shade, markersize=7 if spot.own else 6, markeredgecolor=PAPER,
+            markeredgewidth=0.8, zorder=4 if spot.own else 3,
+        )  # fmt: skip
+        ends = _ends(spot)
+        between = f" ({number_text(ends[0], ends)} to {number_text(ends[1], ends)})" if ends else ""
+        page.tip(
+            drawn,
+            f"{spot.point.series}: {number_text(spot.speed, ends)}{between} {unit}, {number_text(spot.memory)} GiB",
+        )
+    _label(ax, spots, line, wide, tall, form.small)
 
 
-def _draw_panel(ax: Axes, rows: Sequence[Row], own: dict[str, Any]) -> None:
-    """The engine's frontier, its points filled where the planner chose them."""
-    value_axis(ax, [_at(row)[0] for row in rows], across=True)
-    value_axis(ax, [_at(row)[1] for row in rows], across=False)
-    ax.grid(axis="x", color=ax.get_ygridlines()[0].get_color(), linewidth=0.8)
-    frontier = _frontier(rows, OWN_METHOD)
-    if frontier:
-        ax.plot(*zip(*map(_at, frontier), strict=True), color=own["color"], linewidth=own["linewidth"], zorder=2)
-    for planned in (True, False):
-        at = [_at(row) for row in frontier if (row.get("checkpoint.plan") == "auto") is planned]
-        if at:
-            ax.plot(
-                *zip(*at, strict=True), linestyle="none", marker=own["marker"], markersize=own["markersize"],
-                markerfacecolor=own["color"] if planned else "white", markeredgecolor=own["color"],
-                markeredgewidth=1.1, zorder=3,
-            )  # fmt: skip
+def _zoomed(spots: Sequence[_Spot]) -> bool:
+    """Whether the axis of speeds holds those of one method alone, which lie close together."""
+    speeds = [spot.speed for spot in spots]
+    return len({spot.point.rows[0]["method"] for spot in spots}) == 1 and min(speeds) > 0.6 * max(speeds)
+
+
+def _ends(spot: _Spot) -> tuple[float, float] | None:
+    ends = spot.point.whisker(SPEED)
+    return None if ends is None or ends[1] > 10 * ends[0] else ends
+
+
+def _line(spots: Sequence[_Spot]) -> list[_Spot]:
+    """Burst's configurations that no other of it beats in memory without being slower; those that were planned, where
+    several were."""
+    own = [spot for spot in spots if spot.own]
+    planned = [spot for spot in own if _budget(spot.point.rows[0])]
+    kept: list[_Spot] = []
+    for spot in planned if len(planned) > 1 else own:
+        if not kept or spot.speed > kept[-1].speed:
+            kept.append(spot)
+    return kept
+
+
+def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, size: float) -> None:
+    """A name beside each point, where it covers the fewest names, points and pieces of the line."""
+    to_axes = ax.transScale + ax.transLimits
+    at = {id(spot): to_axes.transform((spot.memory, spot.speed)) * (wide, tall) for spot in spots}
+    taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in at.values()]
+    joined = [at[id(spot)] for spot in line]
+    for (x0, y0), (x1, y1) in pairwise(joined):
+        for part in range(1, 12):
+            x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
+            taken.append((x - 0.03, y - 0.03, x + 0.03, y + 0.03))
+    for spot in sorted(spots, key=lambda spot: (not spot.own, sortable(spot.memory))):
+        x, y = at[id(spot)]
+        width, gap, tip = text_inches(spot.label, size, bold=spot.own) + 0.02, 0.1, _STEP / 2
+        choices = [
+            (x - width / 2, y + gap), (x + gap, y - tip), (x - width - gap, y - tip), (x - width / 2, y - gap - _STEP),
+            (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - _STEP),
+            (x - width - gap / 2, y - gap - _STEP), (x - width / 2, y + gap + _STEP), (x + gap, y - gap - 2 * _STEP),
+            (x - width / 2, y - gap - 2 * _STEP), (x - width / 2, y + gap + 2 * _STEP),
+            (x - width - gap / 2, y + gap + _STEP),
+        ]  # fmt: skip
+        if not spot.own:
+            choices[0], choices[1] = choices[1], choices[0]
+        boxes = [(left, bottom, left + width, bottom + _STEP) for left, bottom in choices]
+        box = min(boxes, key=lambda one: _cost(one, taken, wide, tall))
+        taken.append(box)
+        ax.text(
+            box[0] / wide, (box[1] + _STEP / 2) / tall, spot.label, transform=ax.transAxes, fontsize=size, va="center",
+            color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
+        )  # fmt: skip
+
+
+def _cost(box: _Box, taken: Sequence[_Box], wide: float, tall: float) -> float:
+    """The area that is covered twice, and much for what lies outside the panel."""
+    left, bottom, right, top = box
+    outside = sum(max(0.0, one) for one in (-0.5 - left, right - wide - 0.05, 0.02 - bottom, top - tall - 0.15))
+    over = sum(
+        max(0.0, min(right, x1) - max(left, x0)) * max(0.0, min(top, y1) - max(bottom, y0)) for x0, y0, x1, y1 in taken
+    )
+    return over + 10 * outside
 
 
 FIGURE = SpeedMemory()

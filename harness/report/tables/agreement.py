@@ -6,12 +6,18 @@ the same numbers up to rounding. A system that trains in a program of its own st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.base.lengths import format_length
+from harness.metrics.throughput import FORMULAS
 from harness.report.results import UPSTREAM, Row
+from harness.report.tables.table import Table, number, significant, table_of, text
+from harness.report.tables.trials import CHECKED, difference, lines_of
 
+TITLE = "Do the methods compute the same thing?"
 LIMIT = 1e-4  # largest relative difference accepted in fp32 and fp64; narrower types round more and are only shown
+_VERDICTS = {True: "agrees", False: "differs", None: "not compared"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +40,12 @@ class Agreement:
         return max(self.grad_norm_by_step, default=None)
 
     @property
+    def is_reference(self) -> bool:
+        return self.row is self.reference
+
+    @property
     def agrees(self) -> bool | None:
-        """Whether all differences are within LIMIT; None for types it does not bind."""
+        """Whether all differences are within LIMIT; None for narrower types."""
         if self.row["dtype"] not in ("fp32", "fp64"):
             return None
         return max(self.loss, self.grad_norm or 0.0) <= LIMIT
@@ -61,6 +71,78 @@ def agreements(rows: Sequence[Row]) -> list[Agreement]:
     return found
 
 
+def agreement_table(rows: Sequence[Row]) -> Table | None:
+    """Loss and gradient norm of every training trial against the first ok trial that computes the same function; None
+    where no two trials do. A trial that nothing is held against has no line."""
+    found = agreements(rows)
+    held = {id(pair.reference) for pair in found if pair.row is not pair.reference}
+    names = {id(line.row): f"{line['shown_name']}, {line['shown_parallel']}" for line in lines_of(rows)}
+    columns = (
+        text("trial", lambda pair: names[id(pair.row)]),
+        number("tokens", lambda pair: pair.row["seq_len"], format_length),
+        text("dtype", lambda pair: pair.row["dtype"]),
+        number("loss", lambda pair: pair.row["loss"], significant(6)),
+        number("grad norm", lambda pair: pair.row["grad_norm"], significant(5)),
+        number("loss difference", lambda pair: None if pair.is_reference else pair.loss, difference),
+        number("grad norm difference", lambda pair: None if pair.is_reference else pair.grad_norm, difference),
+        text("reference", lambda pair: None if pair.is_reference else names[id(pair.reference)]),
+        text("verdict", lambda pair: "reference" if pair.is_reference else _VERDICTS[pair.agrees]),
+    )
+    return table_of(
+        "agreement", TITLE, columns, [pair for pair in found if id(pair.reference) in held],
+        marked=lambda pair: pair.agrees is False,
+        note="Differences are |a − b| ÷ max(|a|, |b|), the largest over all steps both trials ran. fp32 and fp64 must "
+        f"stay within {LIMIT:.0e}; narrower types round more and are shown without a verdict. "
+        f"{FORMULAS['loss'].capitalize()}.",
+    )  # fmt: skip
+
+
+def agreement_summary(rows: Sequence[Row]) -> Table | None:
+    """What the page shows first of trials on CPUs: for each task and method the largest differences of its trials from
+    those they are held against; None where nothing is compared."""
+    worst: dict[tuple[str, str, str], dict[str, float]] = {}
+    counts: dict[tuple[str, str, str], int] = {}
+    for pair in agreements(rows):
+        if not pair.is_reference:
+            _keep(worst, counts, pair.row, {"loss": pair.loss, "grad norm": pair.grad_norm})
+    for row in rows:
+        if row["status"] == "ok" and row["task"] == "attention":
+            _keep(worst, counts, row, {tensor: row.get(f"extra_error.{tensor}") for tensor in CHECKED})
+    shown = ("loss", "grad norm", *CHECKED)
+
+    def largest(name: str) -> Callable[[tuple[str, str, str]], float | None]:
+        return lambda key: worst[key].get(name)
+
+    columns = (
+        text("method", lambda key: key[1]),
+        text("task", lambda key: key[0]),
+        number("differs by", lambda key: max(worst[key].values()), difference),
+        number("trials", lambda key: counts[key]),
+        text("dtype", lambda key: key[2]),
+        *(number(name, largest(name), difference) for name in shown),
+    )
+    return table_of(
+        "same", TITLE, columns, list(worst),
+        note="Largest relative differences: of training from the first trial that computes the same function, of "
+        "attention from a dense float64 run.",
+    )  # fmt: skip
+
+
+def _keep(
+    worst: dict[tuple[str, str, str], dict[str, float]],
+    counts: dict[tuple[str, str, str], int],
+    row: Row,
+    found: Mapping[str, float | None],
+) -> None:
+    """Take one trial's differences into the largest of its task, method and dtype."""
+    measured = {name: value for name, value in found.items() if value is not None}
+    if measured:
+        key = (row["task"], row["method"], row["dtype"])
+        counts[key] = counts.get(key, 0) + 1
+        held = worst.setdefault(key, {})
+        held.update((name, max(value, held.get(name, 0.0))) for name, value in measured.items())
+
+
 def has_own_weights(row: Row) -> bool:
     """Whether a trial trained in the program of another system, whose initial weights are not the engine's."""
     return bool(row["task"] == "train" and row["method"].endswith(UPSTREAM))
@@ -73,8 +155,7 @@ def own_weights_sentence(rows: Sequence[Row]) -> str:
         return ""
     if len(methods) == 1:
         return f"{methods[0]} starts from weights of its own; its loss is not compared."
-    listed = f"{', '.join(methods[:-1])} and {methods[-1]}"
-    return f"{listed} start from weights of their own; their losses are not compared."
+    return "Upstream systems start from weights of their own; their losses are not compared."
 
 
 def function_of(row: Row) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Methods at equal points: the speed of each, its ratio to the best other one, and whether they can be told apart.
+"""Methods at equal points: the speed of each beside another's, their ratio, and whether they can be told apart.
 
 Ratios are of speeds here, so above 1 the method named first is faster. Runs are never mixed, and of a run whole rounds
 are resampled (`harness.metrics.intervals`).
@@ -6,87 +6,74 @@ are resampled (`harness.metrics.intervals`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from harness.base.errors import UsageError, nearest
 from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.metrics.throughput import FORMULAS
+from harness.report.digits import ratio_spread_text, supported
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
-from harness.report.speedup import TWO_VALUES, Point, Speedup, contested_points, rounds_of, spread_text, times
-from harness.report.tables.table import Column, Table, significant, without_empty_columns
-from harness.report.tables.trials import CPU_TIMES, varying_by_setup
-from harness.report.variants import masks_of, models_of, on_cpu, panel_name, panel_of, pooled, settings_name, setup_of
-from harness.report.weak_forms import BELOW_ORIGINAL, WeakForm, marked, weak_forms
+from harness.report.speedup import TWO_VALUES, Point, contested_points, rounds_of, times
+from harness.report.tables.table import Table, number, table_of, text
+from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
+from harness.report.variants import (
+    masks_of,
+    method_name,
+    models_of,
+    on_cpu,
+    panel_name,
+    panel_of,
+    pooled,
+    settings_name,
+    setup_of,
+)
+from harness.report.weak_forms import marked, weak_forms
 
 
 def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table | None:
-    """Methods at equal points: the speed of each, and that of ours (where it is absent the fastest's) over the best
-    other one's; with `baseline`, that of every method over its own.
+    """A line for every two methods at equal points: ours (where it gave no number the fastest) beside each other one,
+    in the order of their speed; with `baseline`, each beside that.
 
     None where no point has two methods. A baseline that no trial ran is ignored: of several runs some may lack it.
     """
-    methods = sorted({row["method"] for row in rows}, key=method_rank)
     points = contested_points(rows)
-    if not points:
-        return None
-    baseline = baseline if baseline in methods else None
-    shown = [row for point in points for group in point.by_method.values() for row in group]
-    methods = [method for method in methods if any(method in point.by_method for point in points)]
-    ran = {
-        method: sorted({row["ran"] for row in shown if row["method"] == method and row["ran"]}) for method in methods
-    }
-    several = [method for method in methods if len(ran[method]) > 1]  # a column each says which
-
+    if not any(row["method"] == baseline for row in rows):
+        baseline = None
     firsts = [point.first for point in points]
-    varying = varying_by_setup(rows)
-    several_runs = len({row["run"] for row in rows}) > 1
-    places = [
-        (
-            first["run"] if several_runs else None,
-            first["task"],
-            model,
-            mask,
-            first["seq_len"],
-            panel_name(panel_of(first)),
-            settings_name(first, varying[setup_of(first)]) or None,
-        )
-        for first, model, mask in zip(firsts, models_of(firsts), masks_of(firsts), strict=True)
-    ]
-    weak = weak_forms(rows)
-    beside, sets = _beside_best_other(points, weak) if baseline is None else _beside_baseline(points, baseline, methods)
+    several_runs, several_tasks = (len({row[name] for row in firsts}) > 1 for name in ("run", "task"))
+    varying, weak = varying_by_setup(rows), weak_forms(rows)
+    lines: list[dict[str, Any]] = []
+    for point, first, model, mask in zip(points, firsts, models_of(firsts), masks_of(firsts), strict=True):
+        names = {
+            method: marked(max(map(method_name, group), key=len), any(id(row) in weak for row in group))
+            for method, group in point.by_method.items()
+        }
+        for method, other in _pairs(point, baseline):
+            found = point.speedup(method, other)
+            lines.append({
+                "run": first["run"] if several_runs else None, "task": first["task"] if several_tasks else None,
+                "model": model, "mask": mask,
+                "tokens": first["seq_len"], "parallel": panel_name(panel_of(first)),
+                "settings": settings_name(first, varying[setup_of(first)]) or None,
+                "method": names[method], "speed": _speed_or_status(point.by_method[method]),
+                "other": names[other], "other speed": _speed_or_status(point.by_method[other]),
+                "ratio": found and found.ratio, "interval": found and found.spread, "verdict": found and found.text,
+            })  # fmt: skip
+    unit = unit_of([row for point in points for row in point.rows])
     columns = (
-        Column(header="run"),
-        Column(header="task"),
-        Column(header="model"),
-        Column(header="mask"),
-        Column(header="tokens", form=format_length, numeric=True),
-        Column(header="parallel"),
-        Column(header="settings"),
-        *(Column(header=f"{method} ran") for method in several),
-        *(Column(header=f"{method} tok/s/GPU", form=significant(4), numeric=True) for method in methods),
-        *beside,
-        Column(header=BELOW_ORIGINAL),
-    )
-    lines = tuple(
-        (
-            *place,
-            *("; ".join(dict.fromkeys(row["ran"] or "" for row in point.by_method.get(name, ()))) for name in several),
-            *(_number_or_status(point.by_method.get(method, ())) for method in methods),
-            *cells,
-            _weak_here(point, weak),
-        )
-        for place, point, cells in zip(places, points, sets, strict=True)
-    )
-    return without_empty_columns(
-        Table(
-            name="comparison",
-            title=f"Methods against {baseline or 'the best other one'}",
-            columns=columns,
-            rows=lines,
-            note=_note(points, [method for method in methods if len(ran[method]) == 1], ran),
-        )
-    )
+        text("run", "run"), text("task", "task"), text("model", "model"), text("mask", "mask"),
+        number("tokens", "tokens", format_length), text("parallel", "parallel"),
+        text("method", "method"), text("beside", "other"), number("times as fast", "ratio", times),
+        number("interval", "interval", ratio_spread_text), text("verdict", "verdict"),
+        number(f"tok/s/{unit}", "speed", supported()), number(f"tok/s/{unit} beside", "other speed", supported()),
+        text("settings", "settings"),
+    )  # fmt: skip
+    title = f"Methods against {baseline}" if baseline else "Methods at equal settings"
+    note = " ".join([_note(points), *footnotes_of([row for point in points for row in point.rows])]) if points else ""
+    return table_of("comparison", title, columns, lines, note=note)
 
 
 def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
@@ -99,72 +86,24 @@ def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
     return baseline
 
 
-def _beside_best_other(
-    points: Sequence[Point], weak: Mapping[int, WeakForm]
-) -> tuple[list[Column], list[tuple[object, ...]]]:
-    """Columns and cells of the comparison with the best other method, which they name."""
-    subjects = {subject for point in points if (subject := point.subject())}
-    one = next(iter(subjects)) if len(subjects) == 1 else ""
-    columns = [
-        Column(header="method"),
-        Column(header="best other"),
-        Column(header=f"{one or 'method'} ÷ best other", form=times, numeric=True),
-        Column(header="interval", form=spread_text, numeric=True),
-        Column(header="verdict"),
-    ]
-    sets: list[tuple[object, ...]] = []
-    for point in points:
-        subject = point.subject()
-        other = point.best_other(subject) if subject else None
-        found = point.speedup(subject, other) if subject and other else None
-        shown = [method and _marked(point, method, weak) for method in (subject, other)]
-        sets.append((None if one else shown[0], shown[1], *_cells(found)))
-    return columns, sets
+def _pairs(point: Point, baseline: str | None) -> Iterator[tuple[str, str]]:
+    """Which method of a point stands beside which: those with a number first, the fastest first."""
+    ordered = list(dict.fromkeys([*point.measured(), *sorted(point.by_method, key=method_rank)]))
+    if baseline is not None:
+        yield from ((method, baseline) for method in ordered if method != baseline and baseline in ordered)
+    elif subject := point.subject():
+        yield from ((subject, other) for other in ordered if other != subject)
 
 
-def _beside_baseline(
-    points: Sequence[Point], baseline: str, methods: Sequence[str]
-) -> tuple[list[Column], list[tuple[object, ...]]]:
-    """Columns and cells of every other method's comparison with `baseline`."""
-    challengers = [method for method in methods if method != baseline]
-    columns = [
-        column
-        for method in challengers
-        for column in (
-            Column(header=f"{method} ÷ {baseline}", form=times, numeric=True),
-            Column(header=f"{method} interval", form=spread_text, numeric=True),
-            Column(header=f"{method} verdict"),
-        )
-    ]
-    sets = [
-        tuple(cell for method in challengers for cell in _cells(point.speedup(method, baseline))) for point in points
-    ]
-    return columns, sets
-
-
-def _marked(point: Point, method: str, weak: Mapping[int, WeakForm]) -> str:
-    return marked(method, any(id(row) in weak for row in point.by_method[method]))
-
-
-def _weak_here(point: Point, weak: Mapping[int, WeakForm]) -> str | None:
-    """The point's native forms below LEAST of their originals, with the ratios."""
-    rows = [row for group in point.by_method.values() for row in group if id(row) in weak]
-    return "; ".join(dict.fromkeys(marked(weak[id(row)].text, True) for row in rows)) or None
-
-
-def _cells(found: Speedup | None) -> tuple[object, ...]:
-    return (None, None, None) if found is None else (found.value, found.spread, found.text)
-
-
-def _note(points: Sequence[Point], alone: Sequence[str], ran: dict[str, list[str]]) -> str:
-    """How the table's numbers are formed, what each method of `alone` ran everywhere, and what they cannot say."""
-    shown = [row for point in points for group in point.by_method.values() for row in group]
-    measured = [row for row in shown if row["status"] == "ok"]
+def _note(points: Sequence[Point]) -> str:
+    """How the table's numbers are formed, and what they cannot say."""
+    groups = [group for point in points for group in point.by_method.values()]
+    measured = [row for group in groups for row in group if row["status"] == "ok"]
     sentences = [
-        FORMULAS["tokens_per_gpu_per_second"],
-        "÷ = speed over speed, by the medians of all measured steps, same run and settings only",
+        per_unit(FORMULAS["tokens_per_gpu_per_second"], [row for group in groups for row in group]),
+        "times as fast = speed over speed, by the medians of all measured steps, same run and settings only",
     ]
-    rounds = {len(rounds_of(group)) for point in points for group in point.by_method.values()}
+    rounds = {len(rounds_of(group)) for group in groups}
     if max(rounds) >= ROUNDS_FOR_INTERVAL:
         sentences.append(
             "interval = 95% interval of that ratio, whole rounds resampled, those of both methods in pairs; "
@@ -179,17 +118,19 @@ def _note(points: Sequence[Point], alone: Sequence[str], ran: dict[str, list[str
         )
     mixed = sum(_commits_differ(point) for point in points)
     if mixed:
-        some = "1 line compares" if mixed == 1 else f"{mixed} lines compare"
+        some = "1 point compares" if mixed == 1 else f"{mixed} points compare"
         sentences.append(f"{some} records of different commits")
-    sentences += [f"{method} ran: {ran[method][0]}" for method in alone]
-    text = ". ".join(sentences) + "."
-    return f"{text} {CPU_TIMES}" if any(on_cpu(row) for row in shown) else text
+    words = ". ".join(sentences) + "."
+    return f"{words} {CPU_TIMES}" if any(on_cpu(row) for group in groups for row in group) else words
 
 
 def _commits_differ(point: Point) -> bool:
     return len({row["commit"] for group in point.by_method.values() for row in group if row["status"] == "ok"}) > 1
 
 
-def _number_or_status(rows: Sequence[Row]) -> float | str | None:
+def _speed_or_status(rows: Sequence[Row]) -> float | str | None:
+    measured = [row for row in rows if row["status"] == "ok"]
+    if len(measured) == 1:
+        return speed_of(measured[0])
     value = pooled(rows, "tokens_per_gpu_per_second")
     return value if value is not None else "/".join(sorted({row["status"] for row in rows})) or None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,10 @@ from engine.attention.geometry.layout import SplitZigzag, layout_named
 from engine.attention.masks import parse_mask
 from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem, least_inter_node_bytes
 from engine.settings import BYTES_OF
-from harness.base.lengths import format_length
 from harness.report.results import UPSTREAM, Row, setting_names
-from harness.report.tables.table import Column, Table, significant, without_empty_columns
-from harness.report.tables.trials import series_names
-from harness.report.variants import panel_name, panel_of, pooled
+from harness.report.tables.table import Column, Table, number, significant, table_of, text
+from harness.report.tables.trials import NAME, PARALLEL, TOKENS, Line, lines_of
+from harness.report.variants import pooled
 
 GIB = 1 << 30
 MOMENTS = ("before", "between", "after")  # the steps of a trial, when its link is measured
@@ -68,69 +67,62 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     """Percentage of the ideal, of the reference and of the link's bound that shared attention reaches; None without a
     cp_size of 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
-    names = series_names(attention)
-    lines, other_kernel = [], False
-    for row, name in zip(attention, names, strict=True):
-        whole = None if row["cp_size"] == 1 else _unshared(row, attention, 1)
-        if not whole:
-            continue
-        other_kernel |= row.get("chosen_kernel") != whole[0].get("chosen_kernel")
-        seconds = {column: pooled(whole, column) for column in ("step_seconds_median", "forward_seconds_median")}
-        ideal = seconds["step_seconds_median"] / row["world_size"] if seconds["step_seconds_median"] else None
-        together = pooled(_unshared(row, attention, row["world_size"]), "step_seconds_median")
-        at_once = together / row["world_size"] if together else None
-        step = row["step_seconds_median"]
-        lines.append(
-            (
-                name,
-                row["seq_len"],
-                panel_name(panel_of(row)),
-                row["nodes"],
-                1e3 * step,
-                1e3 * ideal if ideal else None,
-                ideal / step if ideal else None,
-                1e3 * at_once if at_once else None,
-                at_once / step if at_once else None,
-                *_link_cells(row, seconds),
-            )
-        )
-    if not lines:
-        return None
+    lines = [line for line in lines_of(attention) if _take_ideal(line, attention)]
+    share = significant(3, 100)
+
+    def ms(header: str, key: str) -> Column:
+        return number(header, lambda line: 1e3 * line[key] if line.get(key) else None, significant(3))
+
     columns = (
-        Column(header="method"),
-        Column(header="tokens", form=format_length, numeric=True),
-        Column(header="parallel"),
-        Column(header="nodes", numeric=True),
-        Column(header="ms", form=significant(3), numeric=True),
-        Column(header="ideal ms", form=significant(3), numeric=True),
-        Column(header="% of ideal", form=significant(3, 100), numeric=True),
-        Column(header="at once ms", form=significant(3), numeric=True),
-        Column(header="% of at once", form=significant(3, 100), numeric=True),
-        Column(header="needed GiB", form=significant(3), numeric=True),
-        Column(header="needed by schedule, GiB"),
-        Column(header="link GiB/s", form=significant(3), numeric=True),
-        Column(header="link measured"),
-        Column(header="link spread %", form=significant(2, 100), numeric=True),
-        Column(header="link bound ms", form=significant(3), numeric=True),
-        Column(header="% of link bound", form=significant(3, 100), numeric=True),
-        Column(header="reference ms", form=significant(3), numeric=True),
-        Column(header="% of reference", form=significant(3, 100), numeric=True),
-    )
-    spans = any(value is not None for line in lines for value in line[9:])
-    by_round = any(sum(map(bool, row.get("link_by_round", ()))) > 1 for row in attention)
-    notes = [NOTE]
-    if spans:
-        notes.append(LINK_NOTE)
-    if by_round:
-        notes.append(ROUNDS_NOTE)
-    if other_kernel:
-        notes.append(OTHER_KERNEL_NOTE)
-    return without_empty_columns(
-        Table(
-            name="ideal", title="Attention beside the ideal, forward and backward", columns=columns, rows=tuple(lines),
-            note="; ".join(notes),
-        )
+        NAME, TOKENS, PARALLEL, number("nodes", "nodes"),
+        ms("ms", "step_seconds_median"),
+        ms("ideal ms", "ideal"), number("% of ideal", _reached("ideal"), share),
+        ms("at once ms", "at_once"), number("% of at once", _reached("at_once"), share),
+        number("needed GiB", "needed", significant(3)), text("needed by schedule, GiB", "by_schedule"),
+        number("link GiB/s", "link", significant(3)), text("link measured", "link_source"),
+        number("link spread %", "link_spread", significant(2, 100)),
+        ms("link bound ms", "bound"), number("% of link bound", _reached("bound"), share),
+        ms("reference ms", "reference"), number("% of reference", _reached("reference"), share),
     )  # fmt: skip
+    told = {
+        NOTE: True,
+        LINK_NOTE: any("link" in line for line in lines),
+        ROUNDS_NOTE: any(sum(map(bool, row.get("link_by_round", ()))) > 1 for row in attention),
+        OTHER_KERNEL_NOTE: any(line["other_kernel"] for line in lines),
+    }
+    note = "; ".join(sentence for sentence, holds in told.items() if holds)
+    return table_of("ideal", "Attention beside the ideal, forward and backward", columns, lines, note=note)
+
+
+def _reached(bound: str) -> Callable[[Line], float | None]:
+    """The share of a bound or reference that the trial's time reaches."""
+    return lambda line: line[bound] / line["step_seconds_median"] if line.get(bound) else None
+
+
+def _take_ideal(line: Line, attention: Sequence[Row]) -> bool:
+    """Add to a line what its trial could reach, in seconds; whether the run says so."""
+    whole = None if line["cp_size"] == 1 else _unshared(line.row, attention, 1)
+    if not whole:
+        return False
+    ranks = line["world_size"]
+    step, forward = (pooled(whole, f"{part}_seconds_median") for part in ("step", "forward"))
+    together = pooled(_unshared(line.row, attention, ranks), "step_seconds_median")
+    line.update(
+        ideal=step / ranks if step else None,
+        at_once=together / ranks if together else None,
+        other_kernel=line.get("chosen_kernel") != whole[0].get("chosen_kernel"),
+    )
+    if trial := spanning_trial(line.row):
+        line.update(
+            needed=trial.gib(trial.needed),
+            by_schedule=trial.by_schedule(),
+            link=trial.link,
+            link_source=trial.link_source,
+            link_spread=trial.spread,
+            bound=trial.seconds(trial.needed) if trial.bounded else None,
+            reference=trial.reference(forward / ranks, (step - forward) / ranks) if step and forward else None,
+        )
+    return True
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
@@ -301,28 +293,3 @@ def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:
         )
     except ValueError:
         return {}
-
-
-def _link_cells(row: Row, whole: Mapping[str, float | None]) -> tuple[Any, ...]:
-    """The columns from `needed GiB` on; `whole` are the seconds of the trial with cp_size 1."""
-    trial = spanning_trial(row)
-    if trial is None:
-        return (None,) * 9
-    median, step, forward = (
-        row["step_seconds_median"], whole["step_seconds_median"], whole["forward_seconds_median"]
-    )  # fmt: skip
-    reference = None
-    if step and forward:
-        reference = trial.reference(forward / row["world_size"], (step - forward) / row["world_size"])
-    bound = trial.seconds(trial.needed) if trial.bounded else None
-    return (
-        trial.gib(trial.needed),
-        trial.by_schedule(),
-        trial.link,
-        trial.link_source,
-        trial.spread,
-        1e3 * bound if bound is not None else None,
-        bound / median if bound is not None else None,
-        1e3 * reference if reference else None,
-        reference / median if reference else None,
-    )

@@ -36,21 +36,6 @@ def significant(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
     return form
 
 
-# Groups of the columns that several tables have, by header.
-GROUPS: dict[str, str] = {
-    header: group
-    for group, headers in {
-        "time": ("step ms", "interval ms", "spread ms", "forward ms", "rounds", "n"),
-        "speed": ("tok/s/GPU", "TFLOP/s/GPU", "MFU %", "ceiling %", "HFU %"),
-        "memory": ("peak GiB", "host GiB"),
-        "traffic": ("sent MiB",),
-        "training": ("loss", "grad norm"),
-        "provenance": ("ran", "kernel", "caveats", "seed", "started (UTC)", "commit", "driver"),
-    }.items()
-    for header in headers
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One column: how its header reads, and how its values are printed. CSV keeps the unprinted value."""
@@ -58,14 +43,24 @@ class Column:
     header: str
     form: Callable[[Any], str] = plain
     numeric: bool = False  # aligned to the right
-    group: str = ""  # of columns that the page shows or hides together; by default the header's in GROUPS
-    hint: str = ""  # what the header means, shown by the page where a pointer rests on it
-    sort: Callable[[Any], Any] | None = None  # what the page sorts a value by; by default the value itself
+    group: str = ""  # of columns that the page shows or hides together
+    value: Callable[[Any], Any] | None = None  # of a line's cell, where `table_of` makes the rows
 
-    @property
-    def shown_with(self) -> str:
-        """The group; empty where the column is always shown."""
-        return self.group or GROUPS.get(self.header, "")
+
+def text(header: str, value: str | Callable[[Any], Any], *, group: str = "") -> Column:
+    """A column of words. `value` is the line's key, or what a function makes of the line."""
+    return Column(header=header, group=group, value=_reader(value))
+
+
+def number(
+    header: str, value: str | Callable[[Any], Any], form: Callable[[Any], str] = plain, *, group: str = ""
+) -> Column:
+    """A column of numbers, with one that is absent as None."""
+    return Column(header=header, form=form, numeric=True, group=group, value=_reader(value))
+
+
+def _reader(value: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return (lambda line: line.get(value)) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +79,11 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), f"table {self.name} is ragged"
         assert len(self.trials) in (0, len(self.rows)), f"table {self.name} has {len(self.trials)} trials"
 
-    def texts(self) -> list[list[str]]:
-        """The cells as printed."""
+    def texts(self, first: int | None = None) -> list[list[str]]:
+        """The cells of the first rows, or of all, as printed."""
         return [
             ["" if value is None else _text(value, column) for value, column in zip(row, self.columns, strict=True)]
-            for row in self.rows
+            for row in self.rows[:first]
         ]
 
 
@@ -100,6 +95,33 @@ def without_empty_columns(table: Table) -> Table:
         columns=tuple(table.columns[index] for index in kept),
         rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
     )
+
+
+def table_of(
+    name: str,
+    title: str,
+    columns: Sequence[Column],
+    lines: Sequence[Any],
+    *,
+    note: str = "",
+    marked: Callable[[Any], bool] = lambda _: False,
+    trials: Sequence[Mapping[str, Any]] = (),
+) -> Table | None:
+    """A table with one row per line, each column reading its own value of it; columns without any value are left out.
+
+    None without a line, so that a report has no empty table.
+    """
+    if not lines:
+        return None
+    readers = [column.value for column in columns]
+    assert all(readers), f"a column of table {name} has no value"
+    return without_empty_columns(
+        Table(
+            name=name, title=title, columns=tuple(columns),
+            rows=tuple(tuple(reader(line) for reader in readers if reader) for line in lines), note=note,
+            marked=frozenset(index for index, line in enumerate(lines) if marked(line)), trials=tuple(trials),
+        )
+    )  # fmt: skip
 
 
 def to_markdown(table: Table) -> str:

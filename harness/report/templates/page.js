@@ -1,104 +1,57 @@
-"use strict";
-// Sorting, filter, column groups and copied commands. Without this script every row and column is on the page.
-
-function make(tag, text, attributes = {}) {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
-}
+// Tables that sort, filter and hide groups of columns (DataTables, above), and commands that are copied. Without this
+// script every row and column is on the page.
 
 const compareText = new Intl.Collator("en", {numeric: true}).compare;
+const isNumber = (text) => text.trim() !== "" && !Number.isNaN(Number(text));
 
 // Numbers by value, before texts; a cell without a value comes last in both directions.
 function compareCells(one, other, direction) {
-  if (one.text === "" || other.text === "") return (one.text === "") - (other.text === "");
-  const numbers = (other.number !== null) - (one.number !== null);
-  if (numbers) return numbers;
-  return direction * (one.number !== null ? one.number - other.number : compareText(one.text, other.text));
+  if (one === "" || other === "") return (one === "") - (other === "");
+  if (isNumber(one) !== isNumber(other)) return isNumber(one) ? -1 : 1;
+  return direction * (isNumber(one) ? Number(one) - Number(other) : compareText(one, other));
 }
+TableLibrary.ext.type.order["cell-asc"] = (one, other) => compareCells(one, other, 1);
+TableLibrary.ext.type.order["cell-desc"] = (one, other) => compareCells(one, other, -1);
 
-function cellOf(row, index) {
-  const cell = row.cells[index];
-  const number = "sort" in cell.dataset ? Number(cell.dataset.sort) : null;
-  return {row, number, text: cell.textContent.trim()};
-}
-
-function addSorting(table, rows) {
-  const headers = [...table.tHead.rows[0].cells];
-  const order = {ascending: "descending", descending: null};
-  headers.forEach((header, index) => {
-    if (header.classList.contains("plain")) return;
-    const button = make("button", header.textContent, {type: "button"});
-    header.replaceChildren(button);
-    button.addEventListener("click", () => {
-      const current = header.getAttribute("aria-sort");
-      const next = current === null ? "ascending" : order[current];
-      for (const each of headers) each.removeAttribute("aria-sort");
-      let sorted = rows;
-      if (next !== null) {
-        header.setAttribute("aria-sort", next);
-        const direction = next === "ascending" ? 1 : -1;
-        sorted = rows.map((row) => cellOf(row, index)).sort((a, b) => compareCells(a, b, direction)).map((a) => a.row);
-      }
-      table.tBodies[0].append(...sorted);
-    });
-  });
-}
-
-function addFilter(tools, rows, title) {
-  const field = make("input", "", {type: "search", placeholder: "Filter rows", "aria-label": `Filter rows of: ${title}`});
-  const count = make("output", "");
-  const texts = rows.map((row) => row.textContent.toLowerCase());
-  function apply() {
-    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
-    rows.forEach((row, index) => {
-      row.hidden = !words.every((word) => texts[index].includes(word));
-      shown += !row.hidden;
-    });
-    count.textContent = words.length ? `${shown} of ${rows.length} rows` : `${rows.length} rows`;
-  }
-  field.addEventListener("input", apply);
-  apply();
-  tools.prepend(field, count);
-}
-
-function addGroups(tools, table) {
+// A button for each group of columns; those of provenance are hidden at first.
+function groupButtons(table) {
   const headers = [...table.tHead.rows[0].cells];
   const names = [...new Set(headers.map((header) => header.dataset.group).filter(Boolean))];
-  if (names.length < 3) return;
-  const box = make("span", "", {class: "groups", role: "group", "aria-label": "Columns shown"});
-  for (const name of names) {
+  if (names.length < 3) return [];
+  return names.map((name) => {
     const places = headers.flatMap((header, index) => (header.dataset.group === name ? [index] : []));
-    const button = make("button", name, {type: "button"});
-    const show = (shown) => {
-      button.setAttribute("aria-pressed", String(shown));
-      for (const row of table.rows) for (const place of places) row.cells[place].hidden = !shown;
+    const show = (button, shown) => {
+      button.active(shown);
+      button.node().attr("aria-pressed", String(shown));
     };
-    button.addEventListener("click", () => show(button.getAttribute("aria-pressed") !== "true"));
-    show(name !== "provenance");
-    box.append(button);
-  }
-  tools.insertBefore(box, tools.querySelector(".file"));
+    return {
+      text: name,
+      init(api) {
+        if (name === "provenance") api.columns(places).visible(false);
+        show(this, name !== "provenance");
+      },
+      action(event, api) {
+        const shown = !this.active();
+        api.columns(places).visible(shown);
+        show(this, shown);
+      },
+    };
+  });
 }
 
 // The command is copied where the browser allows it, and shown in any case where it does not.
 function addCopy(details) {
   const command = details.querySelector("code").textContent;
-  const button = make("button", "copy", {type: "button", class: "copy", title: command});
-  const show = () => {
-    details.hidden = false;
-    details.open = true;
-    getSelection().selectAllChildren(details.querySelector("code"));
-  };
+  const button = document.createElement("button");
+  Object.assign(button, {type: "button", className: "copy", title: command, textContent: "copy"});
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(command);
       button.textContent = "copied";
-      setTimeout(() => { button.textContent = "copy"; }, 1500);
     } catch {
-      show();
+      details.hidden = false;
+      details.open = true;
+      getSelection().selectAllChildren(details.querySelector("code"));
     }
   });
   details.hidden = true;
@@ -107,12 +60,28 @@ function addCopy(details) {
 
 for (const block of document.querySelectorAll(".grid")) {
   const table = block.querySelector("table");
-  const tools = block.querySelector(".tools");
-  const rows = [...table.tBodies[0].rows];
-  if (rows.length > 8) addFilter(tools, rows, block.dataset.title);
-  addGroups(tools, table);
-  if (rows.length > 1) addSorting(table, rows);
+  const rows = table.tBodies[0].rows.length;
   table.querySelectorAll("details.command").forEach(addCopy);
+  if (rows < 2) continue;
+  const filter = rows > 8 ? {search: {placeholder: "Filter rows", text: ""}} : null;
+  const buttons = groupButtons(table);
+  new TableLibrary(table, {
+    autoWidth: false, order: [], paging: false,
+    columnDefs: [{targets: "_all", type: "cell"}],
+    language: {info: "_TOTAL_ rows", infoEmpty: "0 rows", infoFiltered: "of _MAX_", zeroRecords: "No row has these words."},
+    layout: {
+      topStart: filter, top2Start: null, topEnd: buttons.length ? {buttons} : null,
+      bottomStart: filter ? "info" : null, bottomEnd: null,
+    },
+  });
+  const box = block.querySelector(".box");
+  const scrolled = block.querySelector(".dt-layout-table");
+  for (const name of ["tabindex", "role", "aria-label"]) {
+    scrolled.setAttribute(name, box.getAttribute(name));
+    box.removeAttribute(name);
+  }
+  box.classList.remove("box");
+  scrolled.classList.add("box");
 }
 for (const link of document.querySelectorAll(".top a")) {
   link.addEventListener("click", () => { link.closest("details").open = false; });

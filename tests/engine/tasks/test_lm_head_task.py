@@ -16,10 +16,11 @@ from engine.tasks.lm_head import HeadTask
 from engine.worker import silent
 from harness.metrics.flops import work_of
 from harness.records.record import Record
-from harness.report.figures import all_figures
+from harness.report.figures import shown_of
 from harness.report.results import rows_of
-from harness.report.tables.head import head_table
+from harness.report.tables.particular import head_table
 from tests.engine.test_worker import errors_of, run_worker
+from tests.harness.drawn import sheet_of, texts
 from tests.harness.synthetic_records import GIB, H200, record
 from tests.ranks import run_on_ranks
 
@@ -120,7 +121,8 @@ def test_the_table_has_a_line_per_implementation_with_memory_beyond_the_common_p
 def test_speed_is_drawn_beside_what_the_matmuls_would_allow_and_no_loss_curve() -> None:
     rows = rows_of(gpu_records())
     assert any(row["tflops_ceiling"] for row in rows)  # no attention kernel's speed is needed for it
-    drawn = {name for name, figure in all_figures().items() if figure.applies(rows)}
-    assert "lm_head_speed" in drawn
-    assert not drawn & {"loss", "attention_speed", "throughput", "mfu"}
-    assert all_figures()["lm_head_speed"].draw(rows).axes
+    assert set(shown_of(rows)) == {"speed", "memory"}
+    speed = sheet_of("speed", rows)
+    assert speed.title.startswith("LM head and loss: ")
+    assert "ceiling" in speed.note
+    assert "TFLOP/s per GPU" in texts(speed)

@@ -1,0 +1,79 @@
+"""Speed against sequence length: tokens per second, MFU or TFLOP/s per GPU, and on a CPU the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.metrics.throughput import FORMULAS
+from harness.report.drawing.by_length import Measure, sheet_by_length
+from harness.report.drawing.finding import all_equal, matches_of, span_of, title_of
+from harness.report.drawing.notes import peak_note
+from harness.report.drawing.points import Layout, laid_out, number_text
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures.speed_memory import shows_all
+from harness.report.results import Row
+from harness.report.variants import on_cpu
+
+_WORK = {"train": "Training", "attention": "Attention, forward and backward", "lm_head": "LM head and loss"}
+
+
+class Speed:
+    def place(self, rows: Sequence[Row]) -> int:
+        """First on GPUs; on a CPU, where times say little, last."""
+        return 90 if all(map(on_cpu, rows)) else 10
+
+    def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
+        if shows_all(rows):
+            return None
+        measure = _measure(rows)
+        layout = laid_out(rows)
+        if measure.more_is_better and all_equal(layout):
+            return _equal(layout, measure)
+        return sheet_by_length(rows, measure, lambda found: _title(rows, found, measure))
+
+
+def _measure(rows: Sequence[Row]) -> Measure:
+    task = rows[0]["task"]
+    if all(map(on_cpu, rows)):
+        return Measure(
+            column="step_seconds_median", unit="ms of a step (less is better)", scale=1e3, timed=True,
+            notes=["Median of the slowest rank. Ranks share the cores: such times do not rank methods on GPUs."],
+        )  # fmt: skip
+    if task != "train":
+        return Measure(
+            column="tflops_per_gpu", unit="TFLOP/s per GPU", ceiling="tflops_ceiling", timed=True, more_is_better=True,
+            notes=[FORMULAS[f"tflops_per_gpu ({task})"] + ".", peak_note(rows)],
+        )  # fmt: skip
+    if len({row["method"] for row in rows}) == 1 and any(row["mfu"] for row in rows):
+        return Measure(
+            column="mfu", unit="% MFU", scale=100, ceiling="mfu_ceiling", timed=True, more_is_better=True,
+            notes=[FORMULAS["mfu"] + ".", peak_note(rows)],
+        )  # fmt: skip
+    column = "tokens_per_gpu_per_second"
+    return Measure(
+        column=column, unit="tokens/s per GPU", timed=True, more_is_better=True, notes=[FORMULAS[column] + "."]
+    )
+
+
+def _title(rows: Sequence[Row], layout: Layout, measure: Measure) -> str:
+    work = _WORK[rows[0]["task"]]
+    if not measure.more_is_better:
+        return f"{work}: time of a step on the CPU"
+    if matches := matches_of(rows, layout):
+        return f"{work}: {title_of(matches)}"
+    values = [value * measure.scale for one in layout.points if (value := one.value(measure.column)) is not None]
+    names = {one.series for one in layout.points}
+    name = f"{names.pop()}, " if len(names) == 1 else ""
+    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
+    return f"{work}: {name}{ends} {measure.unit}, {span_of(layout.lengths)}".replace(" %", "%")
+
+
+def _equal(layout: Layout, measure: Measure) -> str:
+    names = list(layout.looks)
+    values = [value * measure.scale for one in layout.points if (value := one.value(measure.column)) is not None]
+    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"No difference in speed between {listed}: {ends} {measure.unit}, {span_of(layout.lengths)}."
+
+
+FIGURE = Speed()
