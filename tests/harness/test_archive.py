@@ -121,7 +121,7 @@ SHIFTED: dict[str, Callable[[Path], object]] = {
     "a number in results.csv": lambda run: replaced(run / "results.csv", "0.2", "0.1"),
     "a record less": lambda run: sorted(run.glob("trials/*ring*/record.json"))[0].unlink(),
     "a swapped figure": lambda run: (run / "figures" / "speed.png").replace(run / "figures" / "throughput.png"),
-    "a figure on paper": lambda run: (run / "figures" / "loss.pdf").write_bytes(b"%PDF-1.4 of another run"),
+    "a figure on paper": lambda run: (run / "figures" / "speed.pdf").write_bytes(b"%PDF-1.4 of another run"),
     "a sentence": lambda run: replaced(run / "README.md", "3 records", "9 records"),
     "one more file": lambda run: (run / "trials" / "note.txt").write_text("x"),
     "no sums": lambda run: (run / SUMS_FILE).write_text(""),

@@ -63,7 +63,7 @@ def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
         "speed-train.pdf",
         "speed-train.tex",
         "speed-attention.png",
-        "memory-attention.pdf",
+        "speed-attention.pdf",
     } <= figures
     tables = {path.name for path in (full / "tables").iterdir()}
     names = ("results", "comparison", "agreement", "accuracy", "problems")

@@ -231,12 +231,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no table": (lambda run: (run / "tables" / "results.tex").unlink(), "results.tex: tables: found no such"),
     "one more table": (lambda run: (run / "tables" / "mine.md").write_text("x"), "a file that no report makes"),
     "a swapped figure": (
-        lambda run: shutil.copy(run / "figures" / "speed-train.png", run / "figures" / "throughput.png"),
+        lambda run: shutil.copy(run / "figures" / "speed.png", run / "figures" / "throughput.png"),
         "figures/throughput.png: figures/: found a",
     ),
-    "a broken figure": (lambda run: (run / "figures" / "loss.png").write_bytes(b"no"), "found no PNG picture"),
-    "a broken drawing": (lambda run: (run / "figures" / "loss.pdf").write_bytes(b"no"), "found no PDF file"),
-    "no figure": (lambda run: (run / "figures" / "loss.png").unlink(), "loss.png: figures/: found no such file"),
+    "a broken figure": (lambda run: (run / "figures" / "speed.png").write_bytes(b"no"), "found no PNG picture"),
+    "a broken drawing": (lambda run: (run / "figures" / "speed.pdf").write_bytes(b"no"), "found no PDF file"),
+    "no figure": (
+        lambda run: (run / "figures" / "speed.png").rename(run / "figures" / "loss.png"),
+        "speed.png: figures/: found no such file"),
     "a plan": (
         lambda run: (run / "run.json").write_text('{"trials": ["train-gone"]}'), "train-gone: schema: found no record"),
     "a broken plan": (lambda run: (run / "run.json").write_text("{}"), "run.json: schema: found no list of trials"),
