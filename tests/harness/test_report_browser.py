@@ -55,6 +55,7 @@ def press_header(browser: Browser, header: str) -> str | None:
     cell = f"{TABLE}.tHead.rows[0].cells[{PLACE % header}]"
     browser.value(f"({cell}.querySelector('[tabindex]') ?? {cell}).focus()")
     browser.press("Enter", 13)
+    browser.value("new Promise(done => setTimeout(done, 50))")  # rows are sorted in a task of their own
     direction: str | None = browser.value(f"{cell}.getAttribute('aria-sort')")
     return direction
 

@@ -14,6 +14,7 @@ from harness.report.headline import headline_of, wrong_sentences
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import rows_of
 from harness.spec import methods
+from tests.harness.drawn import said
 from tests.harness.wrong_method import NO_TILE, RIGHT, SCALED, SHIFTED, OwnMethod
 
 SHORT, LONG = 1024, 6144  # the longer one is compared by a sample of rows
@@ -101,8 +102,7 @@ def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: P
     assert len(wrong_sentences(rows)) == 8 + 1
     assert draw_plots(rows)
     for plot in draw_plots(rows):
-        texts = " ".join(text.get_text() for text in plot.figure.findobj(lambda one: hasattr(one, "get_text")))
-        assert not any(method in texts for method in (NO_TILE, SCALED, SHIFTED, "wrong"))
+        assert not any(method in said(plot.figure) for method in (NO_TILE, SCALED, SHIFTED, "wrong"))
     tables = {table.name: table for table in report_tables(rows)}
     assert len(tables["problems"].rows) == 12
     assert all("differs from float64" in str(line) for line in tables["problems"].rows)
