@@ -143,7 +143,8 @@ class Layout:
 
     panels: list[Panel]
     looks: dict[str, Look]
-    notes: list[str]  # what names leave out, what is pooled, what is not drawn
+    notes: list[str]  # what is pooled, what is not drawn, what a mark means
+    footnotes: list[str]  # what names leave out
 
     @property
     def points(self) -> list[Point]:
@@ -172,7 +173,6 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     weak = weak_forms(rows)
     series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
     notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
-    notes += footnotes_of([row for _, group in series for row in group])
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return Layout(
@@ -182,6 +182,7 @@ def laid_out(rows: Sequence[Row]) -> Layout:
         ],
         looks=looks_of(series),
         notes=notes,
+        footnotes=footnotes_of([row for _, group in series for row in group]),
     )
 
 

@@ -22,9 +22,9 @@ from harness.metrics.intervals import Interval
 from harness.report.drawing.looks import INK, MUTED, PAPER
 from harness.report.drawing.notes import samples_note, whisker_note
 from harness.report.drawing.points import Layout, Point, configuration_of, laid_out, number_text
-from harness.report.drawing.sheet import Page, Sheet, text_inches
+from harness.report.drawing.sheet import Form, Page, Sheet, text_inches, wrapped
 from harness.report.footnotes import kernel_in_words
-from harness.report.results import Row, sortable
+from harness.report.results import Row
 from harness.report.speedup import Speedup, speedup
 from harness.report.variants import OWN_METHOD, on_cpu, panel_of
 
@@ -59,7 +59,7 @@ class SpeedMemory:
         unit = "tokens/s" if here[0]["world_size"] == 1 else "tokens/s per GPU"
         return Sheet(
             title=_title(spots), about=_about(here), notes=[note for note in notes if note],
-            plot=lambda page: _paint(page, spots, unit),
+            footnotes=layout.footnotes, plot=lambda page: _paint(page, spots, unit),
         )  # fmt: skip
 
 
@@ -204,7 +204,8 @@ def _same_kernel(spots: Sequence[_Spot]) -> str:
             ratio = _ratio(spot, best)
             if ratio is not None and ratio.spread is not None:
                 kernel = kernel_in_words(_kernel(spot.point))
-                return f"With {kernel} in both, {OWN_METHOD} is {ratio.between} times as fast as {best.point.series}."
+                times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
+                return f"With {kernel} in both, {OWN_METHOD} is {times} times as fast as {best.point.series}."
     return (
         f"{OWN_METHOD} and {best.point.series} attend with different kernels, {kernel_in_words(theirs)} in the latter."
     )
@@ -273,7 +274,7 @@ def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
             drawn,
             f"{spot.point.series}: {number_text(spot.speed, ends)}{between} {unit}, {number_text(spot.memory)} GiB",
         )
-    _label(ax, spots, line, wide, tall, form.small)
+    _label(ax, spots, line, wide, tall, form)
 
 
 def _zoomed(spots: Sequence[_Spot]) -> bool:
@@ -300,35 +301,55 @@ def _line(spots: Sequence[_Spot]) -> list[_Spot]:
     return kept
 
 
-def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, size: float) -> None:
-    """A name beside each point, where it covers the fewest names, points and pieces of the line."""
+def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, form: Form) -> None:
+    """A name beside each point, where it covers the fewest names, points and pieces of the line; one that found no room
+    beside its point is joined to it."""
+    size = form.small
     to_axes = ax.transScale + ax.transLimits
     at = {id(spot): to_axes.transform((spot.memory, spot.speed)) * (wide, tall) for spot in spots}
     taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in at.values()]
-    joined = [at[id(spot)] for spot in line]
-    for (x0, y0), (x1, y1) in pairwise(joined):
+    for (x0, y0), (x1, y1) in pairwise(at[id(spot)] for spot in line):
         for part in range(1, 12):
             x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
             taken.append((x - 0.03, y - 0.03, x + 0.03, y + 0.03))
-    for spot in sorted(spots, key=lambda spot: (not spot.own, sortable(spot.memory))):
+    joints = []
+    for spot in sorted(spots, key=lambda spot: (not spot.own, spot.memory)):
+        words = wrapped(spot.label, 1.15 if form.narrow else wide, size, bold=spot.own)
+        width = max(text_inches(word, size, bold=spot.own) for word in words) + 0.02
         x, y = at[id(spot)]
-        width, gap, tip = text_inches(spot.label, size, bold=spot.own) + 0.02, 0.1, _STEP / 2
-        choices = [
-            (x - width / 2, y + gap), (x + gap, y - tip), (x - width - gap, y - tip), (x - width / 2, y - gap - _STEP),
-            (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - _STEP),
-            (x - width - gap / 2, y - gap - _STEP), (x - width / 2, y + gap + _STEP), (x + gap, y - gap - 2 * _STEP),
-            (x - width / 2, y - gap - 2 * _STEP), (x - width / 2, y + gap + 2 * _STEP),
-            (x - width - gap / 2, y + gap + _STEP),
-        ]  # fmt: skip
-        if not spot.own:
-            choices[0], choices[1] = choices[1], choices[0]
-        boxes = [(left, bottom, left + width, bottom + _STEP) for left, bottom in choices]
-        box = min(boxes, key=lambda one: _cost(one, taken, wide, tall))
+        box, near = min(
+            _boxes(x, y, width, _STEP * len(words), spot.own),
+            key=lambda one: _cost(one[0], taken, wide, tall) + (0.0 if one[1] else 0.03),
+        )
         taken.append(box)
-        ax.text(
-            box[0] / wide, (box[1] + _STEP / 2) / tall, spot.label, transform=ax.transAxes, fontsize=size, va="center",
-            color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
-        )  # fmt: skip
+        for place, word in enumerate(words):
+            ax.text(
+                box[0] / wide, (box[3] - _STEP * (place + 0.5)) / tall, word, transform=ax.transAxes, fontsize=size,
+                va="center", color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
+            )  # fmt: skip
+        if not near:
+            end = (min(max(x, box[0]), box[2]), box[1] if box[1] > y else box[3])
+            joints.append([(x / wide, y / tall), (end[0] / wide, end[1] / tall)])
+    ax.add_collection(LineCollection(joints, colors=MUTED, linewidths=0.6, transform=ax.transAxes), autolim=False)
+
+
+def _boxes(x: float, y: float, width: float, height: float, above: bool) -> list[tuple[_Box, bool]]:
+    """Places for a name of this size around a point, the best ones first, and whether they touch it."""
+    gap, middle = 0.1, y - height / 2
+    near = [
+        (x - width / 2, y + gap), (x + gap, middle), (x - width - gap, middle), (x - width / 2, y - gap - height),
+        (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - height),
+        (x - width - gap / 2, y - gap - height),
+    ]  # fmt: skip
+    if not above:
+        near[0], near[1] = near[1], near[0]
+    far = [
+        (x + aside, y + up)
+        for aside in (-width / 2, gap, -width - gap)
+        for up in (gap + 0.16, -gap - height - 0.16, gap + 0.36, -gap - height - 0.36, gap + 0.56)
+    ]
+    placed = [(place, True) for place in near] + [(place, False) for place in far]
+    return [((left, bottom, left + width, bottom + height), touches) for (left, bottom), touches in placed]
 
 
 def _cost(box: _Box, taken: Sequence[_Box], wide: float, tall: float) -> float:
