@@ -124,6 +124,12 @@ def number_text(value: float, ends: tuple[float, float] | None = None) -> str:
     return rounded(value, decimals_between(value, ends))
 
 
+def range_text(values: Iterable[float | None], scale: float = 1.0) -> str:
+    """From the smallest to the largest of the values that there are: `12.1 to 40.3`, or one number."""
+    found = [value * scale for value in values if value is not None]
+    return " to ".join(dict.fromkeys((number_text(min(found)), number_text(max(found)))))
+
+
 def decimals_between(value: float, ends: tuple[float, float] | None) -> int:
     """How many decimals of a value its whisker supports."""
     return decimals_of(value, Interval(low=ends[0], high=ends[1]) if ends and ends[0] < ends[1] else None)

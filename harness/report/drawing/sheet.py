@@ -37,10 +37,9 @@ STYLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """Width in inches and sizes of letters in points."""
+    """Width in inches and size of letters in points."""
 
     width: float
-    text: float
     small: float
     framed: bool  # with title, set-up and notes
 
@@ -49,9 +48,9 @@ class Form:
         return self.width < 5
 
 
-SCREEN = Form(width=6.9, text=9.5, small=8.5, framed=True)
-WIDE = Form(width=6.9, text=9.5, small=8.5, framed=False)
-NARROW = Form(width=COLUMN_INCHES, text=8, small=7, framed=False)
+SCREEN = Form(width=6.9, small=8.5, framed=True)
+WIDE = Form(width=6.9, small=8.5, framed=False)
+NARROW = Form(width=COLUMN_INCHES, small=7, framed=False)
 _TITLE, _EDGE = 13, 0.12
 
 
