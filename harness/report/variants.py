@@ -30,8 +30,6 @@ _PLACED = frozenset(
     }
 )
 
-# Upstream systems whose `system` is longer than what people call them.
-_SYSTEMS = {"trl_upstream": "TRL + Liger", "transformers_upstream": "transformers + Liger"}
 _SCHEDULES = {
     "double_ring": "double ring", "ulysses": "Ulysses", "usp": "USP", "usp_transposed": "USP transposed",
 }  # fmt: skip
@@ -138,7 +136,7 @@ def method_name(row: Row) -> str:
 
 def system_name(row: Row) -> str:
     """The name that people use for the upstream system of a row: `TransformerEngine`."""
-    return str(_SYSTEMS.get(row["method"]) or row["system"] or row["method"])
+    return str(row["system"] or row["method"]).replace("Liger-Kernel", "Liger")
 
 
 def _arranged(words: str) -> str:

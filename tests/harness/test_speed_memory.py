@@ -69,6 +69,24 @@ def test_speed_and_share_of_memory_are_said_as_they_are(own: tuple[float, float]
     assert sheet([row(*own, budget="24GiB"), row(210, 2.0, budget=""), *OTHERS]).title == title
 
 
+def test_where_kernels_differ_the_ratio_with_the_same_kernel_stands_in_the_note() -> None:
+    theirs = [{**OTHERS[0], "chosen_kernel": "torch: cudnn, else flash, else math"}, OTHERS[1]]
+    alike = {**row(125, 1.0, budget="", kernel="cudnn"), "chosen_kernel": "cudnn"}
+    found = sheet([*BURST, alike, *theirs])
+    assert found.title == "7% faster than torchtitan, in a fifth of its memory"
+    assert "With cuDNN in both, burst is 1.070 times as fast as torchtitan." in found.note.replace(
+        "1.070 to 1.070", "1.07"
+    )
+    assert "burst with cuDNN" in texts(found)
+    without = sheet([*BURST, *theirs])
+    assert "burst and torchtitan attend with different kernels" in without.note
+    assert "kernels" not in sheet([*BURST, *OTHERS]).note
+
+
+def test_a_budget_of_all_that_the_gpu_has_reads_so() -> None:
+    assert "all of the GPU" in texts(sheet([*BURST[:2], row(125, 0.9, budget="139GiB"), *OTHERS]))
+
+
 def test_trials_of_two_runs_are_never_compared_in_the_title() -> None:
     elsewhere = [{**one, "run": "another"} for one in OTHERS]
     assert "torchtitan" not in sheet([*BURST, *elsewhere]).title

@@ -68,7 +68,13 @@ def sheet_by_length(rows: Sequence[Row], measure: Measure, title: Callable[[Layo
             groups = _largest(groups)
         notes += ["Black mark: the ceiling."] if any(bar.ceiling for group in groups for bar in group.bars) else []
         plot = partial(paint_bars, groups=groups, unit=measure.unit)
-    return Sheet(title=title(layout), about=about(rows), notes=[note for note in notes if note], plot=plot)
+    return Sheet(
+        title=title(layout),
+        about=about(rows),
+        notes=[note for note in notes if note],
+        footnotes=layout.footnotes,
+        plot=plot,
+    )
 
 
 def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, float]]:

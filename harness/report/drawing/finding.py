@@ -86,7 +86,8 @@ def title_of(matches: Sequence[Match]) -> str:
     if None in spreads:
         return f"{first} at {between} times the speed of {second} in one round, {where}"
     if not all(isinstance(one, Interval) for one in spreads):
-        return f"{first} at {between} times the speed of {second} in two rounds, {where}"
+        rounds = "two rounds or more" if any(isinstance(one, Interval) for one in spreads) else "two rounds"
+        return f"{first} at {between} times the speed of {second} in {rounds}, {where}"
     if set(verdicts) == {"not distinguishable"}:
         if min(ends) > 1 - CLOSE and max(ends) < 1 + CLOSE:
             return f"no difference between {first} and {second}, {where}"

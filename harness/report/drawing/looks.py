@@ -35,7 +35,7 @@ SPARE = tuple(light for name, (light, _) in PALETTE.items() if name.startswith("
 # Systems with the colour of a method of another name: of their native baseline, where they have one.
 NATIVE_BASELINE = {
     "megatron_lm": "megatron_cp", "deepspeed": "ulysses", "torchtitan": "torch_cp", "trl": "megatron_tp",
-    "transformers": "loongtrain_double_ring",
+    "transformers": "loongtrain_double_ring", "transformers_bf16": "loongtrain_usp",
 }  # fmt: skip
 MAX_SERIES = 12  # told apart in one figure
 MARKERS = ("o", "s", "D", "^", "v", "<", ">", "p")

@@ -124,6 +124,12 @@ def number_text(value: float, ends: tuple[float, float] | None = None) -> str:
     return rounded(value, decimals_between(value, ends))
 
 
+def range_text(values: Iterable[float | None], scale: float = 1.0) -> str:
+    """From the smallest to the largest of the values that there are: `12.1 to 40.3`, or one number."""
+    found = [value * scale for value in values if value is not None]
+    return " to ".join(dict.fromkeys((number_text(min(found)), number_text(max(found)))))
+
+
 def decimals_between(value: float, ends: tuple[float, float] | None) -> int:
     """How many decimals of a value its whisker supports."""
     return decimals_of(value, Interval(low=ends[0], high=ends[1]) if ends and ends[0] < ends[1] else None)
@@ -143,7 +149,8 @@ class Layout:
 
     panels: list[Panel]
     looks: dict[str, Look]
-    notes: list[str]  # what names leave out, what is pooled, what is not drawn
+    notes: list[str]  # what is pooled, what is not drawn, what a mark means
+    footnotes: list[str]  # what names leave out
 
     @property
     def points(self) -> list[Point]:
@@ -172,7 +179,6 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     weak = weak_forms(rows)
     series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
     notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
-    notes += footnotes_of([row for _, group in series for row in group])
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return Layout(
@@ -182,6 +188,7 @@ def laid_out(rows: Sequence[Row]) -> Layout:
         ],
         looks=looks_of(series),
         notes=notes,
+        footnotes=footnotes_of([row for _, group in series for row in group]),
     )
 
 

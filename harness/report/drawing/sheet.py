@@ -37,10 +37,9 @@ STYLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """Width in inches and sizes of letters in points."""
+    """Width in inches and size of letters in points."""
 
     width: float
-    text: float
     small: float
     framed: bool  # with title, set-up and notes
 
@@ -49,9 +48,9 @@ class Form:
         return self.width < 5
 
 
-SCREEN = Form(width=6.9, text=9.5, small=8.5, framed=True)
-WIDE = Form(width=6.9, text=9.5, small=8.5, framed=False)
-NARROW = Form(width=COLUMN_INCHES, text=8, small=7, framed=False)
+SCREEN = Form(width=6.9, small=8.5, framed=True)
+WIDE = Form(width=6.9, small=8.5, framed=False)
+NARROW = Form(width=COLUMN_INCHES, small=7, framed=False)
 _TITLE, _EDGE = 13, 0.12
 
 
@@ -95,23 +94,30 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
-    """A figure that is not drawn yet. `title` says what it shows, `about` the set-up, `notes` how it was measured."""
+    """A figure that is not drawn yet. `title` says what it shows, `about` the set-up, `notes` how it was measured,
+    `footnotes` what names leave out: a page says that once, a file each time."""
 
     title: str
     about: str
     notes: Sequence[str] = field(default_factory=tuple)
+    footnotes: Sequence[str] = field(default_factory=tuple)
     plot: Callable[[Page], None]
 
     @property
     def note(self) -> str:
-        """All notes as one paragraph."""
+        """All notes as one paragraph, for a page."""
         return " ".join(self.notes)
+
+    @property
+    def whole_note(self) -> str:
+        """Notes and footnotes as one paragraph, for a file."""
+        return " ".join([*self.notes, *self.footnotes])
 
     @property
     def caption(self) -> str:
         """Title, set-up and notes as sentences."""
         return " ".join(
-            text if text.endswith(".") else f"{text}." for text in (self.title, self.about, *self.notes) if text
+            text if text.endswith(".") else f"{text}." for text in (self.title, self.about, self.whole_note) if text
         )
 
     def drawn(self, form: Form) -> Page:
@@ -139,7 +145,7 @@ def _framed(page: Page, sheet: Sheet) -> tuple[float, float]:
     form, room = page.form, page.form.width - 2 * _EDGE
     title = wrapped(sheet.title, room, _TITLE, bold=True)
     about = wrapped(sheet.about, room, form.small)
-    notes = wrapped(sheet.note, room, form.small - 1)
+    notes = wrapped(sheet.whole_note, room, form.small - 1)
     head = _EDGE + 0.25 * len(title) + 0.17 * len(about) + 0.12
     foot = 0.1 + 0.15 * len(notes) + 0.06
     total = head + page.height + foot

@@ -3,7 +3,8 @@
 A figure chooses columns and draws them. It derives no number and reads no record. Of the rows of one group
 (`harness.report.drawing.points.groups_of`: one run, one task, one model) it makes one of three:
 
-- a `Sheet`: its `title` says the finding, `about` is the set-up, `note` says how it was measured. Nothing is drawn yet;
+- a `Sheet`: its `title` says the finding, `about` is the set-up, `note` says how it was measured; `footnotes` hold what
+  names leave out, which a page says once for all figures (`footnotes_of`) and a file each time. Nothing is drawn yet;
 - a sentence, where a figure would show that everything is equal;
 - None, where the rows hold nothing of it, or another figure shows it.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.by_length import Measure, sheet_by_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.points import Group, Layout, laid_out, number_text
+from harness.report.drawing.points import Group, Layout, laid_out, number_text, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.memory import apart
 from harness.report.results import Row
@@ -47,9 +47,8 @@ def _title(layout: Layout) -> str:
     return f"Attention sends {number_text(most / least)} times as much with {last} as with {name}"
 
 
-def _equal(layout: Layout, unit: str, scale: float) -> str | None:
-    values = [value * scale for one in layout.points if (value := one.value(COLUMN)) is not None]
-    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
+def _equal(layout: Layout, unit: str, scale: float) -> str:
+    ends = range_text((one.value(COLUMN) for one in layout.points), scale)
     who = "whatever the method" if len(layout.looks) > 1 else f"with {next(iter(layout.looks))}"
     return f"Attention sends {ends} {unit} {who}, {span_of(layout.lengths)}."
 

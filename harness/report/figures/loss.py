@@ -92,7 +92,8 @@ def _sheet(rows: Sequence[Row], title: str, note: str, curves: _Curves, unit: st
     return Sheet(
         title=title,
         about=about(rows),
-        notes=[one for one in (*notes, *footnotes_of(rows)) if one],
+        notes=[one for one in notes if one],
+        footnotes=footnotes_of(rows),
         plot=partial(_paint, curves=kept, unit=unit),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.by_length import Measure, sheet_by_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.points import Layout, laid_out, memory_column, number_text
+from harness.report.drawing.points import Layout, laid_out, memory_column, number_text, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.speed_memory import shows_all
 from harness.report.results import Row
@@ -54,9 +54,7 @@ def _title(layout: Layout, column: str) -> str:
             if len(here) >= max(2, len(best)):
                 best, where = sorted(here), ", ".join(filter(None, (span_of([seq_len]), panel.title)))
     if not best:
-        values = [value for one in layout.points if (value := one.value(column)) is not None]
-        ends = " to ".join(number_text(value) for value in (min(values), max(values)))
-        return f"Peak memory: {ends} GiB, {span_of(layout.lengths)}"
+        return f"Peak memory: {range_text(one.value(column) for one in layout.points)} GiB, {span_of(layout.lengths)}"
     (least, name), (most, last) = best[0], best[-1]
     return f"Peak memory: {number_text(least)} GiB with {name} to {number_text(most)} with {last}, {where}"
 
@@ -65,7 +63,7 @@ def _equal(layout: Layout, column: str, unit: str) -> str | None:
     values = [value for one in layout.points if (value := one.value(column)) is not None]
     if len(values) < 2:
         return None
-    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
+    ends = range_text(values)
     if len(layout.looks) == 1:
         return f"{next(iter(layout.looks))} takes {ends} {unit}, {span_of(layout.lengths)}."
     where = "" if len(layout.lengths) == 1 else "At every length "

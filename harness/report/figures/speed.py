@@ -8,7 +8,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.by_length import Measure, sheet_by_length
 from harness.report.drawing.finding import all_equal, matches_of, span_of, title_of
 from harness.report.drawing.notes import peak_note
-from harness.report.drawing.points import Layout, laid_out, number_text
+from harness.report.drawing.points import Layout, laid_out, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.speed_memory import shows_all
 from harness.report.results import Row
@@ -61,19 +61,19 @@ def _title(rows: Sequence[Row], layout: Layout, measure: Measure) -> str:
         return f"{work}: time of a step on the CPU"
     if matches := matches_of(rows, layout):
         return f"{work}: {title_of(matches)}"
-    values = [value * measure.scale for one in layout.points if (value := one.value(measure.column)) is not None]
     names = {one.series for one in layout.points}
     name = f"{names.pop()}, " if len(names) == 1 else ""
-    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
-    return f"{work}: {name}{ends} {measure.unit}, {span_of(layout.lengths)}".replace(" %", "%")
+    return f"{work}: {name}{_range(layout, measure)} {measure.unit}, {span_of(layout.lengths)}".replace(" %", "%")
 
 
 def _equal(layout: Layout, measure: Measure) -> str:
-    names = list(layout.looks)
-    values = [value * measure.scale for one in layout.points if (value := one.value(measure.column)) is not None]
-    ends = " to ".join(dict.fromkeys((number_text(min(values)), number_text(max(values)))))
-    listed = f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"No difference in speed between {listed}: {ends} {measure.unit}, {span_of(layout.lengths)}."
+    *names, last = layout.looks
+    where = f"{_range(layout, measure)} {measure.unit}, {span_of(layout.lengths)}"
+    return f"No difference in speed between {', '.join(names)} and {last}: {where}."
+
+
+def _range(layout: Layout, measure: Measure) -> str:
+    return range_text((one.value(measure.column) for one in layout.points), measure.scale)
 
 
 FIGURE = Speed()

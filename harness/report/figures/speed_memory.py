@@ -7,6 +7,7 @@ run alone.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,12 +17,14 @@ from matplotlib.collections import LineCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.base.lengths import format_length
+from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import Interval
 from harness.report.drawing.looks import INK, MUTED, PAPER
 from harness.report.drawing.notes import samples_note, whisker_note
 from harness.report.drawing.points import Layout, Point, configuration_of, laid_out, number_text
-from harness.report.drawing.sheet import Page, Sheet, text_inches
-from harness.report.results import Row, sortable
+from harness.report.drawing.sheet import Form, Page, Sheet, text_inches, wrapped
+from harness.report.footnotes import kernel_in_words
+from harness.report.results import Row
 from harness.report.speedup import Speedup, speedup
 from harness.report.variants import OWN_METHOD, on_cpu, panel_of
 
@@ -45,6 +48,7 @@ class SpeedMemory:
         lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
         dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
         notes = [
+            _same_kernel(spots),
             samples_note(here),
             whisker_note([point.rows for point in layout.points]),
             *layout.notes,
@@ -55,7 +59,7 @@ class SpeedMemory:
         unit = "tokens/s" if here[0]["world_size"] == 1 else "tokens/s per GPU"
         return Sheet(
             title=_title(spots), about=_about(here), notes=[note for note in notes if note],
-            plot=lambda page: _paint(page, spots, unit),
+            footnotes=layout.footnotes, plot=lambda page: _paint(page, spots, unit),
         )  # fmt: skip
 
 
@@ -105,33 +109,41 @@ def _at(point: Point) -> tuple[float, float] | None:
 
 
 def _spots(layout: Layout) -> list[_Spot]:
-    """All configurations with both numbers, by memory."""
-    alone = {point.rows[0]["method"] for point in layout.points} == {OWN_METHOD}
+    """All configurations with both numbers, by memory. The first that was planned says whose line it begins."""
     found = []
+    planned = [point for point in layout.points if point.own and _at(point) and _budget(point.rows[0])]
+    kernels = Counter(_kernel(point) for point in planned)
     for point in layout.points:
         if at := _at(point):
-            colour = layout.looks[point.series].colour
             label = point.series
-            if point.own:
-                row = point.rows[0]
-                budget = _budget(row)
-                label = budget or (label.partition(", ")[2] if alone else label) or label
+            if point in planned:
+                label = _budget(point.rows[0])
+                if _kernel(point) != kernels.most_common(1)[0][0]:
+                    label = f"{OWN_METHOD} with {kernel_in_words(_kernel(point)) or 'another kernel'}"
+            elif point.own and all(one.own for one in layout.points):
+                label = label.partition(", ")[2] or label
+            colour = layout.looks[point.series].colour
             found.append(_Spot(point=point, memory=at[0], speed=at[1], label=label, colour=colour))
     found.sort(key=lambda spot: spot.memory)
-    owned = [spot for spot in found if spot.own and _budget(spot.point.rows[0])]
-    if owned:  # the first of the line says whose line it is
-        first = found.index(owned[0])
-        words = owned[0].label
-        label = f"{OWN_METHOD} in {words}" if words[:1].isdigit() else f"{OWN_METHOD}, {words}"
-        found[first] = replace(owned[0], label=label)
+    first = next((place for place, spot in enumerate(found) if spot.point in planned), None)
+    if first is not None and not (words := found[first].label).startswith(OWN_METHOD):
+        found[first] = replace(found[first], label=f"{OWN_METHOD} {'in' if words[:1].isdigit() else 'with'} {words}")
     return found
+
+
+def _kernel(point: Point) -> str:
+    return str(point.rows[0].get("chosen_kernel") or "")
 
 
 def _budget(row: Row) -> str:
     """The budget that a trial was planned for: `24 GiB`, `all of the GPU`; empty for a trial set by hand."""
     if row.get("checkpoint.plan") != "auto":
         return ""
-    return re.sub(r"(?<=\d)(?=[A-Za-z])", " ", row["memory"]) if row.get("memory") else "all of the GPU"
+    hardware = hardware_for(row["gpu"])
+    budget = row.get("memory") or ""
+    if not budget or (hardware and budget == f"{hardware.memory_gib:g}GiB"):
+        return "all of the GPU"
+    return re.sub(r"(?<=\d)(?=[A-Za-z])", " ", budget)
 
 
 def _about(rows: Sequence[Row]) -> str:
@@ -146,34 +158,57 @@ def _about(rows: Sequence[Row]) -> str:
 
 def _title(spots: Sequence[_Spot]) -> str:
     """What the least memory buys that is still faster than the fastest other system of the same run."""
-    others = [spot for spot in spots if not spot.own]
-    own = [spot for spot in spots if spot.own]
-    runs = {spot.point.rows[0]["run"] for spot in others}
-    rivals = [spot for spot in own if spot.point.rows[0]["run"] in runs]
-    if rivals:
-        run = rivals[0].point.rows[0]["run"]
-        best = max((spot for spot in others if spot.point.rows[0]["run"] == run), key=lambda spot: spot.speed)
-        found = [
-            (spot, speedup(spot.point.rows, best.point.rows)) for spot in rivals if spot.point.rows[0]["run"] == run
-        ]
-        told = [(spot, ratio) for spot, ratio in found if ratio is not None]
+    line = _line(spots)
+    best = _rival(spots)
+    if best is not None:
+        found = [(spot, ratio) for spot in line if _one_run(spot, best) and (ratio := _ratio(spot, best))]
         for verdict in ("faster", "faster in both rounds", "not distinguishable"):
-            for spot, ratio in told:
+            for spot, ratio in found:
                 if ratio.verdict == verdict:
                     return _compared(spot, best, ratio)
-        if told:
-            return _compared(*max(((spot, best, ratio) for spot, ratio in told), key=lambda one: one[2].value))
-    group = own or list(spots)
-    first, last = group[0], max(group, key=lambda spot: spot.speed)
-    name = f"{OWN_METHOD}: " if own else ""
+        if found:
+            return _compared(*max(((spot, best, ratio) for spot, ratio in found), key=lambda one: one[2].value))
+    first, last = line[0], line[-1]
+    least, most = number_text(first.memory), number_text(last.memory)
     if first is last:
-        return f"{name}{number_text(first.speed)} tokens/s in {number_text(first.memory)} GiB, fastest and least"
-    beyond = speedup(last.point.rows, first.point.rows)
-    two = f"in {number_text(first.memory)} GiB {{}} in {number_text(last.memory)} GiB"
+        return f"{OWN_METHOD}: {number_text(first.speed)} tokens/s in {least} GiB, fastest and least"
+    beyond = _ratio(last, first)
     if beyond is None or beyond.verdict == "not distinguishable":
-        return f"{name}no difference in speed between {number_text(first.memory)} and {number_text(last.memory)} GiB"
+        return f"{OWN_METHOD}: no difference in speed between {least} and {most} GiB"
     slower = 100 * (1 - 1 / beyond.value)
-    return name + two.format(f"{slower:.{0 if slower >= 1 else 1}f}% slower than")
+    return f"{OWN_METHOD}: in {least} GiB {slower:.{0 if slower >= 1 else 1}f}% slower than in {most} GiB"
+
+
+def _rival(spots: Sequence[_Spot]) -> _Spot | None:
+    """The fastest other system of a run that has a trial of burst's line."""
+    runs = {spot.point.rows[0]["run"] for spot in _line(spots)}
+    others = [spot for spot in spots if not spot.own and spot.point.rows[0]["run"] in runs]
+    return max(others, key=lambda spot: spot.speed, default=None)
+
+
+def _one_run(spot: _Spot, other: _Spot) -> bool:
+    return bool(spot.point.rows[0]["run"] == other.point.rows[0]["run"])
+
+
+def _ratio(spot: _Spot, other: _Spot) -> Speedup | None:
+    return speedup(spot.point.rows, other.point.rows)
+
+
+def _same_kernel(spots: Sequence[_Spot]) -> str:
+    """Where burst's line has another attention kernel than the system of the title: the ratio with that one's."""
+    line, best = _line(spots), _rival(spots)
+    if best is None or not (theirs := _kernel(best.point)) or _kernel(line[0].point) in theirs:
+        return ""
+    for spot in spots:
+        if spot.own and _kernel(spot.point) and _kernel(spot.point) in theirs and _one_run(spot, best):
+            ratio = _ratio(spot, best)
+            if ratio is not None and ratio.spread is not None:
+                kernel = kernel_in_words(_kernel(spot.point))
+                times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
+                return f"With {kernel} in both, {OWN_METHOD} is {times} times as fast as {best.point.series}."
+    return (
+        f"{OWN_METHOD} and {best.point.series} attend with different kernels, {kernel_in_words(theirs)} in the latter."
+    )
 
 
 def _compared(spot: _Spot, other: _Spot, found: Speedup) -> str:
@@ -239,7 +274,7 @@ def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
             drawn,
             f"{spot.point.series}: {number_text(spot.speed, ends)}{between} {unit}, {number_text(spot.memory)} GiB",
         )
-    _label(ax, spots, line, wide, tall, form.small)
+    _label(ax, spots, line, wide, tall, form)
 
 
 def _zoomed(spots: Sequence[_Spot]) -> bool:
@@ -254,46 +289,67 @@ def _ends(spot: _Spot) -> tuple[float, float] | None:
 
 
 def _line(spots: Sequence[_Spot]) -> list[_Spot]:
-    """Burst's configurations that no other of it beats in memory without being slower; those that were planned, where
-    several were."""
+    """Burst's configurations that no other of it beats in memory without being slower, by memory: where several were
+    planned those, and of these the ones with the kernel that most have."""
     own = [spot for spot in spots if spot.own]
     planned = [spot for spot in own if _budget(spot.point.rows[0])]
+    usual = Counter(_kernel(spot.point) for spot in planned).most_common(1)
     kept: list[_Spot] = []
-    for spot in planned if len(planned) > 1 else own:
+    for spot in [one for one in planned if _kernel(one.point) == usual[0][0]] if len(planned) > 1 else own:
         if not kept or spot.speed > kept[-1].speed:
             kept.append(spot)
     return kept
 
 
-def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, size: float) -> None:
-    """A name beside each point, where it covers the fewest names, points and pieces of the line."""
+def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, form: Form) -> None:
+    """A name beside each point, where it covers the fewest names, points and pieces of the line; one that found no room
+    beside its point is joined to it."""
+    size = form.small
     to_axes = ax.transScale + ax.transLimits
     at = {id(spot): to_axes.transform((spot.memory, spot.speed)) * (wide, tall) for spot in spots}
     taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in at.values()]
-    joined = [at[id(spot)] for spot in line]
-    for (x0, y0), (x1, y1) in pairwise(joined):
+    for (x0, y0), (x1, y1) in pairwise(at[id(spot)] for spot in line):
         for part in range(1, 12):
             x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
             taken.append((x - 0.03, y - 0.03, x + 0.03, y + 0.03))
-    for spot in sorted(spots, key=lambda spot: (not spot.own, sortable(spot.memory))):
+    joints = []
+    for spot in sorted(spots, key=lambda spot: (not spot.own, spot.memory)):
+        words = wrapped(spot.label, 1.15 if form.narrow else wide, size, bold=spot.own)
+        width = max(text_inches(word, size, bold=spot.own) for word in words) + 0.02
         x, y = at[id(spot)]
-        width, gap, tip = text_inches(spot.label, size, bold=spot.own) + 0.02, 0.1, _STEP / 2
-        choices = [
-            (x - width / 2, y + gap), (x + gap, y - tip), (x - width - gap, y - tip), (x - width / 2, y - gap - _STEP),
-            (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - _STEP),
-            (x - width - gap / 2, y - gap - _STEP), (x - width / 2, y + gap + _STEP), (x + gap, y - gap - 2 * _STEP),
-            (x - width / 2, y - gap - 2 * _STEP), (x - width / 2, y + gap + 2 * _STEP),
-            (x - width - gap / 2, y + gap + _STEP),
-        ]  # fmt: skip
-        if not spot.own:
-            choices[0], choices[1] = choices[1], choices[0]
-        boxes = [(left, bottom, left + width, bottom + _STEP) for left, bottom in choices]
-        box = min(boxes, key=lambda one: _cost(one, taken, wide, tall))
+        box, near = min(
+            _boxes(x, y, width, _STEP * len(words), spot.own),
+            key=lambda one: _cost(one[0], taken, wide, tall) + (0.0 if one[1] else 0.03),
+        )
         taken.append(box)
-        ax.text(
-            box[0] / wide, (box[1] + _STEP / 2) / tall, spot.label, transform=ax.transAxes, fontsize=size, va="center",
-            color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
-        )  # fmt: skip
+        for place, word in enumerate(words):
+            ax.text(
+                box[0] / wide, (box[3] - _STEP * (place + 0.5)) / tall, word, transform=ax.transAxes, fontsize=size,
+                va="center", color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
+            )  # fmt: skip
+        if not near:
+            end = (min(max(x, box[0]), box[2]), box[1] if box[1] > y else box[3])
+            joints.append([(x / wide, y / tall), (end[0] / wide, end[1] / tall)])
+    ax.add_collection(LineCollection(joints, colors=MUTED, linewidths=0.6, transform=ax.transAxes), autolim=False)
+
+
+def _boxes(x: float, y: float, width: float, height: float, above: bool) -> list[tuple[_Box, bool]]:
+    """Places for a name of this size around a point, the best ones first, and whether they touch it."""
+    gap, middle = 0.1, y - height / 2
+    near = [
+        (x - width / 2, y + gap), (x + gap, middle), (x - width - gap, middle), (x - width / 2, y - gap - height),
+        (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - height),
+        (x - width - gap / 2, y - gap - height),
+    ]  # fmt: skip
+    if not above:
+        near[0], near[1] = near[1], near[0]
+    far = [
+        (x + aside, y + up)
+        for aside in (-width / 2, gap, -width - gap)
+        for up in (gap + 0.16, -gap - height - 0.16, gap + 0.36, -gap - height - 0.36, gap + 0.56)
+    ]
+    placed = [(place, True) for place in near] + [(place, False) for place in far]
+    return [((left, bottom, left + width, bottom + height), touches) for (left, bottom), touches in placed]
 
 
 def _cost(box: _Box, taken: Sequence[_Box], wide: float, tall: float) -> float:

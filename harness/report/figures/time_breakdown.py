@@ -55,7 +55,10 @@ class TimeBreakdown:
         if len(steps) > MAX_STEPS:
             notes.append(f"{MAX_STEPS} of {len(steps)} traced steps are drawn, the longest ones; {IN_CSV}.")
         groups = [_group(step) for step in steps[-MAX_STEPS:]]
-        return Sheet(title=_title(steps[-1]), about=about(rows), notes=notes, plot=partial(paint_bars, groups=groups))
+        return Sheet(
+            title=_title(steps[-1]), about=about(rows), notes=notes, footnotes=layout.footnotes,
+            plot=partial(paint_bars, groups=groups),
+        )  # fmt: skip
 
 
 def _title(step: _Step) -> str:
