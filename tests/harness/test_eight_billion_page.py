@@ -47,6 +47,6 @@ def test_predictions_of_the_page_are_those_of_the_plan(tmp_path: Path) -> None:
     _, whole = planned(tmp_path, two, [])
     _, small = planned(tmp_path, two, ["fixed.memory=80GiB"])
     longer = small.time.seconds / whole.time.seconds - 1
-    assert f"predicted are {small.gpu_gib:.0f} GiB and a step {longer:.0%} longer" in PAGE
+    assert f"the prediction is {small.gpu_gib:.0f} GiB and a step {longer:.0%} longer" in PAGE
     _, kept = planned(tmp_path, four, AUTO)
-    assert f"predicted are {kept.time.seconds:.1f} s and {kept.gpu_gib:.0f} GiB" in PAGE
+    assert f"the prediction is {kept.time.seconds:.1f} s and {kept.gpu_gib:.0f} GiB" in PAGE
