@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness.report.tables.breakdown import HEADERS
 
 from cluster.environment.ranks import process_values, trial_values
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
@@ -25,6 +24,7 @@ from harness.metrics.hardware import SPEEDS, Hardware
 from harness.records.judging import BOUNDS
 from harness.records.record import Status
 from harness.report.results import COLUMNS
+from harness.report.tables.particular import HEADERS
 from harness.spec.experiment import Limits
 from harness.spec.models import MODELS_DIR, load_model
 from harness.spec.repetition import Repetition
