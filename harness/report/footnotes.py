@@ -36,10 +36,17 @@ def footnotes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def kernel_in_words(kernel: str | None) -> str:
-    """The name of an attention kernel as its authors write it; empty where it is not known."""
+    """The name of an attention kernel as its authors write it; empty where it is not known. Where torch chooses, its
+    first choice, said to be that."""
     if not kernel or kernel.startswith("unknown"):
         return ""
-    return KERNELS.get(kernel, kernel)
+    asked = first_kernel(kernel)
+    return KERNELS.get(asked, asked) + ("" if asked == kernel else " as torch's first choice")
+
+
+def first_kernel(kernel: str) -> str:
+    """The kernel that runs, and of torch's order of choice (`torch: cudnn, else flash`) the first."""
+    return kernel.removeprefix("torch: ").partition(", else ")[0]
 
 
 def _name(row: Row) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.contests import Contest, contests_of, verdict_sentence
-from harness.report.footnotes import footnotes_of
+from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
 from harness.report.results import Row
 from harness.report.speedup import contested_points
 from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
@@ -88,13 +88,16 @@ def _place(contest: Contest, rows: Sequence[Row]) -> str:
 def _same_kernel(contest: Contest) -> list[str]:
     """Where the two of the verdict ran different attention kernels: the ratio with the other's, if it was measured."""
     subject, other = contest.subject, contest.other
-    kernels = [one and one.rows[0].get("chosen_kernel") for one in (subject, other)]
-    if other is None or None in kernels or kernels[0] == kernels[1] or not contest.of_methods:
+    if other is None or not contest.of_methods:
+        return []
+    ours, theirs = (str(one.rows[0].get("chosen_kernel") or "") for one in (subject, other))
+    words = [kernel_in_words(kernel) for kernel in (ours, theirs)]
+    if not all(words) or first_kernel(ours) == first_kernel(theirs):
         return []
     for entrant in contest.entrants:
-        if entrant.method == subject.method and entrant.rows[0].get("chosen_kernel") == kernels[1]:
-            return [f"With the same kernel, {kernels[1]}: {verdict_sentence(contest.between(entrant, other))}"]
-    return [f"Their attention kernels differ: {kernels[0]} and {kernels[1]}."]
+        if entrant.method == subject.method and entrant.rows[0].get("chosen_kernel") == first_kernel(theirs):
+            return [f"With the same kernel, {words[1]}: {verdict_sentence(contest.between(entrant, other))}"]
+    return [f"Their attention kernels differ: {words[0]} and {words[1]}."]
 
 
 def _notes(rows: Sequence[Row], contests: Sequence[Contest]) -> list[str]:

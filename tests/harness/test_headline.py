@@ -91,10 +91,13 @@ def test_other_kernels_are_said_and_the_same_kernel_is_compared_where_it_ran() -
 
     theirs = kernel(on_gpu(method="ring", rounds=around(1.5)), "cudnn")
     told = headline_of(rows_of([kernel(on_gpu(rounds=around(1.0)), "fa4"), theirs])).verdict
-    assert told.endswith("Their attention kernels differ: fa4 and cudnn.")
+    assert told.endswith("Their attention kernels differ: FlashAttention-4 and cuDNN.")
     same = kernel(on_gpu(kernel="cudnn", rounds=around(1.4)), "cudnn")
     told = headline_of(rows_of([kernel(on_gpu(kernel="fa4", rounds=around(1.0)), "fa4"), theirs, same])).verdict
-    assert "With the same kernel, cudnn: burst, kernel cudnn is 1.07" in told
+    assert "With the same kernel, cuDNN: burst, kernel cudnn is 1.07" in told
+    kernel(theirs, "torch: cudnn, else flash, else math")
+    told = headline_of(rows_of([kernel(on_gpu(kernel="fa4", rounds=around(1.0)), "fa4"), theirs, same])).verdict
+    assert "With the same kernel, cuDNN as torch's first choice: burst, kernel cudnn is 1.07" in told
 
 
 def test_the_largest_contest_of_methods_comes_first_and_training_before_attention() -> None:
