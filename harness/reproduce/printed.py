@@ -1,4 +1,4 @@
-"""What real systems printed of themselves while they ran in trials of ours, beside the one formula of `burst`."""
+"""What upstream systems printed of themselves while they ran in trials of ours, beside the one formula of `burst`."""
 
 from __future__ import annotations
 
