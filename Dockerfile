@@ -221,6 +221,18 @@ RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
 USER burst
 
+FROM fetch AS transformers-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout transformers --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS transformers
+COPY --from=transformers-source /opt/baseline /opt/baseline
+ENV HF_HUB_OFFLINE=1
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
 FROM fetch AS trl-source
 ARG FLAVOUR=current
 RUN python -m baselines.checkout trl --flavour "$FLAVOUR" --into /opt/baseline

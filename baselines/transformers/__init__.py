@@ -1,7 +1,7 @@
 """transformers' Llama with Liger-Kernel in a plain training loop on one GPU, weights in fp32 under autocast.
 
 What a user writes who wants no trainer: the model with Liger's kernels in it, gradient checkpointing, torch's fused
-AdamW, and autocast to bf16. `baselines.transformers.bf16` has the weights themselves in bf16, which takes half the
+AdamW, and autocast to bf16. `transformers_bf16` beside it has the weights themselves in bf16, which takes half the
 memory for them and rounds each update. Liger's kernels are of GPUs: a CPU rank runs the model without them.
 """
 

@@ -17,7 +17,7 @@ from baselines.programs import PROGRAMS
 from baselines.programs.program_parts import batch, llama_config
 from baselines.tokens import PLAIN, write_tokens
 from baselines.transformers import Transformers
-from baselines.transformers.bf16 import TransformersBf16
+from baselines.transformers.transformers_bf16 import TransformersBf16
 from baselines.upstream import Printed
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 

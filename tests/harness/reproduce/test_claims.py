@@ -297,6 +297,8 @@ def test_the_page_links_each_published_run_behind_a_claim_once(ours) -> None:
         linked = re.findall(r"\]\(\.\./results/published/([\w/-]+)\.jsonl\)", line)
         assert len(linked) == len(set(linked))
         assert bool(linked) == bool(one.records)
-        of_claim = [[run for run in linked if f"results/published/{run}" in path.as_posix()] for path in one.records]
+        of_claim = [
+            [run for run in linked if f"results/published/{run}" in place.file.as_posix()] for place in one.records
+        ]
         assert all(of_claim), "a record's run is not linked"
         assert {run for runs in of_claim for run in runs} == set(linked)
