@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from harness.base.errors import UsageError
-from harness.records.stored import read_records, runs_below
+from harness.records.stored import read_records, runs_below, stored_run
 from harness.report.page import days_of, distinct
 from harness.report.quoted import RECORDS, Quotes, write_pages
 from harness.reproduce.claims import claims_lines, judged
@@ -33,15 +33,17 @@ def quotes_of(root: Path) -> Quotes:
 
 
 def runs_lines(published: Path) -> list[str]:
-    """A Markdown table with a line for every run below `published`: its file, question, hardware, days and trials."""
+    """A Markdown table with a line for every run below `published`: its file, question, hardware, days and trials; of a
+    run whose code is lost, that."""
     lines = ["| run | question | hardware | measured | trials |", "| --- | --- | --- | --- | --- |"]
     for path in runs_below(published):
         records, name = read_records(path), path.relative_to(published).with_suffix("").as_posix()
         ranks = max(record.settings.world_size for record in records)
         hardware = distinct(record.gpu for record in records)
+        lost = any("lost_commit" in reason.about for reason in stored_run(path).stated().reasons)
         cells = (
             f"[{name}]({path.relative_to(published).as_posix()})",
-            distinct(record.title for record in records),
+            distinct(record.title for record in records) + (" (its commits are in no history)" if lost else ""),
             hardware if hardware == "cpu" else f"{ranks} x {hardware}",
             days_of(records),
             str(len(records)),
