@@ -188,8 +188,8 @@ def words_of(page: str) -> list[str]:
 
 
 def prose_of(page: str) -> str:
-    """The page without code, addresses of links, comments and the list of published runs, whose titles are those of their
-    records, on one line."""
+    """The page without code, addresses of links, comments and the list of published runs, whose titles are those of
+    their records, on one line."""
     listed = r"(?s)<!--published_runs-->.*?<!--/-->"
     for apart in (r"(?ms)^```.*?^```", listed, r"(?s)<!--.*?-->", r"`[^`\n]*`", r"(?<=\])\([^)\s]+\)", r"https?://\S+"):
         page = re.sub(apart, " ", page)

@@ -36,7 +36,7 @@ def trained_by(program: Path, ranks: int) -> list[tuple[float, float]]:
         capture_output=True, text=True, timeout=AMPLE, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    return [(float(loss), float(norm)) for loss, norm in re.findall(r"trained (\S+) (\S+)", ended.stdout)]
+    return [(float(loss), float(norm)) for loss, norm in re.findall(r"trained ([-+.e\d]+) ([-+.e\d]+)", ended.stdout)]
 
 
 @pytest.fixture(scope="module")
