@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.contests import Contest, contests_of, verdict_sentence
+from harness.report.digits import ratio_text
 from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
 from harness.report.results import Row
 from harness.report.speedup import contested_points
@@ -78,8 +79,11 @@ def _place(contest: Contest, rows: Sequence[Row]) -> str:
     parts = [contest.place]
     ideal = share_of_ideal(subject.rows[0], rows)
     utilisation, ceiling = subject.of("mfu"), subject.of("mfu_ceiling")
-    if ideal is not None:
-        parts.append(f"{subject.short} reaches {100 * ideal:.0f}% of one GPU's time ÷ {subject.rows[0]['world_size']}")
+    ranks = subject.rows[0]["world_size"]
+    if ideal is not None and ideal * ranks < 1:
+        parts.append(f"one GPU alone is {1 / (ideal * ranks):.2f} times as fast as {subject.short}")
+    elif ideal is not None:
+        parts.append(f"{subject.short} reaches {100 * ideal:.0f}% of one GPU's time ÷ {ranks}")
     elif utilisation is not None and ceiling:
         parts.append(f"{subject.short} reaches {100 * utilisation / ceiling:.0f}% of what the kernels allow")
     return "; ".join(parts)
@@ -96,7 +100,11 @@ def _same_kernel(contest: Contest) -> list[str]:
         return []
     for entrant in contest.entrants:
         if entrant.method == subject.method and entrant.rows[0].get("chosen_kernel") == first_kernel(theirs):
-            return [f"With the same kernel, {words[1]}: {verdict_sentence(contest.between(entrant, other))}"]
+            found = contest.between(entrant, other).beside(other)
+            if found is not None:
+                between = f" ({found.between})" if found.spread else " (one round)"
+                kernel = kernel_in_words(first_kernel(theirs))
+                return [f"With {kernel} in both, {ratio_text(found.ratio)} times{between}."]
     return [f"Their attention kernels differ: {words[0]} and {words[1]}."]
 
 

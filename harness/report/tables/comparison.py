@@ -31,6 +31,7 @@ from harness.report.variants import (
     setup_of,
 )
 from harness.report.weak_forms import marked, weak_forms
+from harness.spec.table import EQUAL
 
 
 def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table | None:
@@ -71,7 +72,10 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         number(f"tok/s/{unit}", "speed", supported()), number(f"tok/s/{unit} beside", "other speed", supported()),
         text("settings", "settings"),
     )  # fmt: skip
-    title = f"Methods against {baseline}" if baseline else "Methods at equal settings"
+    alike = all(row["settings"] == EQUAL for point in points for row in point.rows)
+    title = "Methods at equal settings" if alike else "Methods, each with settings of its own"
+    if baseline:
+        title = f"Methods against {baseline}"
     note = " ".join([_note(points), *footnotes_of([row for point in points for row in point.rows])]) if points else ""
     return table_of("comparison", title, columns, lines, note=note)
 
