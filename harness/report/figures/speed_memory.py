@@ -239,7 +239,7 @@ def _share(ratio: float) -> str:
 
 def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
     form = page.form
-    left, wide, tall = 0.62, 0.0, 2.9 if not form.narrow else 2.4
+    left, wide, tall = 0.62, 0.0, 2.9 if not form.narrow else 3.4
     wide = page.right - left
     ax = page.panel(0.26, left, wide, tall, below=0.4)
     values = [end for spot in spots for end in (spot.speed, *(_ends(spot) or ()))]
@@ -346,7 +346,7 @@ def _boxes(x: float, y: float, width: float, height: float, above: bool) -> list
     far = [
         (x + aside, y + up)
         for aside in (-width / 2, gap, -width - gap)
-        for up in (gap + 0.16, -gap - height - 0.16, gap + 0.36, -gap - height - 0.36, gap + 0.56)
+        for up in (gap + 0.16, -gap - height - 0.16, gap + 0.36, -gap - height - 0.36, gap + 0.56, -gap - height - 0.56)
     ]
     placed = [(place, True) for place in near] + [(place, False) for place in far]
     return [((left, bottom, left + width, bottom + height), touches) for (left, bottom), touches in placed]
