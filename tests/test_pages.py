@@ -1,17 +1,14 @@
 """The pages: which there are and how long, their links, their words, and that commands, options and files exist."""
 
-import contextlib
-import io
 import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from harness.cli import main
+from tests.command_help import burst_help
 from tests.patience import AMPLE
 
 ROOT = Path(__file__).parents[1]
@@ -215,15 +212,3 @@ def commands_of(text: str) -> list[list[str]]:
     lines = re.findall(r"^(?:\$ |[\w./]+/)?burst +([\w-][^#\n]*)", blocks, re.MULTILINE)
     lines += re.findall(r"`burst +([^`#(][^`#]*)`", FENCE.sub("", text))  # `burst (ring, query side)` is a trial's name
     return [line.split() for line in lines]
-
-
-@cache
-def burst_help(command: str) -> str | None:
-    """What `burst [COMMAND] --help` prints, or None when there is no such command."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            code = main([*command.split(), "--help"])
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return out.getvalue() if code == 0 else None

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import typing
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from harness.spec.schema import leaf_types
 from harness.spec.search import Search
 from harness.spec.setting import SETTINGS
 from harness.training.file import load_training
+from tests.command_help import burst_help
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = (DOCS / "reference.md").read_text(encoding="utf-8")
@@ -64,18 +64,6 @@ def named(text: str) -> set[str]:
 # Commands
 
 
-@cache
-def help_of(command: str) -> str | None:
-    """What `burst COMMAND --help` prints; None when there is no such command."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            code = main([*command.split(), "--help"])
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return out.getvalue() if code == 0 else None
-
-
 def options_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
@@ -93,7 +81,7 @@ COMMANDS = {line[0].strip("`"): line[2] for line in lines_of(section("Commands")
 @pytest.mark.parametrize("usage", COMMANDS)
 def test_the_options_of_a_command_are_those_of_its_help(usage: str) -> None:
     words = [word for word in usage.split()[1:] if word.islower()]
-    text = help_of(" ".join(words))
+    text = burst_help(" ".join(words))
     assert text is not None
     listed = text[text.index("\n\n") :]  # not the usage
     offered = {

@@ -56,10 +56,10 @@ def write_site(
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
-    Tables of a run with trials of method `baseline` compare with it. `done` is told after each run how many of how many
-    are written. Returns the index, and a sentence about every run whose records cannot be read; the index shows it as
-    well. Raises UsageError when no run is there, for an unknown format or a baseline that no run has, and when `out`
-    cannot be written.
+    Tables of a run with trials of method `baseline` compare with it. `done` is called after each run with the number of
+    runs written, the number of all runs and the run's name. Returns the index, and a sentence about every run whose
+    records cannot be read; the index shows it as well. Raises UsageError when no run is there, for an unknown format or
+    a baseline that no run has, and when `out` cannot be written.
     """
     runs = runs_below(root)
     if not runs:

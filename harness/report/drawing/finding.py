@@ -100,7 +100,7 @@ def title_of(matches: Sequence[Match]) -> str:
 
 
 def all_equal(layout: Layout) -> bool:
-    """Whether at every length and size, with intervals, no series is told from the fastest."""
+    """Whether no series can be distinguished from the fastest at any length and size; false without intervals."""
     names = {id(row): point.series for point in layout.points for row in point.rows}
     compared = False
     for panel in layout.panels:
