@@ -1,0 +1,1 @@
+"""Architectures: one torch-free file each, and the module that is assembled from their features."""
