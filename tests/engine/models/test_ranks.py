@@ -1,0 +1,69 @@
+"""Every architecture trains on several ranks as on one: loss and every gradient, whatever shares the sequence.
+
+What one device computes is that of transformers (`test_parity`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.architecture import shape_of
+from engine.settings import Checkpoint, TrialSettings
+from tests.engine.models.architectures import CASES, configuration
+from tests.engine.parity import dense_run, errors, parallel_runs
+from tests.ranks import run_on_ranks
+
+pytest.importorskip("transformers", reason="shapes are those of transformers' configurations: extra `test` has it")
+
+# 24 tokens a sequence, as `test_parity` has: longer than the contexts of the forms of RoPE that depend on its length,
+# while no rank of four holds more than 10.
+SETTINGS = {"task": "train", "method": "burst", "seq_len": 24, "batch_size": 2, "dtype": "fp64"}
+KEPT = {"checkpoint": Checkpoint(every=0, mlp=0.4), "projection_tiles": 3, "mlp_tiles": 3}
+RECOMPUTED = {"checkpoint": Checkpoint(every=2, tail=0.35), "projection_tiles": 2, "mlp_tiles": 2}
+PLANS: dict[int, dict[str, dict[str, object]]] = {
+    1: {"kept": KEPT, "recomputed": RECOMPUTED},
+    2: {
+        "ring, kept": {"schedule": "ring", **KEPT},
+        "ulysses, recomputed": {"schedule": "ulysses", **RECOMPUTED},
+    },
+    4: {
+        "ring, recomputed": {"schedule": "ring", **RECOMPUTED},
+        "usp, kept": {"schedule": "usp", "emulate_nodes": 2, **KEPT},
+        "two replicas": {"schedule": "ulysses", "cp_size": 2, "checkpoint": Checkpoint(every=1, tail=0.0)},
+    },
+}
+
+
+def settings_of(name: str, world_size: int, plan: dict[str, object]) -> TrialSettings:
+    shape = dataclasses.replace(shape_of(configuration(name).to_dict() | {"architectures": [class_of(name)]}, "tiny"))
+    chosen = {"world_size": world_size, "cp_size": world_size} | plan
+    return TrialSettings(model=shape, **SETTINGS, **chosen)  # type: ignore[arg-type]
+
+
+def class_of(name: str) -> str:
+    """Of transformers' models with an LM head, by the type of a case's configuration."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(configuration(name))].__name__
+
+
+@pytest.mark.parametrize("world_size", PLANS)
+def test_loss_and_gradients_are_those_of_one_device(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
+    cases = {
+        f"{name}: {plan}": settings_of(name, world_size, choices)
+        for name in CASES
+        for plan, choices in PLANS[world_size].items()
+    }
+    found = run_on_ranks(world_size, parallel_runs, str(tmp_path), cases)[0]
+    wrong = {}
+    for name, settings in cases.items():
+        truth = dense_run(settings, torch.float64)
+        wrong |= {f"{name}: {key}": value for key, value in errors(found[name], truth).items() if not value < 1e-10}
+    assert wrong == {}
