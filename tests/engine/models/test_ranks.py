@@ -41,7 +41,7 @@ PLANS: dict[int, dict[str, dict[str, object]]] = {
 def settings_of(name: str, world_size: int, plan: dict[str, object]) -> TrialSettings:
     shape = dataclasses.replace(shape_of(configuration(name).to_dict() | {"architectures": [class_of(name)]}, "tiny"))
     chosen = {"world_size": world_size, "cp_size": world_size} | plan
-    return TrialSettings(model=shape, **SETTINGS, **chosen)  # type: ignore[arg-type]
+    return TrialSettings(model=shape, **SETTINGS | chosen)  # type: ignore[arg-type]
 
 
 def class_of(name: str) -> str:
