@@ -24,6 +24,7 @@ from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.fewer_processors import FewerProcessors
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
+from engine.attention.masks.pairs import pair_table
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
     ALL_GATHER,
@@ -34,7 +35,6 @@ from engine.attention.planning.cost_model import (
     chosen_schedule,
     model_chooses,
 )
-from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.cuda.green import all_but

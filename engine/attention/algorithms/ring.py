@@ -31,6 +31,7 @@ from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, Remot
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.tile_table import KernelCall, tile_of
 from engine.attention.geometry.tiles import Band, Tile, cut_keys, cut_queries
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
@@ -38,7 +39,6 @@ from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
-from engine.attention.planning.pair_table import KernelCall, kernel_calls, tile_of
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -132,7 +132,8 @@ class RingPlan:
         longest = self.cp.between_nodes.blocks
         if not longest or not self.cp.traffic.pending:
             return step.tiles
-        return kernel_calls(part for call in step.tiles for part in cut(tile_of(call), longest))
+        parts = (part for call in step.tiles for part in cut(tile_of(call), longest))
+        return tuple((part.q, part.k, part.band) for part in parts)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
