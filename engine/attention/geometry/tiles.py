@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 Counts: TypeAlias = int | NDArray[np.int64]
 NO_LIMIT = 1 << 40  # a diagonal that hides no key
-KERNEL_ROWS = 128  # of queries or keys that a block of an attention kernel takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,56 +125,22 @@ def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator
         yield block.shifted(start, 0)
 
 
-def square_causal(tile: Tile) -> list[Tile]:
-    """A causal tile with rows below its diagonal, as a square causal one and a full one.
+def without_upper_bands(tile: Tile) -> list[Tile]:
+    """A tile limited by a diagonal above only, as full and square causal tiles, which every kernel knows.
 
     Kernels place the diagonal of an oblong causal tile differently; for a square one they agree.
     """
-    if tile.band != CAUSAL or tile.rows == tile.columns:
-        return [tile]
-    assert tile.rows > tile.columns, "trimming left columns no row sees"
-    middle = tile.q_start + tile.columns
-    below = Tile(middle, tile.q_stop, tile.k_start, tile.k_stop)
-    return [Tile(tile.q_start, middle, tile.k_start, tile.k_stop, CAUSAL), below]
-
-
-def without_upper_bands(tile: Tile) -> list[Tile]:
-    """A tile limited by a diagonal above only, as full and square causal tiles, which every kernel knows."""
     hi = tile.band.hi
     if tile.band.lo is not None or hi is None:
         return [tile]
     assert hi >= 0, "trimming left rows that see no key"
-    if hi == 0:
-        return square_causal(tile)
-    # The first hi columns are visible to all rows; the rest of the diagonal starts in the corner.
-    middle = tile.k_start + hi
-    past = Tile(tile.q_start, tile.q_stop, tile.k_start, middle)
-    return [past, *square_causal(Tile(tile.q_start, tile.q_stop, middle, tile.k_stop, CAUSAL))]
-
-
-def cut_keys(tile: Tile, most: int) -> list[Tile]:
-    """A tile as tiles of at most `most` keys, which a forward's block goes through one after another."""
-    lo, hi, parts = tile.band.lo, tile.band.hi, []
-    for start, stop in _runs(tile.columns, most):
-        part = trim(tile.rows, stop - start, *(None if limit is None else limit - start for limit in (lo, hi)))
-        if part is not None:
-            parts += without_upper_bands(part.shifted(tile.q_start, tile.k_start + start))
-    return parts
-
-
-def cut_queries(tile: Tile, most: int) -> list[Tile]:
-    """A tile as tiles of at most `most` queries, which a backward's block goes through one after another."""
-    lo, hi, parts = tile.band.lo, tile.band.hi, []
-    for start, stop in _runs(tile.rows, most):
-        part = trim(stop - start, tile.columns, *(None if limit is None else limit + start for limit in (lo, hi)))
-        if part is not None:
-            parts += without_upper_bands(part.shifted(tile.q_start + start, tile.k_start))
-    return parts
-
-
-def _runs(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """`length` tokens as runs of at most `most`, equally long but for the last."""
-    count = -(-length // most)
-    each = -(-length // count)
-    each = min(most, -(-each // KERNEL_ROWS) * KERNEL_ROWS)  # no kernel's own blocks are cut, where `most` cuts none
-    return ((start, min(start + each, length)) for start in range(0, length, each))
+    # The first hi columns are visible to all rows, the rest of the diagonal starts in their corner, and rows below its
+    # end see all keys.
+    corner, middle = tile.k_start + hi, tile.q_start + tile.columns - hi
+    assert middle <= tile.q_stop, "trimming left columns no row sees"
+    parts = [
+        Tile(tile.q_start, tile.q_stop, tile.k_start, corner),
+        Tile(tile.q_start, middle, corner, tile.k_stop, CAUSAL),
+        Tile(middle, tile.q_stop, corner, tile.k_stop),
+    ]
+    return [part for part in parts if part.rows and part.columns]
