@@ -22,6 +22,7 @@ from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
+from engine.attention.masks.pairs import pair_table
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
     ALL_GATHER,
@@ -32,7 +33,6 @@ from engine.attention.planning.cost_model import (
     chosen_schedule,
     model_chooses,
 )
-from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.old_names import renamed_keywords
