@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gpt-oss, one expert": (
+    "gpt-oss": (
         "gpt_oss",
         {
             "sliding_window": WINDOW,

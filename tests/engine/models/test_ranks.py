@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.initialise import initialise
 from engine.models.architecture import shape_of
+from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, TrialSettings
 from tests.engine.models.architectures import CASES, configuration
 from tests.engine.parity import dense_run, errors, parallel_runs
@@ -44,6 +46,14 @@ def settings_of(name: str, world_size: int, plan: dict[str, object]) -> TrialSet
     return TrialSettings(model=shape, **SETTINGS, **chosen)  # type: ignore[arg-type]
 
 
+def one_device(settings: TrialSettings) -> Decoder:
+    """The decoder by itself, as `test_parity` compares it with transformers, with the trial's initial values."""
+    with torch.device("meta"):
+        model = Decoder(settings.model)
+    initialise(model, settings.seed, torch.device("cpu"))
+    return model
+
+
 def class_of(name: str) -> str:
     """Of transformers' models with an LM head, by the type of a case's configuration."""
     from transformers import AutoModelForCausalLM
@@ -64,6 +74,6 @@ def test_loss_and_gradients_are_those_of_one_device(
     found = run_on_ranks(world_size, parallel_runs, str(tmp_path), cases)[0]
     wrong = {}
     for name, settings in cases.items():
-        truth = dense_run(settings, torch.float64)
+        truth = dense_run(settings, torch.float64, one_device(settings))
         wrong |= {f"{name}: {key}": value for key, value in errors(found[name], truth).items() if not value < 1e-10}
     assert wrong == {}
