@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.memory.offloaded_adamw import OffloadedAdamW
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.ops.copies import copy_of
 from engine.ops.triton_kernels import kernels_for
 from engine.recipe import Recipe

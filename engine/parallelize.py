@@ -16,7 +16,7 @@ from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.model import Attend, Decoder, project_whole
+from engine.models.decoder import Attend, Decoder, project_whole
 from engine.ops.copies import Copies
 from engine.settings import TrialSettings, keeps_whole
 
@@ -56,6 +56,7 @@ def parallelize(
 ) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
     one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
+    model.shards = settings.cp_size * settings.tp_size
     recompute = set_layers(model, settings, attend)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     if tensor_parallel is not None:
@@ -111,14 +112,18 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         reduce_dtype=torch.float32 if low_precision else None,
         cast_forward_inputs=False,  # RoPE's tables, arguments of a block, must stay fp32
     )
-    for unit in (model.embedding, *model.blocks):
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    # The head's backward follows its forward at once: gathering the weight again would buy no memory.
-    fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    units: list[FSDPModule] = []
+    # A matrix that is embedding and LM head at once belongs to the root's unit, which stays gathered from the first of
+    # its uses to the last.
+    for unit in model.blocks if model.shape.tied else (model.embedding, *model.blocks):
+        units.append(fully_shard(unit, mesh=mesh, mp_policy=precision))
+    if not model.shape.tied:
+        # The head's backward follows its forward at once: gathering the weight again would buy no memory.
+        units.append(fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False))
     fully_shard(model, mesh=mesh, mp_policy=precision)
     _keep_labels_on_host(model)
     # The next units in either direction, asked for before the present one computes.
-    ahead, units = settings.gather_ahead, (model.embedding, *model.blocks, model.head)
+    ahead = settings.gather_ahead
     for place, unit in enumerate(units):
         if place + 1 < len(units):
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
@@ -126,7 +131,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
             earlier = units[max(1, place - ahead) : place] or units[:1]  # the embedding by the first block alone
             unit.set_modules_to_backward_prefetch(earlier[::-1])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
-    model.embedding.set_unshard_in_backward(False)
+    if not model.shape.tied:
+        model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
     # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():

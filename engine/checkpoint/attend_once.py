@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
 from engine.memory.offload import Kept, Store
-from engine.model import Attend
+from engine.models.decoder import Attend
 
 
 class AttendOnce:

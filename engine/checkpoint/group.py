@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from engine.checkpoint.attend_once import AttendOnce
 from engine.checkpoint.counts import kept_places
 from engine.memory.offload import Kept, Store
-from engine.model import LayerFn, Rotary
+from engine.models.decoder import LayerFn, Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from engine.checkpoint.attend_once import AttendOnce
 from engine.checkpoint.counts import inputs_in_store
 from engine.checkpoint.group import BisectingGroup, Group, HoldingGroup, Step
 from engine.memory.offload import DeviceStore, HostStore, Store
-from engine.model import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.models.decoder import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
 

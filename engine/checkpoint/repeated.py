@@ -18,7 +18,7 @@ from engine.settings import Checkpoint, ModelShape
 
 def matmul_parameters(model: ModelShape) -> int:
     """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
-    return model.layer_parameters - model.layer_norm_parameters
+    return model.layer_matrices
 
 
 def repeated_products(

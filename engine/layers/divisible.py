@@ -22,6 +22,19 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
                 f"{settings.method} divides {label} among tp_size {ranks} ranks, found {count} of model {model.name}; "
                 f"choose a tp_size that divides {count}"
             )
+    features = {
+        "output_bias": model.output_bias,
+        "mlp_bias": model.mlp_bias,
+        "qk_norm_whole": model.qk_norm_whole,
+        "norms": model.norms != "before",
+        "window": any(model.windowed),
+    }
+    for name, found in features.items():
+        if found:
+            return (
+                f"{settings.method} cannot divide {name} {getattr(model, name)} of model {model.name} among tp_size "
+                f"{ranks} ranks; choose a model without it, or a method with tp_size 1"
+            )
     for name, found, alone in (
         ("mlp_tiles", settings.mlp_tiles, 1),
         ("projection_tiles", settings.projection_tiles, 1),

@@ -33,7 +33,7 @@ from engine.initialise import STD, held_rows, initialise
 from engine.lm_head.plain import plain_loss_sum
 from engine.measurement import NOT_FINITE, UNCHECKED, ErrorPlace, Extra
 from engine.method import NativeMethod
-from engine.model import Decoder, DenseAttention
+from engine.models.decoder import Decoder, DenseAttention
 from engine.settings import (
     Backward,
     ExchangeName,

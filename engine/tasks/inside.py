@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model import AttendCall, Block, LayerFn, Rotary
+from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
 
 REPORT_SECONDS = 10.0  # between two lines; the first comes so long after the step began
 

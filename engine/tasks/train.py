@@ -31,7 +31,7 @@ from engine.measurement import Extra, Measurement
 from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.model import Block
+from engine.models.decoder import Block
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes

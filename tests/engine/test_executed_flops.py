@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import work_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.files.document import Node
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import all_hardware, hardware_for, load_hardware

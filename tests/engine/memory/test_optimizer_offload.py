@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import engine.memory.offloaded_adamw
 from engine.memory.offloaded_adamw import BUFFERS, MOMENTS, OffloadedAdamW
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import ModelShape

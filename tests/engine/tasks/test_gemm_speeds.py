@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed import World, arrange
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import ModelShape, TrialSettings
 from engine.tasks import gemm_speeds
 from engine.tasks.gemm_speeds import EARLIER, IN_THIS_TRIAL, gemm_figures, measure_products, rows_of
