@@ -19,10 +19,9 @@ from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.kernels import KernelProblem, choose_kernel
 from engine.attention.kernels.fewer_processors import FewerProcessors
-from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
@@ -45,6 +44,7 @@ class Choices(NamedTuple):
     """The settings of a call besides its mask, as `plan_attention` takes them; `captured` is `cached_plan`'s."""
 
     scale: float | None = None
+    softcap: float | None = None
     kernel: str = "auto"
     schedule: str = "auto"
     backward: str = "auto"
@@ -75,6 +75,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
         try:
             check_inputs(q_BLND, k_BLKD, k_BLKD)
             check_scale(choices.scale)
+            check_softcap(choices.softcap)
         except ValueError as error:
             cp.refuse(error)
             raise
@@ -115,6 +116,7 @@ def plan_attention(
     mask: Mask,
     cp: ContextParallel,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     schedule: str = "auto",
     backward: str = "auto",
@@ -192,7 +194,7 @@ def plan_attention(
         kinds = gathered_kinds(mask, cp.layout, seq_len, cp.size)
     else:
         kinds = pair_table(mask, inner.layout, seq_len, inner.size).kinds
-    problem = Problem(
+    problem = KernelProblem(
         device=q_BLND.device,
         dtype=q_BLND.dtype,
         heads=heads // shared_by // chunks,
@@ -200,13 +202,13 @@ def plan_attention(
         head_dim=head_dim,
         bands=kinds,
         deterministic=deterministic,
+        softcap=softcap,
+        any_delta=lse_gradient,
     )
     attend = choose_kernel(kernel, problem)
     if cp.between_nodes.reserve:
         part = all_but(cp.between_nodes.reserve, q_BLND.device)
-        attend = FewerProcessors(attend, part, lambda: cp.traffic.pending > 0)
-    if lse_gradient and not attend.takes_delta:
-        attend = AnyDelta(attend)
+        attend = FewerProcessors(attend, part, lambda: cp.traffic.pending > 0)  # type: ignore[assignment]
     scale = head_dim**-0.5 if scale is None else scale
     if gathers:
         return AllGatherPlan(

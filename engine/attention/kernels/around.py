@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem, WholeInputs
+from engine.attention.kernels import BackwardInputs, Gradients, Kernel, KernelProblem, WholeInputs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AroundKernel:
     def unsupported_reason(self) -> str | None:
         return self.kernel.unsupported_reason()
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
         return self.kernel.refuse(problem)
 
     def forward(

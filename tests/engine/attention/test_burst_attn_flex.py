@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.geometry.tiles import CAUSAL, FULL, Band
-from engine.attention.kernels import BackwardInputs, Problem, flex, kernel_named
+from engine.attention.kernels import BackwardInputs, KernelProblem, flex, kernel_named
 from engine.attention.kernels.reference import visible_pairs
 
 REFERENCE = kernel_named("reference")
@@ -80,7 +80,7 @@ def test_the_rescaled_backward_gives_the_gradients_of_whole_rows(band, beyond) -
 def test_head_dims_and_dtypes_it_cannot_run_are_refused() -> None:
     def unsupported_reason(dtype: torch.dtype, head_dim: int) -> str | None:
         return flex.KERNEL.refuse(
-            Problem(device=torch.device("cuda"), dtype=dtype, heads=4, kv_heads=4, head_dim=head_dim)
+            KernelProblem(device=torch.device("cuda"), dtype=dtype, heads=4, kv_heads=4, head_dim=head_dim)
         )
 
     assert unsupported_reason(torch.bfloat16, 128) is None
