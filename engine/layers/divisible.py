@@ -28,6 +28,7 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
         "qk_norm_whole": model.qk_norm_whole,
         "norms": model.norms != "before",
         "window": any(model.windowed),
+        "sinks": model.sinks,
     }
     for name, found in features.items():
         if found:
