@@ -90,6 +90,7 @@ def _checked(directory: Path) -> tuple[ModelShape, Shards, list[Stored]]:
 
 
 def _tensors(shape: ModelShape, shards: Shards, stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
+    import torch
 
     sizes = shape.parameter_sizes()
     for each in stored:
