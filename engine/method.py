@@ -90,6 +90,18 @@ def unavailable_reason(method: Method, device: str) -> str | None:
     return reason
 
 
+def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
+    """Why a method cannot run a trial, or None: what it answers itself, for every kind of layer that the model has."""
+    feature = settings.model.feature_beyond_llama
+    if settings.task == "train" and feature and not hasattr(method, "layout"):
+        return (
+            f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
+            f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
+        )
+    windowed = settings.of_windowed_layers()
+    return method.refuse(settings) or (None if windowed is None else method.refuse(windowed))
+
+
 def in_worker(method: Method) -> NativeMethod:
     """The method as the engine's worker runs it: itself, or what a compared system's adapter gives for itself."""
     adapted = getattr(method, "in_worker", None)

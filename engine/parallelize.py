@@ -22,7 +22,12 @@ from engine.settings import TrialSettings, keeps_whole
 
 
 def build_model(
-    settings: TrialSettings, attend: Attend, mesh: DeviceMesh, tensor_parallel: TensorParallel | None = None
+    settings: TrialSettings,
+    attend: Attend,
+    mesh: DeviceMesh,
+    tensor_parallel: TensorParallel | None = None,
+    *,
+    windowed: Attend | None = None,
 ) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
     Also the store of saved layer inputs, or None when nothing is recomputed.
@@ -37,11 +42,12 @@ def build_model(
             second and repeated along the first.
         tensor_parallel: the ranks that hold the columns of every matrix between them; `mesh` are then those that hold
             the same ones.
+        windowed: the attention of layers with a window, where it differs.
     """
     shape = settings.model if tensor_parallel is None else tensor_parallel.shape()
     with torch.device("meta"):
         model = Decoder(shape).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    recompute = parallelize(model, settings, attend, mesh, tensor_parallel)
+    recompute = parallelize(model, settings, attend, mesh, tensor_parallel, windowed=windowed)
     divided = None if tensor_parallel is None else tensor_parallel.divided
     initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), divided)
     return model, recompute
@@ -53,11 +59,13 @@ def parallelize(
     attend: Attend,
     mesh: DeviceMesh,
     tensor_parallel: TensorParallel | None = None,
+    *,
+    windowed: Attend | None = None,
 ) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
     one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
     model.shards = settings.cp_size * settings.tp_size
-    recompute = set_layers(model, settings, attend)
+    recompute = set_layers(model, settings, attend, windowed)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     if tensor_parallel is not None:
         tensor_parallel.set(model, settings, attend)
@@ -86,12 +94,14 @@ def keep_parameters(model: Decoder, settings: TrialSettings) -> None:
     model.register_forward_pre_hook(refresh)
 
 
-def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recompute | None:
+def set_layers(
+    model: Decoder, settings: TrialSettings, attend: Attend, windowed: Attend | None = None
+) -> Recompute | None:
     """Attention, tiles, and the tensors that every layer saves for backward; returns what `parallelize` does."""
     again = settings.checkpoint.layers_again(len(model.blocks))
     for index, block in enumerate(model.blocks):
         recomputed = index < again
-        block.attend = attend
+        block.attend = windowed if windowed is not None and block.windowed else attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
         if (formed := getattr(attend, "formed", None)) is not None:  # a method that sends q, k and v one by one
             block.project, block.attention.formed = project_whole, formed

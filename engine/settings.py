@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from engine.models.rope import RopeScaling, parse_rope
@@ -150,6 +151,12 @@ class ModelShape:
         return f"sliding_window:{self.window - 1}"
 
     @property
+    def feature_beyond_llama(self) -> str:
+        """The first field, of those by which architectures differ, that is not as in Llama 2; empty where all are."""
+        found = (name for name, of_llama in LLAMA_FEATURES.items() if getattr(self, name) != of_llama)
+        return next(found, "")
+
+    @property
     def mlp_activation(self) -> Activation:
         """The activation, `auto` resolved."""
         return self.activation if self.activation != "auto" else "silu" if self.gated else "gelu"
@@ -230,6 +237,13 @@ class ModelShape:
         """All trainable parameters."""
         tables = (1 if self.tied else 2) * self.vocab * self.hidden
         return self.layers * self.layer_parameters + tables + self.hidden
+
+
+# The fields after `architecture`, by their defaults: those of Llama 2.
+LLAMA_FEATURES: Mapping[str, object] = {
+    each.name: each.default
+    for each in fields(ModelShape)[[each.name for each in fields(ModelShape)].index("architecture") + 1 :]
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,6 +399,33 @@ class TrialSettings:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
         if self.memory:
             size_in_bytes(self.memory, "memory")
+        if self.task == "train" and any(self.model.windowed):
+            self._set_window()
+
+    def _set_window(self) -> None:
+        """The mask is that of layers without the window, or where all have it the window's own."""
+        model = self.model
+        alone = model.window_mask if all(model.windowed) else "causal"
+        if self.mask not in ("causal", alone):
+            raise ValueError(
+                f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
+                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, which each of them cuts to its window"
+            )
+        object.__setattr__(self, "mask", alone)
+
+    @property
+    def layer_masks(self) -> tuple[str, ...]:
+        """The mask of each layer."""
+        windowed, model = self.of_windowed_layers(), self.model
+        inside = self.mask if windowed is None else windowed.mask
+        return tuple(inside if within else self.mask for within in model.windowed)
+
+    def of_windowed_layers(self) -> TrialSettings | None:
+        """The trial as the attention of the layers with a window has it, where others have none; else None."""
+        windowed = self.model.windowed
+        if self.task != "train" or not any(windowed) or all(windowed):
+            return None
+        return replace(self, mask=self.model.window_mask, model=replace(self.model, window=0))
 
     @property
     def dp_size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.hf.load import configured_shape as configured_shape
 from engine.hf.load import hugging_face_shape as hugging_face_shape
 from engine.hf.load import import_hugging_face as import_hugging_face
 

@@ -138,6 +138,9 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
     tokens = -(-max(TOKENS, 4 * unit) // unit) * unit
     if settings.seq_len <= tokens:
         return problem
+    if any(model.windowed):
+        window = min(model.window, max(_SHORTEST_RUN, round(model.window * tokens / settings.seq_len)))
+        return replace(problem, seq_len=tokens, mask="causal", model=replace(model, window=window))
     mask, tokens = _scaled(parse_mask(settings.mask), settings.seq_len, tokens, unit)
     return replace(problem, seq_len=tokens, mask=str(mask))
 
@@ -232,7 +235,8 @@ def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
         model = Decoder(settings.model)
     initialise(model, settings.seed, device)
     for block in model.blocks:
-        block.attend = DenseAttention(parse_mask(settings.mask))
+        if not block.windowed:
+            block.attend = DenseAttention(parse_mask(settings.mask))
     model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
     return model
 

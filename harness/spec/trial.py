@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.forecast import Forecast
 from engine.old_names import first_settings
-from engine.settings import TrialSettings, to_json
+from engine.settings import LLAMA_FEATURES, TrialSettings, to_json
 from harness.spec.methods import all_methods
 from harness.spec.table import NOTHING_FILLED, FromTable
 
@@ -56,7 +56,10 @@ def id_of(settings: TrialSettings) -> str:
     stays the same where the plan learns from another's peak.
     """
     values = first_settings(to_json(settings))
-    del values["model"]["note"]
+    model = values["model"]
+    del model["note"], model["architecture"]  # which names what the other fields describe
+    for name in [name for name, of_llama in LLAMA_FEATURES.items() if model[name] == of_llama]:
+        del model[name]
     if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
         sent = getattr(all_methods().get(settings.method), "grad_comm_dtype", "fp32")
         values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
