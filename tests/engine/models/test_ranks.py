@@ -24,6 +24,7 @@ pytest.importorskip("transformers", reason="shapes are those of transformers' co
 # 24 tokens a sequence, as `test_parity` has: longer than the contexts of the forms of RoPE that depend on its length,
 # while no rank of four holds more than 10.
 SETTINGS = {"task": "train", "method": "burst", "seq_len": 24, "batch_size": 2, "dtype": "fp64"}
+ALIKE = ("llama 3", "linear RoPE")  # to llama 2 and llama 3.1, but for numbers that ranks do not see
 KEPT = {"checkpoint": Checkpoint(every=0, mlp=0.4), "projection_tiles": 3, "mlp_tiles": 3}
 RECOMPUTED = {"checkpoint": Checkpoint(every=2, tail=0.35), "projection_tiles": 2, "mlp_tiles": 2}
 PLANS: dict[int, dict[str, dict[str, object]]] = {
@@ -69,6 +70,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     cases = {
         f"{name}: {plan}": settings_of(name, world_size, choices)
         for name in CASES
+        if name not in ALIKE
         for plan, choices in PLANS[world_size].items()
     }
     found = run_on_ranks(world_size, parallel_runs, str(tmp_path), cases)[0]
