@@ -5,7 +5,6 @@ What one device computes is that of transformers (`test_parity`).
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ PLANS: dict[int, dict[str, dict[str, object]]] = {
 
 
 def settings_of(name: str, world_size: int, plan: dict[str, object]) -> TrialSettings:
-    shape = dataclasses.replace(shape_of(configuration(name).to_dict() | {"architectures": [class_of(name)]}, "tiny"))
+    shape = shape_of(configuration(name), "tiny")
     chosen = {"world_size": world_size, "cp_size": world_size} | plan
     return TrialSettings(model=shape, **SETTINGS, **chosen)  # type: ignore[arg-type]
 
@@ -53,13 +52,6 @@ def one_device(settings: TrialSettings) -> Decoder:
         model = Decoder(settings.model)
     initialise(model, settings.seed, torch.device("cpu"))
     return model
-
-
-def class_of(name: str) -> str:
-    """Of transformers' models with an LM head, by the type of a case's configuration."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM._model_mapping[type(configuration(name))].__name__
 
 
 @pytest.mark.parametrize("world_size", PLANS)
