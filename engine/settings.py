@@ -30,7 +30,7 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 Parameters = Literal["auto", "kept", "gathered"]
-CudaGraph = Literal["auto", "step", "pass", "none"]
+CudaGraph = Literal["auto", "step", "none"]
 Norms = Literal["before", "after", "both"]
 Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
@@ -351,7 +351,6 @@ class TrialSettings:
     grad_comm_dtype: GradCommDtype = "auto"  # dtype of partial gradients between ranks; auto: as the method's original
     repeat_kv_heads: bool = True  # method ulysses: K and V heads fewer than ranks are repeated, else refused
     overlap_projections: bool = False  # method ulysses: q's all-to-all runs beside k's projection, k's beside v's
-    between_nodes: str = "plain"  # how transfers between nodes get their turn beside kernels; experimental
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library
@@ -366,7 +365,7 @@ class TrialSettings:
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
-    cuda_graph: CudaGraph = "auto"  # what CUDA graphs replay: `step` of training (one GPU), `pass` of attention, `none`
+    cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file
@@ -409,7 +408,8 @@ class TrialSettings:
         if self.mask not in ("causal", alone):
             raise ValueError(
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
-                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, which each of them cuts to its window"
+                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, which each of them cuts to its "
+                "window"
             )
         object.__setattr__(self, "mask", alone)
 

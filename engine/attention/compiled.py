@@ -97,16 +97,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _attention_fake(
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    v_BLKD: Tensor,
-    sinks_N: Tensor | None,
-    name: str,
-    saved_out_BLND: Tensor | None,
-    saved_lse_BNL: Tensor | None,
-    cut: int,
-) -> tuple[Tensor, Tensor]:
+def _attention_fake(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
     check_inputs(q_BLND, k_BLKD, v_BLKD)
     batch, tokens, heads, _ = q_BLND.shape
     lse_BNL = q_BLND.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q_BLND.dtype))
@@ -137,12 +128,10 @@ def _attention_backward_fake(
     q_BLND: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
-    out_BLND: Tensor,
+    _out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
-    dout_BLND: Tensor | None,
-    dlse_BNL: Tensor | None,
-    name: str,
+    *_others: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BLKD, v_BLKD))
     return dq, dk, dv, lse_BNL.new_empty(0) if sinks_N is None else torch.empty_like(sinks_N)
