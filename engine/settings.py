@@ -408,8 +408,8 @@ class TrialSettings:
         if self.mask not in ("causal", alone):
             raise ValueError(
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
-                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, which each of them cuts to its "
-                "window"
+                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
+                "which each of them cuts to its window"
             )
         object.__setattr__(self, "mask", alone)
 

@@ -22,16 +22,11 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
                 f"{settings.method} divides {label} among tp_size {ranks} ranks, found {count} of model {model.name}; "
                 f"choose a tp_size that divides {count}"
             )
-    features = {
-        "output_bias": model.output_bias,
-        "mlp_bias": model.mlp_bias,
-        "qk_norm_whole": model.qk_norm_whole,
-        "norms": model.norms != "before",
-        "window": any(model.windowed),
-        "sinks": model.sinks,
-    }
-    for name, found in features.items():
-        if found:
+    divisible = {
+        "output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0, "sinks": False,
+    }  # fmt: skip
+    for name, of_llama in divisible.items():
+        if getattr(model, name) != of_llama:
             return (
                 f"{settings.method} cannot divide {name} {getattr(model, name)} of model {model.name} among tp_size "
                 f"{ranks} ranks; choose a model without it, or a method with tp_size 1"

@@ -204,7 +204,7 @@ class Architecture:
         layer, own = parameter.split(".", 2)[1:]
         if own in self.experts:
             return f"model.layers.{layer}.{self.experts[own]}"
-        return f"model.layers.{layer}.{(IN_LAYER | self.names)[module]}.{kind}"
+        return f"model.layers.{layer}.{self.names.get(module) or IN_LAYER[module]}.{kind}"
 
 
 def in_layer(parameter: str) -> str:
@@ -236,10 +236,10 @@ def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a `config.json` describes, under the given name. Raises ValueError for an unknown feature."""
     config = Config(content)
     architecture_name, architecture = _architecture_of(content)
-    for key, accepted in (NEUTRAL | architecture.neutral).items():
+    for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
         config.expect(key, *accepted)
     sizes = {field_name: config.whole(key) for field_name, key in SIZES.items()}
-    shared = {
+    shared: dict[str, Any] = {
         "kv_heads": sizes["heads"]
         if content.get("num_key_value_heads") is None
         else config.whole("num_key_value_heads"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, "AttendCall"], Tensor]  # x_BLE -> x_BLE
 Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD, and x_BLE for the residual stream
-Norm = nn.RMSNorm | None  # none: the identity
+Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
 Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
 
 

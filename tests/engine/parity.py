@@ -61,7 +61,7 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
         torch.distributed.all_reduce(total)
         gradients = {}
         for parameter_name, parameter in task.model.named_parameters():
-            gradients[parameter_name] = whole_of(parameter.grad).double().clone().numpy()  # before clipping
+            gradients[parameter_name] = whole_of(parameter.grad).double().numpy().copy()  # clipping scales it
         results[name] = {
             "loss": total.item(),
             "gradients": gradients if world.rank == 0 else {},

@@ -72,6 +72,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("qwen2", {"head_dim": None, "tie_word_embeddings": True, "rope_parameters": rope(1_000.0)}),
     "qwen3": ("qwen3", {"rope_parameters": rope(1_000_000.0)}),
     "mistral": ("mistral", {"sliding_window": WINDOW, "rope_parameters": rope(10_000.0)}),
+    "phi3": (
+        "phi3",
+        {
+            "head_dim": None,
+            "sliding_window": WINDOW,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": rope(
+                100.0, rope_type="longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 2.5, 3.0, 3.5]
+            ),
+        },
+    ),
     "olmo2": ("olmo2", {"head_dim": None, "rope_parameters": rope(500_000.0)}),
     "gemma3": (
         "gemma3_text",
