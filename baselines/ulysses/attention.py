@@ -80,9 +80,16 @@ class OverlappedUlysses:
         return received
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BHT): the LSE is that of this rank's heads, and nothing is kept of it."""
+        assert sinks_N is None, "the method refuses models with sinks"
         received = (q_BLND, k_BLKD, v_BLKD)
         with self.cp.collective():
             if not self._begun:

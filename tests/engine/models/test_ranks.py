@@ -43,7 +43,7 @@ PLANS: dict[int, dict[str, dict[str, object]]] = {
 def settings_of(name: str, world_size: int, plan: dict[str, object]) -> TrialSettings:
     shape = shape_of(configuration(name), "tiny")
     chosen = {"world_size": world_size, "cp_size": world_size} | plan
-    return TrialSettings(model=shape, **SETTINGS, **chosen)  # type: ignore[arg-type]
+    return TrialSettings(model=shape, **SETTINGS | chosen)  # type: ignore[arg-type]
 
 
 def one_device(settings: TrialSettings) -> Decoder:
@@ -52,6 +52,15 @@ def one_device(settings: TrialSettings) -> Decoder:
         model = Decoder(settings.model)
     initialise(model, settings.seed, torch.device("cpu"))
     return model
+
+
+def test_heads_that_ulysses_repeats_have_their_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method ulysses on more ranks than KV heads."""
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
+    settings = settings_of("gpt-oss", 4, {"method": "ulysses", **RECOMPUTED})
+    found = run_on_ranks(4, parallel_runs, str(tmp_path), {"ulysses": settings})[0]["ulysses"]
+    wrong = errors(found, dense_run(settings, torch.float64, one_device(settings)))
+    assert {name: error for name, error in wrong.items() if not error < 1e-10} == {}
 
 
 @pytest.mark.parametrize("world_size", PLANS)
