@@ -39,7 +39,7 @@ def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided
         for name, parameter in model.named_parameters():
             first_row, local = held_rows(parameter)
             if parameter.ndim == 1:
-                local.fill_(0.0 if name.endswith("bias") else 1.0)  # else norms
+                local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
             elif local.numel():
                 part = divided(name) if divided else None
                 _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape), part)

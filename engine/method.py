@@ -32,9 +32,13 @@ class AttentionFn(Protocol):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         *,
+        sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL), out differentiable in q, k and v; the LSE is for `keep` alone.
+        """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
+
+        `sinks_N` is a learned logit per query head, given where the model has them; a method that refuses such models
+        need not take it.
 
         `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
         the other rows, which is how checkpointing avoids computing attention again.

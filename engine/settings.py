@@ -32,7 +32,7 @@ Sharding = Literal["full", "hybrid"]
 Parameters = Literal["auto", "kept", "gathered"]
 CudaGraph = Literal["auto", "step", "none"]
 Norms = Literal["before", "after", "both"]
-Activation = Literal["auto", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -95,6 +95,9 @@ class ModelShape:
     rope_scaling: str = "none"  # of RoPE's frequencies (`engine.models.rope`)
     embedding_scale: float = 1.0  # of the embedding's output
     attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it
+    activation_alpha: float = 1.702  # of clamped_silu: gate * sigmoid(alpha * gate) * (up + 1)
+    activation_limit: float = 7.0  # likewise: gate is clamped from above, and up on both sides
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
@@ -102,7 +105,7 @@ class ModelShape:
                 raise ValueError(
                     f"model {self.name}: {name} is {getattr(self, name)}; give a number from 1 to {LARGEST_DIMENSION}"
                 )
-        for name in ("rope_base", "norm_eps", "embedding_scale"):
+        for name in ("rope_base", "norm_eps", "embedding_scale", "activation_alpha", "activation_limit"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0")
         for name in ("rope_base_window", "attention_scale"):
@@ -117,6 +120,8 @@ class ModelShape:
             raise ValueError(f"model {self.name}: head_dim {self.head_dim} is odd; RoPE needs an even head_dim")
         if self.rope_scaling != "none":
             self._check_rope(parse_rope(self.rope_scaling))
+        if self.activation == "clamped_silu" and not self.gated:
+            raise ValueError(f"model {self.name}: activation clamped_silu needs a gated MLP; set gated: true")
         if not 0 <= self.window <= MAX_TOKENS:
             raise ValueError(f"model {self.name}: window is {self.window}; give a number of tokens, or 0 for none")
         if not re.fullmatch("[wf]+", self.window_pattern):
@@ -180,6 +185,8 @@ class ModelShape:
 
         if self.norms != "after":
             sizes["attention_norm.weight"] = (hidden,)
+        if self.sinks:
+            sizes["attention.sinks"] = (self.heads,)
         for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
             linear(f"attention.{name}", hidden, outputs, self.qkv_bias)
         linear("attention.output", queries, hidden, self.output_bias)

@@ -63,6 +63,8 @@ class Ulysses(EngineCommand):
         """Why the all-to-alls of q, k and v cannot run beside the projections, or None."""
         if not settings.overlap_projections:
             return None
+        if settings.model.sinks:
+            return f"overlap_projections has no sinks, which model {settings.model.name} has; set it to false"
         if settings.projection_tiles > 1:
             return (
                 "overlap_projections sends q, k and v as soon as each is formed, found projection_tiles "

@@ -132,8 +132,10 @@ def _joined(
         parts[name] = parameter
         if len(parts) == len(each.parts):
             del waiting[each.name]
-            whole = parameter if len(parts) == 1 else torch.cat([parts[part] for part in each.parts])
-            yield each.name, ((whole - each.offset) if each.offset else whole).to(dtype).contiguous()
+            yield each.name, each.join([parts[part] for part in each.parts]).to(dtype).contiguous()
+    for each in stored.values():
+        if not each.parts:
+            yield each.name, torch.zeros(each.unused, dtype=dtype)
 
 
 def _filled(tensors: Iterable[tuple[str, Tensor]], shards: list[list[str]]) -> Iterator[tuple[int, dict[str, Tensor]]]:

@@ -94,10 +94,9 @@ def _tensors(shape: ModelShape, shards: Shards, stored: list[Stored]) -> Iterato
 
     sizes = shape.parameter_sizes()
     for each in stored:
-        tensor = shards.read(each.name)
-        if each.offset:
-            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + each.offset
-        for name, part in zip(each.parts, tensor.split([sizes[part][0] for part in each.parts]), strict=True):
+        if not each.parts:
+            continue
+        for name, part in zip(each.parts, each.split(shards.read(each.name), sizes), strict=True):
             # Cloned: the library may return a view of the mapped file.
             yield name, part.clone(memory_format=torch.contiguous_format)
 

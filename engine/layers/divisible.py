@@ -22,7 +22,9 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
                 f"{settings.method} divides {label} among tp_size {ranks} ranks, found {count} of model {model.name}; "
                 f"choose a tp_size that divides {count}"
             )
-    divisible = {"output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0}
+    divisible = {
+        "output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0, "sinks": False,
+    }  # fmt: skip
     for name, of_llama in divisible.items():
         if getattr(model, name) != of_llama:
             return (

@@ -12,14 +12,17 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.models.rope import read_rope, write_rope
 from engine.settings import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED = ("architecture", "decoder", "rope")  # files of this folder that are no architecture
 
@@ -39,6 +42,7 @@ SIZES = {
 # Names of Llama's modules by those of `Decoder` and, within a layer, of `Block`.
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 IN_LAYER: Mapping[str, str] = {
+    "attention": "self_attn",
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -114,15 +118,45 @@ def shortest_pattern(letters: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One tensor of a file: parameters one above another, each stored as itself minus `offset`."""
+    """One tensor of a file: parameters one above another, each stored as itself minus `offset`.
+
+    `expert` is for a tensor of all experts of a layer, [experts, in, out], where there is one expert: the rows of the
+    parts alternate. A tensor without parts has no effect on what is computed; it is written as zeros of size `unused`.
+    """
 
     name: str
-    parts: tuple[str, ...]
+    parts: tuple[str, ...] = ()
     offset: float = 0.0
+    expert: bool = False
+    unused: tuple[int, ...] = ()
 
     def size(self, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Of the tensor, from those of all parameters."""
-        return (sum(sizes[part][0] for part in self.parts), *sizes[self.parts[0]][1:])
+        if not self.parts:
+            return self.unused
+        rows, columns = sum(sizes[part][0] for part in self.parts), sizes[self.parts[0]][1:]
+        return (1, *columns, rows) if self.expert else (rows, *columns)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor that holds these parameters."""
+        import torch
+
+        if self.expert:
+            whole = torch.stack(list(parts), 1).flatten(0, 1)
+            return whole.t().unsqueeze(0) if whole.ndim > 1 else whole.unsqueeze(0)
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return whole - self.offset if self.offset else whole
+
+    def split(self, tensor: Tensor, sizes: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
+        """The parameters in a tensor of a file, as views of it where nothing is added."""
+        import torch
+
+        if self.expert:
+            whole = tensor[0].t() if tensor.ndim > 2 else tensor[0]
+            return list(whole.unflatten(0, (-1, len(self.parts))).unbind(1))
+        if self.offset:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + self.offset
+        return list(tensor.split([sizes[part][0] for part in self.parts]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +172,10 @@ class Architecture:
     # Names of weights that differ from Llama's. Modules under one name are one tensor, one above another.
     names: Mapping[str, str] = field(default_factory=dict)
     offsets: Mapping[str, float] = field(default_factory=dict)  # of norms whose weight is stored without its 1
+    # Names of tensors that hold one expert's weights, by the names of parameters in a layer.
+    experts: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of a layer that have no effect, and their sizes.
+    unused: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda _: {}
     tied: bool = False  # what a configuration without `tie_word_embeddings` means
 
     def stored(self, shape: ModelShape) -> list[Stored]:
@@ -145,24 +183,38 @@ class Architecture:
         found: dict[str, list[str]] = {}
         for name in shape.parameter_sizes():
             found.setdefault(self.stored_name(name), []).append(name)
-        return [
-            Stored(name=name, parts=tuple(parts), offset=self.offsets.get(module_of(parts[0]), 0.0))
+        stored = [
+            Stored(
+                name=name,
+                parts=tuple(parts),
+                offset=self.offsets.get(module_of(parts[0]), 0.0),
+                expert=in_layer(parts[0]) in self.experts,
+            )
             for name, parts in found.items()
         ]
+        unused = self.unused(shape).items()
+        layers = range(shape.layers)
+        return stored + [Stored(name=f"model.layers.{n}.{name}", unused=size) for n in layers for name, size in unused]
 
     def stored_name(self, parameter: str) -> str:
         """Name of the tensor that holds a parameter of `Decoder`."""
         module, kind = module_of(parameter), parameter.rpartition(".")[2]
         if module in OUTSIDE:
             return f"{OUTSIDE[module]}.{kind}"
-        layer = parameter.split(".", 2)[1]
+        layer, own = parameter.split(".", 2)[1:]
+        if own in self.experts:
+            return f"model.layers.{layer}.{self.experts[own]}"
         return f"model.layers.{layer}.{self.names.get(module) or IN_LAYER[module]}.{kind}"
+
+
+def in_layer(parameter: str) -> str:
+    """The name of a parameter of `Decoder`, a layer's without its place: `mlp.up.bias` of blocks.3.mlp.up.bias."""
+    return parameter.split(".", 2)[2] if parameter.startswith("blocks.") else parameter
 
 
 def module_of(parameter: str) -> str:
     """The module that holds a parameter of `Decoder`, a layer's without its place: `mlp.up` of blocks.3.mlp.up.bias."""
-    module = parameter.rpartition(".")[0]
-    return module.split(".", 2)[2] if module.startswith("blocks.") else module
+    return in_layer(parameter).rpartition(".")[0]
 
 
 def architecture_named(name: str) -> Architecture:

@@ -37,9 +37,8 @@ from engine.settings import ModelShape
 if TYPE_CHECKING:
     from engine.attention.algorithms.saved import SavedOutput
 
-AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLND, k_BLKD, v_BLKD) -> (out_BLND, lse)
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
-LayerFn = Callable[[Tensor, Rotary, AttendCall], Tensor]  # x_BLE -> x_BLE
+LayerFn = Callable[[Tensor, Rotary, "AttendCall"], Tensor]  # x_BLE -> x_BLE
 Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD, and x_BLE for the residual stream
 Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
@@ -52,11 +51,25 @@ class AddMLP(Protocol):
     def __call__(self, norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor: ...
 
 
+class AttendCall(Protocol):
+    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks."""
+
+    def __call__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, sinks_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Attend(Protocol):
     """Attention over the whole sequence, and the part of its result to save. See `engine.method.AttentionFn`."""
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None: ...
@@ -116,6 +129,7 @@ class Attention(nn.Module):
         self.k = Linear(shape.hidden, keys, shape.qkv_bias)
         self.v = Linear(shape.hidden, keys, shape.qkv_bias)
         self.output = Linear(queries, shape.hidden, shape.output_bias)
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.sinks else None
         # One weight for all query heads and one for all key heads, or one norm over all heads at once.
         self.norms_heads = not shape.qk_norm_whole
         widths = (shape.head_dim, shape.head_dim) if self.norms_heads else (queries, keys)
@@ -161,6 +175,7 @@ class MLP(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.activation, self.plain = shape.mlp_activation, shape.plain_mlp
+        self.alpha, self.limit = shape.activation_alpha, shape.activation_limit  # of clamped_silu
         self.gate = Linear(shape.hidden, shape.ffn, shape.mlp_bias) if shape.gated else None
         self.up = Linear(shape.hidden, shape.ffn, shape.mlp_bias)
         self.down = Linear(shape.ffn, shape.hidden, shape.mlp_bias)
@@ -168,6 +183,9 @@ class MLP(nn.Module):
 
     def forward(self, x_BLE: Tensor) -> Tensor:
         gate_BLF = None if self.gate is None else self.gate(x_BLE)
+        if self.activation == "clamped_silu":
+            assert gate_BLF is not None, "the shape has a gate"
+            return normed(self.post_norm, self.down(clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)))
         return normed(self.post_norm, self.down(activate(self.activation, self.up(x_BLE), gate_BLF)))
 
 
@@ -185,6 +203,12 @@ def activate(activation: str, up_BLF: Tensor, gate_BLF: Tensor | None = None) ->
     return swiglu(gate_BLF, up_BLF) if activation == "silu" else ACTIVATIONS[activation](gate_BLF) * up_BLF
 
 
+def clamped_swiglu(gate_BLF: Tensor, up_BLF: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), with the gate at most `limit` and up within +-`limit`."""
+    gate_BLF = gate_BLF.clamp(max=limit)
+    return gate_BLF * (alpha * gate_BLF).sigmoid() * (up_BLF.clamp(-limit, limit) + 1)
+
+
 class DenseAttention:
     """The default attention: dense, one device, causal or under another mask. Autograd saves the intermediates, so a
     recomputation ignores `saved` and computes everything."""
@@ -193,9 +217,15 @@ class DenseAttention:
         self._mask = mask or Causal()
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask)
+        return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask, sinks_N=sinks_N)
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:
         return None
@@ -246,7 +276,8 @@ class Block(nn.Module):
     def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
         *qkv, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
-        out_BLND, _lse = attend(*qkv)
+        sinks_N = self.attention.sinks
+        out_BLND, _lse = attend(*qkv) if sinks_N is None else attend(*qkv, sinks_N=computed(sinks_N))
         del qkv
         if self.joins_sum:
             return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, self.attention(out_BLND))

@@ -68,10 +68,10 @@ class RefusingAttention:
         self.formed = getattr(attend, "formed", None)  # of methods that send q, k and v as each is formed
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None, **sinks: Tensor
     ) -> tuple[Tensor, Tensor]:
         try:
-            return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved)
+            return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks)
         except ValueError as error:
             raise Refused(str(error)) from error
 

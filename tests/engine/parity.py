@@ -22,9 +22,11 @@ from harness.spec.methods import method_named
 Result = dict[str, Any]
 
 
-def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
-    """The same step in one process."""
-    model = dense_model(settings, torch.device("cpu")).to(dtype)
+def dense_run(
+    settings: TrialSettings, dtype: torch.dtype = torch.float32, model: torch.nn.Module | None = None
+) -> Result:
+    """The same step in one process, by the trial's dense model or by `model`."""
+    model = (dense_model(settings, torch.device("cpu")) if model is None else model).to(dtype)
     store = open_tokens(settings.data)
     batches = [
         store.batch(

@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gpt-oss, one expert": (
+    "gpt-oss": (
         "gpt_oss",
         {
             "sliding_window": WINDOW,
@@ -110,20 +110,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def configuration(name: str) -> Any:
-    """Transformers' configuration of a case."""
-    from transformers import AutoConfig
+def configuration(name: str) -> dict[str, Any]:
+    """The content of a case's config.json, as transformers makes it of the keys given here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, own = CASES[name]
     keys = {key: value for key, value in (SIZES | own).items() if key not in own or value is not None}
-    return AutoConfig.for_model(model_type, **keys)
+    config = AutoConfig.for_model(model_type, **keys)
+    return config.to_dict() | {"architectures": [AutoModelForCausalLM._model_mapping[type(config)].__name__]}
+
+
+def model_of(config: dict[str, Any]) -> Any:
+    """Transformers' model of a configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **EAGER).eval()
 
 
 def oracle(name: str) -> Any:
     """Transformers' model of a case, with weights of its own everywhere: all ones would hide a norm left out."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(configuration(name), **EAGER).eval().double()
+    model = model_of(configuration(name)).double()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
