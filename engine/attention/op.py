@@ -15,7 +15,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
 from engine.attention.inputs import Result
 from engine.attention.kernels import WholeInputs
 from engine.ops.autograd import outside_autocast, refuse_second_derivative
+
+QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD of this rank
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
@@ -47,7 +49,7 @@ class _BurstAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
         ctx.call = plan.cp.begin_call()
         out_BLND, lse_BNL, saved = _forward(
-            plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved_output, ctx.call, save=not recompute
+            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, saved_output, ctx.call, save=not recompute
         )
         ctx.plan, ctx.gathered = plan, saved.gathered
         ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, *saved.tensors)
@@ -61,8 +63,7 @@ class _BurstAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
         out_BLND, lse_BNL, sinks_N, *tensors = ctx.saved_tensors
-        saved = Saved(tuple(tensors), ctx.gathered)
-        owned = [out_BLND]
+        owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
         return *_gradients(ctx.plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call), None, None, None
 
@@ -141,7 +142,7 @@ def _gradients(
         return *plan.backward(saved, dout_BLND, lse_BNL, delta_BNL), dsinks_N
 
 
-def _apply_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
     """(out_BLND, in place, and lse_BNL) of rows that see a sink as well. A sink of -inf is none."""
     final_BNL = torch.logaddexp(lse_BNL, sinks_N.to(lse_BNL.dtype)[:, None])
     weight_BNL = (lse_BNL - final_BNL.masked_fill(final_BNL == -torch.inf, 0)).exp()
@@ -167,14 +168,14 @@ def attention_forward(
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        out_BLND, lse_BNL, _ = _forward(plan, *shards, sinks_N, saved, plan.cp.begin_call(), save=False)
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.begin_call(), save=False)
     return out_BLND, lse_BNL
 
 
 @outside_autocast
 def attention_backward(
     plan: AttentionPlan,
-    shards: tuple[Tensor, Tensor, Tensor],
+    shards: QKV,
     out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
@@ -189,44 +190,39 @@ def attention_backward(
 
 
 def _forward(
-    plan: AttentionPlan,
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    v_BLKD: Tensor,
-    sinks_N: Tensor | None,
-    saved_output: SavedOutput | None,
-    call: int,
-    *,
-    save: bool,
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput | None, call: int, *, save: bool
 ) -> tuple[Tensor, Tensor, Saved]:
     """(out_BLND, lse_BNL, saved), with attention computed only for the rows that are not in `saved_output`."""
-    if saved_output is None:
-        if plan.one_call is not None:
-            out_BLND, lse_BNL = _whole_forward(plan, q_BLND, k_BLKD, v_BLKD)
-            saved = Saved((q_BLND, k_BLKD, v_BLKD))
-        else:
-            with plan.cp.collective(call, plan=plan.cp.plan_number):
-                out_BLND, lse_BNL, saved = plan.forward(q_BLND, k_BLKD, v_BLKD, save=save)
-        if sinks_N is not None:
-            out_BLND, lse_BNL = _apply_sinks(out_BLND, lse_BNL, sinks_N)
-            saved = saved.with_sinks(sinks_N)
+    if saved_output is not None:
+        return *_joined_forward(plan, shards, sinks_N, saved_output, call), Saved(shards)
+    if plan.one_call is not None:
+        out_BLND, lse_BNL, saved = *_whole_forward(plan, *shards), Saved(shards)
+    else:
+        with plan.cp.collective(call, plan=plan.cp.plan_number):
+            out_BLND, lse_BNL, saved = plan.forward(*shards, save=save)
+    if sinks_N is None:
         return out_BLND, lse_BNL, saved
-    shards = Saved((q_BLND, k_BLKD, v_BLKD))
+    return *_with_sinks(out_BLND, lse_BNL, sinks_N), saved.with_sinks(sinks_N)
+
+
+def _joined_forward(
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
+) -> tuple[Tensor, Tensor]:
+    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
     if saved_output.cut == 0:
-        return *saved_output.tensors, shards
+        return saved_output.tensors
     with plan.cp.collective(call, plan=plan.cp.plan_number):
-        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(q_BLND, k_BLKD, v_BLKD, save=False)
+        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
     if sinks_N is not None:
-        out_BHND, lse_BNH = _apply_sinks(out_BHND, lse_BNH, sinks_N)
-    rows = out_BHND.shape[1] + saved_output.out_BLND.shape[1]
-    if rows != q_BLND.shape[1]:
+        out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
+    rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
+    if rows != tokens:
         raise ValueError(
             f"saved holds {saved_output.out_BLND.shape[1]} rows from position {saved_output.cut} on and "
-            f"{out_BHND.shape[1]} lie before it, but q has {q_BLND.shape[1]}; pass what save_suffix returned for these "
-            "shards"
+            f"{out_BHND.shape[1]} lie before it, but q has {tokens}; pass what save_suffix returned for these shards"
         )
     out_BLND = torch.cat((out_BHND, saved_output.out_BLND), dim=1)
-    return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2), shards
+    return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2)
 
 
 def run_attention(
@@ -242,12 +238,10 @@ def run_attention(
 ) -> Result:
     """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-    differentiable = torch.is_grad_enabled() and (
-        q_BLND.requires_grad
-        or k_BLKD.requires_grad
-        or v_BLKD.requires_grad
-        or (sinks_N is not None and sinks_N.requires_grad)
-    )
+    differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
+    if sinks_N is not None:
+        differentiable = differentiable or sinks_N.requires_grad
+    differentiable = differentiable and torch.is_grad_enabled()
     if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:
             out_BLND: Tensor = _OneCall.apply(q_BLND, k_BLKD, v_BLKD, plan)
@@ -268,17 +262,18 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
     return garbage, raise, or end the process with a misaligned address.
     """
-    row_bytes = tensor_BLND.shape[-1] * tensor_BLND.itemsize
-    if tensor_BLND.is_contiguous() and (
-        row_bytes % ALIGNMENT_BYTES or tensor_BLND.storage_offset() * tensor_BLND.itemsize % ALIGNMENT_BYTES == 0
-    ):
+    start, contiguous = tensor_BLND.storage_offset(), tensor_BLND.is_contiguous()
+    if contiguous and start == 0:
         return tensor_BLND
     sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
+    row_bytes = tensor_BLND.shape[-1] * item
+    if contiguous and (row_bytes % ALIGNMENT_BYTES or start * item % ALIGNMENT_BYTES == 0):
+        return tensor_BLND
     taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
     contiguous_heads = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
     # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
     alignable = row_bytes % ALIGNMENT_BYTES == 0
-    starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
+    starts = (start, *taken) if alignable else ()
     if contiguous_heads and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
         return tensor_BLND
     return tensor_BLND.clone(memory_format=torch.contiguous_format)

@@ -21,6 +21,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
 from engine.attention.kernels import KernelProblem, choose_kernel
 from engine.attention.masks import Mask
+from engine.attention.masks.pairs import pair_table
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
     ALL_GATHER,
@@ -31,7 +32,6 @@ from engine.attention.planning.cost_model import (
     chosen_schedule,
     model_chooses,
 )
-from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.old_names import renamed_keywords

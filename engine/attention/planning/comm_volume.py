@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.shard_table import Integers
+from engine.attention.geometry.tile_table import Integers
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
