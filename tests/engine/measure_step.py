@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -114,7 +114,8 @@ def compiled() -> Iterator[None]:
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    def plain_linear(x: Tensor, matrices: list[Tensor]) -> Tensor:
+    def plain_linear(x: Tensor, matrices: list[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+        assert not biases, "the shapes here have none"
         return F.linear(x, torch.cat([matrix.to(x.dtype) for matrix in matrices]))
 
     def rest(block: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
