@@ -97,7 +97,7 @@ def test_torch_cp_refuses_masks_that_torch_does_not_know() -> None:
 
 def test_torch_cp_refuses_a_model_with_sinks() -> None:
     settings = settings_for("torch_cp", 2)
-    with_sinks = dataclasses.replace(settings, model=dataclasses.replace(settings.model, sinks=True))
+    with_sinks = replace(settings, model=replace(settings.model, sinks=True))
     refused = method_named("torch_cp").refuse(with_sinks)
     assert refused == f"torch_cp has no sinks, which model {settings.model.name} has; choose a model without them"
 
