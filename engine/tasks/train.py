@@ -4,15 +4,16 @@ Loss and gradients are those of the mean over all target tokens of all sequences
 ranks and micro-batches: every rank contributes the sum over its tokens divided by the count of the whole step, and
 FSDP2 adds the ranks' gradients.
 
-A short step of one GPU is launched by the host once and then replayed as CUDA graphs (setting `cuda_graph`).
+A short step of one GPU is launched by the host once and then replayed as CUDA graphs (setting `cuda_graph`), with each
+step's tokens and learning rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -21,29 +22,116 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
+from engine.cuda.graph import CapturedParts
 from engine.data import open_tokens
-from engine.data.batch import Batch, page_locked, to_device
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
+from engine.lm_head.tiles import check_labels
 from engine.measurement import Extra, Measurement
-from engine.memory.limit import limit_memory
-from engine.memory.resources import reset_peaks
+from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.model import Block
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
-from engine.recipe import Recipe
-from engine.settings import TrialSettings, keeps_whole, vocabulary_unsupported_reason
-from engine.tasks.captured import choice
-from engine.tasks.captured.step import CapturedStep, Work
-from engine.tasks.clock import StepClock
-from engine.tasks.gemm_speeds import gemm_figures
-from engine.tasks.inside import InsideStep
-from engine.tasks.link_probes import LinkProbes
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
+from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
+from engine.tasks import cuda_graph
+from engine.tasks.speeds import LinkProbes, gemm_figures
+from engine.tasks.task import (
+    DTYPES,
+    AroundStep,
+    InsideStep,
+    OnProgress,
+    RefusingAttention,
+    StepClock,
+    context_parallel,
+    measured,
+    read_gpus,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """This rank's tokens of one micro-batch."""
+
+    tokens_BL: Tensor
+    positions_L: Tensor  # of the tokens in the whole sequence
+    labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
+    targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
+
+
+def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in host memory that a GPU copies from while the host goes on, contiguous; itself for a CPU."""
+    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait for the copy, nor for work before it."""
+    return page_locked(tensor, device).to(device, non_blocking=True)
+
+
+Work = Generator[None, None, tuple[Tensor, Tensor]]  # ends with the loss and the gradients' norm, both 0-dim
+
+
+class CapturedStep:
+    """A step whose tokens, labels, number of targets and learning rates are read from memory that stays where it is.
+
+    Args:
+        work: the whole step of some micro-batches: forward, backward, update. It has run on `stream` before.
+        like: micro-batches of a step; all later ones have their shapes and positions.
+        optimizer: the one that `work` calls.
+        vocabulary: words that a label may name.
+        stream: that captures.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Batch]], Work],
+        like: Sequence[Batch],
+        optimizer: OnePassAdamW,
+        vocabulary: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._optimizer, self._vocabulary = optimizer, vocabulary
+        device = like[0].tokens_BL.device
+        targets = like[0].targets.clone()  # of the whole step
+        self._batches = [
+            replace(
+                batch,
+                tokens_BL=batch.tokens_BL.clone(),
+                # Every label counts in the capture: a run of tokens without one would be left out of the graph.
+                labels_BL=page_locked(torch.zeros_like(batch.labels_BL), device),
+                targets=targets,
+            )
+            for batch in like
+        ]
+        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what the steps before used: the graphs have memory of their own
+        torch.cuda.reset_peak_memory_stats(device)
+        optimizer.device_rates = self._rates
+        try:
+            self._parts = CapturedParts(work(self._batches), stream)
+        finally:
+            optimizer.device_rates = None
+        self.allocated_bytes = torch.cuda.max_memory_allocated(device)  # peak of a step, which no replay shows
+
+    def run(self, batches: Sequence[Batch]) -> Work:
+        """One step on these tokens, with the stops and the result of `work`. The step before it has ended.
+
+        Raises ValueError for a label that is neither a word nor -100.
+        """
+        for kept, batch in zip(self._batches, batches, strict=True):
+            check_labels(batch.labels_BL.flatten(), self._vocabulary)
+            kept.labels_BL.copy_(batch.labels_BL)
+            kept.tokens_BL.copy_(batch.tokens_BL)
+        self._batches[0].targets.copy_(batches[0].targets)
+        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        return (yield from self._parts.replay())
+
 
 Result = TypeVar("Result")
 
@@ -68,14 +156,14 @@ class TrainTask:
         world: World,
         *,
         sequences: Sequences | None = None,
-        recipe: Recipe | None = None,
+        recipe: AdamWSettings | None = None,
     ) -> None:
         """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
-        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or Recipe()
+        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or AdamWSettings()
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
-            or choice.unsupported_reason(settings, world.device.type)
+            or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)
         limit_memory(settings.memory, world.device)
@@ -95,7 +183,7 @@ class TrainTask:
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
         # Why the host launches every step; empty where it launches the first one, and the others are replayed.
-        self._not_captured = choice.not_captured_reason(settings, world.device.type) or ""
+        self._not_captured = cuda_graph.not_captured_reason(settings, world.device.type) or ""
         self._captured: CapturedStep | None = None  # after the first step
         self._ahead: tuple[int, list[Batch]] | None = None  # a step that comes next, and its batches
 
@@ -145,8 +233,8 @@ class TrainTask:
         return figures
 
     def check(self) -> Extra:
-        """One step of a small problem beside a dense float64 step; see `engine.tasks.dense_check`."""
-        from engine.tasks.dense_check import check_training  # which runs a task of its own
+        """One step of a small problem beside a dense float64 step; see `engine.tasks.check_training`."""
+        from engine.tasks.check_training import check_training  # which runs a task of its own
 
         return check_training(self.settings, self.method, self.world, self._chosen())
 
@@ -265,7 +353,7 @@ class TrainTask:
         With `cuda_graph: auto`, only for kernels of attention whose captures are tested.
         """
         kernel = self.attend.resolved().get("kernel", "unknown")
-        if self.settings.cuda_graph == "auto" and kernel not in choice.KERNELS:
+        if self.settings.cuda_graph == "auto" and kernel not in cuda_graph.KERNELS:
             self._not_captured = f"auto captures no step with attention kernel {kernel}"
             return
         assert isinstance(self.optimizer, OnePassAdamW), "parameters are kept whole, and their states beside them"

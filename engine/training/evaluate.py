@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.data.held_out import Span
+from engine.data.sequences import Span
 from engine.data.store import TokenStore
 from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.plain import IGNORE

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.data.held_out import ShuffledSequences
+from engine.data.sequences import ShuffledSequences
 from engine.distributed import World
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod

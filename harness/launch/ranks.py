@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.tasks.turns import Turns
+from engine.measurement import Turns
 from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.launcher import Job

@@ -9,7 +9,7 @@ from engine.attention.planning.cost_model import HardwareModel
 from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.forecast import Forecast
-from engine.measurement import GpuState, Measurement, current_measurement, write_json
+from engine.measurement import Forecast, GpuState, Measurement, current_measurement, write_json
 from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
 from harness.spec.methods import all_methods

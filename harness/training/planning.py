@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from engine.checkpoint.planning.memory import GIB
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.plain_json import from_json, read_json
 from engine.settings import TrialSettings
 from engine.training.config import Order

@@ -15,8 +15,7 @@ from typing import Any
 
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
-from engine.forecast import Forecast
-from engine.measurement import write_json
+from engine.measurement import Forecast, write_json
 from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig

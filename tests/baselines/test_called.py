@@ -26,9 +26,9 @@ from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
+from engine.measurement import Turns
 from engine.method import in_worker
 from engine.settings import ModelShape, TrialSettings
-from engine.tasks.turns import Turns
 from harness.launch.launcher import Job
 from harness.launch.ranks import kind, tells_start
 from harness.spec.methods import method_named

@@ -38,10 +38,10 @@ from engine.model import project_whole
 from engine.ops import norm, residual_norm, swiglu
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
-from engine.profile.timeline import breakdown_of
+from engine.profile.breakdown import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks.between_trials import clear
 from engine.tasks.train import TrainTask
+from engine.worker import clear
 from harness.spec.models import load_model
 
 TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=192, heads=4, kv_heads=2, head_dim=16, vocab=512)

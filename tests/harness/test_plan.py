@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.data.build import build_store
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError

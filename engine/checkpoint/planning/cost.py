@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.attention.masks import parse_mask
-from engine.checkpoint.counts import group_starts
-from engine.checkpoint.planning.choice import Choice
-from engine.checkpoint.planning.memory import own_tile_tokens
-from engine.checkpoint.repeated import (
+from engine.checkpoint.counts import (
     added_weights,
+    group_starts,
     head_share,
     layers_run_again,
     matmul_parameters,
     repeated_attention,
     repeated_products,
 )
+from engine.checkpoint.planning.choice import Choice
+from engine.checkpoint.planning.memory import own_tile_tokens
 from engine.settings import BYTES_OF, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K

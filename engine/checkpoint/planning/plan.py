@@ -9,8 +9,8 @@ from engine.checkpoint.planning.choice import Choice, choice_of, open_names, wit
 from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
 from engine.checkpoint.planning.search import Grid, Problem, cheapest, leanest
-from engine.forecast import Forecast
 from engine.lm_head.loss_kernel import forms_tiles
+from engine.measurement import Forecast
 from engine.settings import TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).

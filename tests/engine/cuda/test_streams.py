@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.cuda.streams import Handles, own_stream
-from engine.tasks.between_trials import clear
+from engine.worker import clear
 
 POOL = 32  # streams that torch has of each priority
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
-from engine.profile.categories import CATEGORIES, Category, category_of
+from engine.profile.breakdown import CATEGORIES, Category, category_of
 
 ENGINE = Path(__file__).parents[3] / "engine"
 FLASH = "kernel_cutlass_kernel_flash_attncuteflash_"

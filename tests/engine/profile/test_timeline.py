@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.ops.ranges import OPTIMIZER, RECOMPUTE, STEP
-from engine.profile.categories import CATEGORIES, Category
-from engine.profile.timeline import Span, breakdown_of, seconds_by_category
+from engine.profile.breakdown import CATEGORIES, Category, Span, breakdown_of, seconds_by_category
 
 FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.attention.kernels import fa4
-from engine.tasks.between_trials import clear
-from engine.tasks.turns import Turns
-from engine.worker import write_error
+from engine.measurement import Turns
+from engine.worker import clear, write_error
 
 
 def test_tensors_and_results_that_our_modules_keep_are_dropped_and_those_of_others_stay(monkeypatch):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from engine.distributed import World, arrange
 from engine.model import Decoder
 from engine.settings import ModelShape, TrialSettings
-from engine.tasks import gemm_speeds
-from engine.tasks.gemm_speeds import EARLIER, IN_THIS_TRIAL, gemm_figures, measure_products, rows_of
+from engine.tasks import speeds as speeds_of_trial
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
+from engine.tasks.speeds import EARLIER, IN_THIS_TRIAL, gemm_figures, measure_products, rows_of
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -41,7 +41,7 @@ def test_every_product_is_measured_in_every_direction() -> None:
 
 def test_the_measured_calls_are_the_product_and_its_two_gradients() -> None:
     rows, inputs, outputs = 5, 7, 11
-    forward, dgrad, wgrad = (call() for call in gemm_speeds._calls(CPU, rows, inputs, outputs, torch.float64))
+    forward, dgrad, wgrad = (call() for call in speeds_of_trial._calls(CPU, rows, inputs, outputs, torch.float64))
     generator = torch.Generator().manual_seed(0)
     x, dy, w = (
         torch.empty(shape, dtype=torch.float64).normal_(generator=generator).requires_grad_()
@@ -55,7 +55,7 @@ def test_the_measured_calls_are_the_product_and_its_two_gradients() -> None:
 
 def test_products_of_one_shape_are_measured_once() -> None:
     square = tuple(MatrixProduct(name=name, inputs=16, outputs=16, count=1) for name in ("query", "out"))
-    with mock.patch.object(gemm_speeds, "_calls", wraps=gemm_speeds._calls) as calls:
+    with mock.patch.object(speeds_of_trial, "_calls", wraps=speeds_of_trial._calls) as calls:
         speeds = measure_products(CPU, square, {"query": 4, "out": 4}, torch.bfloat16)
     assert calls.call_count == 1
     assert speeds["query"] == speeds["out"]
@@ -82,10 +82,10 @@ def on_this_rank(case: str) -> list[dict]:
     if case == "fp32":
         return [gemm_figures(_on_gpu(world), replace(settings_of(), dtype="fp32"))]
     if case == "oom" and dist.get_rank() == 1:
-        with mock.patch.object(gemm_speeds, "measure_products", side_effect=failing):
+        with mock.patch.object(speeds_of_trial, "measure_products", side_effect=failing):
             return [gemm_figures(_on_gpu(world), settings_of())]
-    measure = gemm_speeds.measure_products
-    with mock.patch.object(gemm_speeds, "measure_products", lambda _device, *rest: measure(CPU, *rest)):
+    measure = speeds_of_trial.measure_products
+    with mock.patch.object(speeds_of_trial, "measure_products", lambda _device, *rest: measure(CPU, *rest)):
         times = 1 if case == "oom" else 2
         return [gemm_figures(_on_gpu(world), settings_of()) for _ in range(times)]
 

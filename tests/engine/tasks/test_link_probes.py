@@ -15,7 +15,7 @@ from engine.attention.context import ContextParallel
 from engine.distributed import arrange
 from engine.measurement import Measurement
 from engine.settings import ModelShape, Steps, TrialSettings
-from engine.tasks.link_probes import MOMENTS, LinkProbes
+from engine.tasks.speeds import MOMENTS, LinkProbes
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)

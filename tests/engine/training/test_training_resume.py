@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.build import build_store
-from engine.data.held_out import VALIDATION
+from engine.data.sequences import VALIDATION
 from engine.data.sources import PYTHON_DOCS
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint
 from engine.training.config import Evaluation

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engine.data import open_tokens
-from engine.data.held_out import spans
+from engine.data.sequences import spans
 from engine.initialise import initialise
 from engine.model import Decoder
 from engine.training.config import Evaluation

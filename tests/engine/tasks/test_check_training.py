@@ -15,8 +15,8 @@ from engine.attention.masks import parse_mask
 from engine.distributed import arrange
 from engine.measurement import UNCHECKED
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks import dense_check
-from engine.tasks.dense_check import check_problem, check_training
+from engine.tasks import check_training as training_checks
+from engine.tasks.check_training import check_problem, check_training
 from harness.records.judging import training_fault
 from harness.spec.methods import method_named
 from tests.engine.tasks import wrong_methods
@@ -146,16 +146,16 @@ def left_behind(cases: list[TrialSettings]) -> list[str]:
     world = arrange(settings, torch.device("cpu"))
     method = method_named(settings.method)
     first = check_training(settings, method, world, {})  # fills what is kept for good
-    dense_check._checked.clear()
+    training_checks._checked.clear()
     state, before = torch.get_rng_state(), live_tensors()
     found = check_training(settings, method, world, {})
-    assert list(dense_check._checked.values()) == [found]
+    assert list(training_checks._checked.values()) == [found]
     problems = [] if found == first else ["another result"]
     if live_tensors() != before:
         problems.append("tensors stay")
     if not torch.equal(state, torch.get_rng_state()):
         problems.append("random state")
-    dense_check._Step = None  # type: ignore[assignment, misc]
+    training_checks._Step = None  # type: ignore[assignment, misc]
     problems += ["checked again" for each in others if check_training(each, method, world, {}) != found]
     return problems
 
