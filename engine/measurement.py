@@ -208,21 +208,21 @@ POLL_SECONDS = 0.01  # a thousandth of the time of starting a rank
 IDLE_POLL_SECONDS = 0.1  # of a rank that waits while others measure: ten short looks a second
 
 
-class Given(NamedTuple):
+class QueuedTrial(NamedTuple):
     """The trial of a turn."""
 
     trial_dir: Path
     ranks: int  # that run it, from rank 0 on
 
 
-class Turns:
+class TrialQueue:
     """The directory, for launcher and ranks. Turns count from 1."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     @classmethod
-    def named_in(cls, environment: Mapping[str, str]) -> Turns | None:
+    def named_in(cls, environment: Mapping[str, str]) -> TrialQueue | None:
         """The turns of a rank with this environment; None for a rank that has one trial only."""
         return cls(Path(environment[VARIABLE])) if environment.get(VARIABLE) else None
 
@@ -239,13 +239,13 @@ class Turns:
         """Ranks that have finished the trial of this turn without an error."""
         return {int(path.suffix.removeprefix(".rank")) for path in self._directory.glob(f"{turn}.rank*")}
 
-    def wait(self, turn: int, poll_seconds: float = POLL_SECONDS) -> Given:
+    def wait(self, turn: int, poll_seconds: float = POLL_SECONDS) -> QueuedTrial:
         """This turn's trial, as soon as it is given. The launcher ends a rank that waits."""
         path = self._directory / f"{turn}.json"
         while not path.exists():
             time.sleep(poll_seconds)
         given = json.loads(path.read_text(encoding="utf-8"))
-        return Given(trial_dir=Path(given["trial_dir"]), ranks=given["ranks"])
+        return QueuedTrial(trial_dir=Path(given["trial_dir"]), ranks=given["ranks"])
 
     def finish(self, turn: int, rank: int) -> None:
         """Record that this rank has finished the trial of this turn."""

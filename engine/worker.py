@@ -1,9 +1,9 @@
 """One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
-errors/rank<r>.json and exits with 1. Where its environment names a directory of turns (`engine.measurement.Turns`), the
-rank reads its trials there, until its process is ended. Importing this module starts nothing: no process group, no
-CUDA, no thread, so that a fork server may load it once for many ranks.
+errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
+(`engine.measurement.TrialQueue`), the rank reads its trials there, until its process is ended. Importing this module
+starts nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from engine.measurement import (
     POLL_SECONDS,
     PROFILE,
     UNCHECKED,
-    Turns,
+    TrialQueue,
     unfinished,
     write_json,
     write_measurement,
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGTERM, chain=True)
     phases = Phases(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
-    if turns := Turns.named_in(os.environ):
+    if turns := TrialQueue.named_in(os.environ):
         serve(turns, rank, phases)
     with exit_on_error(trial_dir, rank):
         _run(trial_dir, rank, phases)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     raise AssertionError("a rank does not outlive its trial")
 
 
-def serve(turns: Turns, rank: int, phases: Phases) -> NoReturn:
+def serve(turns: TrialQueue, rank: int, phases: Phases) -> NoReturn:
     """Run one trial after another, as if each ran in a process of its own, until this process is ended.
 
     A trial may have fewer ranks than there are. The ranks beyond wait for the next turn and write nothing meanwhile;

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.attention.algorithms.saved import SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
-from engine.memory.offload import DeviceStore, HostStore, Kept, Store
+from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
 from engine.model import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
@@ -48,7 +48,7 @@ class AttendOnce:
         self._attend, self._tail, self._store, self._passed = attend, tail, store, passed
         self._called = False
         self._cut = 0
-        self._saved: Kept | None = None
+        self._saved: SavedTensors | None = None
         self._ahead: SavedOutput | None = None
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class AttendOnce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class LayerCall:
     """One layer of one forward, with all that running it again needs."""
 
     block: nn.Module  # whose parameters the layer uses
@@ -96,7 +96,7 @@ class Step:
     attend: AttendOnce
 
 
-class Group(ABC):
+class LayerGroup(ABC):
     """The layers of one group in one forward. Backward needs their inputs last layer first.
 
     Args:
@@ -105,15 +105,15 @@ class Group(ABC):
         previous: the group before, whose inputs backward needs next.
     """
 
-    def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
-        self._start: Kept = store.put((start_BLE.detach(),))
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
+        self._start: SavedTensors = store.put((start_BLE.detach(),))
         self._store, self._previous = store, previous
-        self._steps: list[Step] = []
+        self._calls: list[LayerCall] = []
 
-    def add(self, step: Step) -> int:
+    def add(self, call: LayerCall) -> int:
         """The next layer; returns its place in the group."""
-        self._steps.append(step)
-        return len(self._steps) - 1
+        self._calls.append(call)
+        return len(self._calls) - 1
 
     def input(self, place: int) -> Tensor:
         """Input x_BLE of the layer at `place`, outside any graph. Collective where parameters are sharded."""
@@ -132,61 +132,61 @@ class Group(ABC):
     def prefetch(self) -> None:
         """Backward is about to reach this group."""
         self._start.prefetch()
-        self._steps[0].attend.prefetch()
+        self._calls[0].attend.prefetch()
 
     @abstractmethod
     def _input(self, place: int) -> Tensor:
         """The result of `input`; also prefetches the saved attention of the layer at `place`."""
 
-    def _inputs(self, first: int, start: Kept, place: int, *, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+    def _inputs(self, first: int, start: SavedTensors, place: int, *, ahead: bool) -> Iterator[tuple[int, Tensor]]:
         """Places from `first`, whose input is `start`, to `place`, each with its input: the layers between are run.
         `ahead` holds attention's results for the layers' own recomputations."""
         [x_BLE] = start.fetch()
         yield first, x_BLE
         for index in range(first, place):
-            step, following, last = self._steps[index], self._steps[index + 1], index + 1 == place
-            gather(step.block)
+            call, following, last = self._calls[index], self._calls[index + 1], index + 1 == place
+            gather(call.block)
             if not last:
                 start_gathering(following.block)
             following.attend.prefetch()
-            x_BLE = step.layer(x_BLE, step.rotary, step.attend.ahead if ahead else step.attend)
+            x_BLE = call.layer(x_BLE, call.rotary, call.attend.ahead if ahead else call.attend)
             if not last:
-                release(step.block)  # the last one's stay, since backward needs them next
+                release(call.block)  # the last one's stay, since backward needs them next
             yield index + 1, x_BLE
 
 
-class HoldingGroup(Group):
+class HoldingGroup(LayerGroup):
     """`checkpoint.replay: hold`.
 
     The first request computes all inputs from the saved one, up to the requested layer, and each is dropped when it is
     returned; so is attention's result, which the layer's own recomputation uses.
     """
 
-    def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
         super().__init__(start_BLE, store, previous)
         self._held: dict[int, Tensor] = {}  # by place, from the group's run until their layer's
 
     def _input(self, place: int) -> Tensor:
         if place not in self._held:
             self._held.update(self._inputs(0, self._start, place, ahead=True))
-        self._steps[place].attend.prefetch()  # after the group's run, which needs the memory; projections hide it
+        self._calls[place].attend.prefetch()  # after the group's run, which needs the memory; projections hide it
         return self._held.pop(place)
 
 
-class BisectingGroup(Group):
+class BisectingGroup(LayerGroup):
     """`checkpoint.replay: bisect`.
 
     A request runs layers from the nearest saved input and saves a few more, in the store of the first one, each until
     no later request can need it. Attention's results are not held: every run recomputes them from the saved part.
     """
 
-    def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
         super().__init__(start_BLE, store, previous)
-        self._between: list[tuple[int, Kept]] = []  # by place, ascending; the first input is not among them
+        self._between: list[tuple[int, SavedTensors]] = []  # by place, ascending; the first input is not among them
 
     def _input(self, place: int) -> Tensor:
         first, start = self._nearest(place)
-        self._steps[first].attend.prefetch()
+        self._calls[first].attend.prefetch()
         to_save = kept_places(first, place)
         for reached, x_BLE in self._inputs(first, start, place, ahead=False):
             self._store.settle()  # copies of earlier puts have had the time of a layer
@@ -200,9 +200,9 @@ class BisectingGroup(Group):
             return
         following, start = self._nearest(place - 1)
         start.prefetch()
-        self._steps[following].attend.prefetch()
+        self._calls[following].attend.prefetch()
 
-    def _nearest(self, place: int) -> tuple[int, Kept]:
+    def _nearest(self, place: int) -> tuple[int, SavedTensors]:
         """The last place up to `place` whose input is saved. Those after it are dropped: backward has passed them."""
         while self._between and self._between[-1][0] > place:
             self._between.pop()
@@ -255,7 +255,7 @@ class Recompute:
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
         self._settings, self._layers = settings, layers
-        self._group: Group | None = None  # to which the running forward adds layers
+        self._group: LayerGroup | None = None  # to which the running forward adds layers
 
     def reserve(self, input_bytes: int, attention_bytes: Iterable[int], device: torch.device) -> None:
         """Lock host memory for what a step saves at once, where it is offloaded.
@@ -289,7 +289,7 @@ class Recompute:
         assert self._group is not None, "layers run in order"
         passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
         once = AttendOnce(attend, self._settings.tail, self.attention, passed)
-        place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))
+        place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
         source = _Source(x_BLE, self._group, place)
         if index + 1 == self._layers:
             self._group = None  # from here on only the graph holds the saved tensors
@@ -300,7 +300,7 @@ class Recompute:
 class _Source:
     """Input of a layer: once the forward's own tensor, afterwards the one its group computes."""
 
-    def __init__(self, given_BLE: Tensor, group: Group, place: int) -> None:
+    def __init__(self, given_BLE: Tensor, group: LayerGroup, place: int) -> None:
         self._given: Tensor | None = given_BLE
         self._requires_grad = given_BLE.requires_grad
         self._group, self._place = group, place
@@ -318,8 +318,8 @@ class _Source:
         return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
 
 
-def _passed(group: weakref.ref[Group], place: int) -> None:
-    """`Group.passed`, by a weak reference: the group holds the layers whose hooks call this."""
+def _passed(group: weakref.ref[LayerGroup], place: int) -> None:
+    """`LayerGroup.passed`, by a weak reference: the group holds the layers whose hooks call this."""
     if (found := group()) is not None:
         found.passed(place)
 

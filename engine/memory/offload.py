@@ -72,7 +72,7 @@ Tensors = tuple[Tensor, ...]
 LEAVING_PUTS = 2
 
 
-class Kept(Protocol):
+class SavedTensors(Protocol):
     """The tensors of one `put`, held by the store for as long as this object exists."""
 
     def prefetch(self) -> None:
@@ -89,7 +89,7 @@ class Store(Protocol):
 
     held_bytes: int  # saved now
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         """Save `tensors`; the caller drops them and does not change them."""
         ...
 
@@ -104,7 +104,7 @@ class DeviceStore:
     def __init__(self) -> None:
         self.held_bytes = 0
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         return _OnDevice(self, tensors)
 
     def settle(self) -> None:
@@ -141,7 +141,7 @@ class HostStore:
         self._leaving: deque[tuple[Tensors, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         return _OnHost(self, tensors)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:

@@ -84,7 +84,7 @@ def check_training(settings: TrialSettings, method: NativeMethod, world: World, 
     if key not in _checked:
         _give_back(world.device)  # for what is not allocated by torch, such as communicators
         try:
-            _checked[key] = _Step(problem, method, world).compared()
+            _checked[key] = _CheckedStep(problem, method, world).compared()
         except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
             _checked[key] = {UNCHECKED: str(error)}
         gc.collect()
@@ -264,7 +264,7 @@ def _seen_in(model: Decoder) -> Iterator[_Seen]:
             hook.remove()
 
 
-class _Step:
+class _CheckedStep:
     """One step of a check problem on these ranks, and the dense one. Creating it is collective."""
 
     def __init__(self, problem: TrialSettings, method: NativeMethod, world: World) -> None:

@@ -137,7 +137,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepResult:
     """Outcome of one optimizer step; seconds are this rank's own."""
 
     loss: float
@@ -190,7 +190,7 @@ class TrainTask:
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
-        steps: list[Step] = []
+        steps: list[StepResult] = []
         before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message_bytes=self._query_bytes())
         for index in range(plan.warmup + plan.measured):
@@ -293,7 +293,7 @@ class TrainTask:
         """Peak of the GPU memory of a step that is replayed, whose allocator no longer counts it; 0 for others."""
         return 0 if self._captured is None else self._captured.allocated_bytes
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StepResult:
         """One optimizer step on the batch of that index. Collective."""
         self._clock.start()
         with record_function(STEP):
@@ -309,7 +309,7 @@ class TrainTask:
             forward_seconds, step_seconds = self._clock.stop()
 
         dist.all_reduce(total)
-        outcome = Step(
+        outcome = StepResult(
             loss=total.item(), grad_norm=norm.item(), forward_seconds=forward_seconds, step_seconds=step_seconds
         )
         if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):

@@ -155,7 +155,7 @@ def left_behind(cases: list[TrialSettings]) -> list[str]:
         problems.append("tensors stay")
     if not torch.equal(state, torch.get_rng_state()):
         problems.append("random state")
-    training_checks._Step = None  # type: ignore[assignment, misc]
+    training_checks._CheckedStep = None  # type: ignore[assignment, misc]
     problems += ["checked again" for each in others if check_training(each, method, world, {}) != found]
     return problems
 
