@@ -216,7 +216,12 @@ class QueuedTrial(NamedTuple):
 
 
 class TrialQueue:
-    """The directory, for launcher and ranks. Turns count from 1."""
+    """Trials that one set of ranks runs one after another, so that the ranks are started once. Turns count from 1.
+
+    Launcher and ranks share a directory: `<turn>.json` names the trial of a turn and how many ranks it has, the first
+    ones; the others wait for the next turn. `<turn>.rank<r>` says that rank r has finished the trial. Files, because
+    waiting for one depends neither on other ranks nor on the process groups of a trial.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
