@@ -11,9 +11,9 @@ step's tokens and learning rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -22,13 +22,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.cuda.graph import CapturedParts
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
-from engine.lm_head.tiles import check_labels
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
@@ -38,6 +36,7 @@ from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
 from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
 from engine.tasks import cuda_graph
+from engine.tasks.captured_step import Batch, CapturedStep, Work, page_locked, to_device
 from engine.tasks.speeds import LinkProbes, gemm_figures
 from engine.tasks.task import (
     DTYPES,
@@ -50,88 +49,6 @@ from engine.tasks.task import (
     measured,
     read_gpus,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """This rank's tokens of one micro-batch."""
-
-    tokens_BL: Tensor
-    positions_L: Tensor  # of the tokens in the whole sequence
-    labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
-    targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
-
-
-def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in host memory that a GPU copies from while the host goes on, contiguous; itself for a CPU."""
-    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait for the copy, nor for work before it."""
-    return page_locked(tensor, device).to(device, non_blocking=True)
-
-
-Work = Generator[None, None, tuple[Tensor, Tensor]]  # ends with the loss and the gradients' norm, both 0-dim
-
-
-class CapturedStep:
-    """A step whose tokens, labels, number of targets and learning rates are read from memory that stays where it is.
-
-    Args:
-        work: the whole step of some micro-batches: forward, backward, update. It has run on `stream` before.
-        like: micro-batches of a step; all later ones have their shapes and positions.
-        optimizer: the one that `work` calls.
-        vocabulary: words that a label may name.
-        stream: that captures.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[Sequence[Batch]], Work],
-        like: Sequence[Batch],
-        optimizer: OnePassAdamW,
-        vocabulary: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self._optimizer, self._vocabulary = optimizer, vocabulary
-        device = like[0].tokens_BL.device
-        targets = like[0].targets.clone()  # of the whole step
-        self._batches = [
-            replace(
-                batch,
-                tokens_BL=batch.tokens_BL.clone(),
-                # Every label counts in the capture: a run of tokens without one would be left out of the graph.
-                labels_BL=page_locked(torch.zeros_like(batch.labels_BL), device),
-                targets=targets,
-            )
-            for batch in like
-        ]
-        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what the steps before used: the graphs have memory of their own
-        torch.cuda.reset_peak_memory_stats(device)
-        optimizer.device_rates = self._rates
-        try:
-            self._parts = CapturedParts(work(self._batches), stream)
-        finally:
-            optimizer.device_rates = None
-        self.allocated_bytes = torch.cuda.max_memory_allocated(device)  # peak of a step, which no replay shows
-
-    def run(self, batches: Sequence[Batch]) -> Work:
-        """One step on these tokens, with the stops and the result of `work`. The step before it has ended.
-
-        Raises ValueError for a label that is neither a word nor -100.
-        """
-        for kept, batch in zip(self._batches, batches, strict=True):
-            check_labels(batch.labels_BL.flatten(), self._vocabulary)
-            kept.labels_BL.copy_(batch.labels_BL)
-            kept.tokens_BL.copy_(batch.tokens_BL)
-        self._batches[0].targets.copy_(batches[0].targets)
-        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
-            rate.fill_(group["lr"])
-        return (yield from self._parts.replay())
-
 
 Result = TypeVar("Result")
 
