@@ -122,12 +122,12 @@ def test_nothing_is_recorded_where_no_ceiling_can_be_formed(case) -> None:
     assert run_on_ranks(2, on_this_rank, case) == [[{}], [{}]]
 
 
-SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
+LINK_SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 
-def settings_of(task: str, steps: Steps) -> TrialSettings:
+def link_settings(task: str, steps: Steps) -> TrialSettings:
     return TrialSettings(
-        task=task, method="burst", model=SHAPE, seq_len=64, cp_size=2, dtype="fp32", emulate_nodes=2, steps=steps
+        task=task, method="burst", model=LINK_SHAPE, seq_len=64, cp_size=2, dtype="fp32", emulate_nodes=2, steps=steps
     )
 
 
@@ -138,7 +138,7 @@ def measured_on_two_nodes(task: str, steps: Steps, same_host: bool) -> tuple[Mea
 
     if not same_host:
         os.environ["NCCL_HOSTID"] = f"node{dist.get_rank()}"
-    settings, events = settings_of(task, steps), []
+    settings, events = link_settings(task, steps), []
     world = arrange(settings, torch.device("cpu"))
     measure = ContextParallel.measure_link
 
@@ -185,7 +185,7 @@ def test_ranks_of_one_node_measure_no_link() -> None:
 
 def sizes_of_messages(message_bytes: int) -> list[Any]:
     """Bytes of every message that probes of that size measure with."""
-    world = arrange(settings_of("train", Steps()), torch.device("cpu"))
+    world = arrange(link_settings("train", Steps()), torch.device("cpu"))
     probes = LinkProbes(world, ContextParallel(node_size=1), Steps(warmup=1, measured=2), message_bytes=message_bytes)
     sizes = []
 
@@ -201,7 +201,7 @@ def sizes_of_messages(message_bytes: int) -> list[Any]:
 def fastest_patterns() -> tuple[list[bool], dict[str, Any]]:
     """(patterns in the order they were measured, figures) of four ranks on two nodes, where the first measurement of a
     pattern finds 1 GiB/s, or 2 to all peers, and each later one a tenth more."""
-    settings = replace(settings_of("train", Steps()), cp_size=4, world_size=4)
+    settings = replace(link_settings("train", Steps()), cp_size=4, world_size=4)
     world, asked = arrange(settings, torch.device("cpu")), []
 
     def found(message: torch.Tensor, *, spread: bool) -> float:
