@@ -131,7 +131,7 @@ def test_every_triton_kernel_of_the_engine_is_known() -> None:
         assert category_of(kernel) == CATEGORY_OF_PACKAGE[package], kernel
 
 
-FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"
+CUDNN_FORWARD = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 PLAIN = "void at::native::elementwise_kernel<128, 2>"
 PROCESS = 100
@@ -159,16 +159,21 @@ def microseconds(events: list[dict[str, Any]]) -> dict[Category, int]:
 
 def test_an_instant_counts_for_the_first_category_of_those_that_run() -> None:
     copy = event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 0, 100)
-    events = [kernel(FLASH, 10, 20), kernel("nvjet_tst", 20, 20), kernel(NCCL, 35, 25), copy]
+    events = [kernel(CUDNN_FORWARD, 10, 20), kernel("nvjet_tst", 20, 20), kernel(NCCL, 35, 25), copy]
     assert microseconds(events) == {"attention_forward": 20, "matmul": 10, "communication": 20, "copies": 50}
 
 
 def test_where_nothing_runs_is_idle() -> None:
-    assert microseconds([kernel(FLASH, 0, 10), kernel(FLASH, 25, 5)]) == {"attention_forward": 15, "idle": 15}
+    assert microseconds([kernel(CUDNN_FORWARD, 0, 10), kernel(CUDNN_FORWARD, 25, 5)]) == {
+        "attention_forward": 15,
+        "idle": 15,
+    }
 
 
 def test_two_of_one_category_at_once_count_once() -> None:
-    assert microseconds([kernel(FLASH, 0, 10), kernel(FLASH, 5, 10), kernel(NCCL, 7, 1)]) == {"attention_forward": 15}
+    assert microseconds([kernel(CUDNN_FORWARD, 0, 10), kernel(CUDNN_FORWARD, 5, 10), kernel(NCCL, 7, 1)]) == {
+        "attention_forward": 15
+    }
 
 
 @given(
@@ -202,9 +207,9 @@ def test_a_kernel_is_of_the_range_in_which_its_thread_launched_it() -> None:
         launch(50, correlation=2, thread=2),  # at the same time on another thread
         launch(150, correlation=3),  # between the ranges
         launch(250, correlation=4),
-        kernel(FLASH, 1000, 10, correlation=1),
+        kernel(CUDNN_FORWARD, 1000, 10, correlation=1),
         kernel(PLAIN, 1010, 1, correlation=1),
-        kernel(FLASH, 1011, 20, correlation=2),
+        kernel(CUDNN_FORWARD, 1011, 20, correlation=2),
         kernel(PLAIN, 1031, 2, correlation=3),
         kernel(PLAIN, 1033, 4, correlation=4),
         kernel(PLAIN, 1037, 8, correlation=5),  # launched by what the profiler did not see
@@ -228,7 +233,7 @@ def test_a_driver_call_launches_as_well_as_one_of_the_runtime() -> None:
 def test_events_that_began_before_the_step_do_not_count() -> None:
     before, step = kernel(PLAIN, 0, 90), event("user_annotation", STEP, 95, 100)
     after = kernel(NCCL, 200, 50)
-    breakdown = breakdown_of([before, step, kernel(FLASH, 100, 10), kernel(FLASH, 120, 10), after])
+    breakdown = breakdown_of([before, step, kernel(CUDNN_FORWARD, 100, 10), kernel(CUDNN_FORWARD, 120, 10), after])
     assert breakdown.on == "gpu"
     assert breakdown.span_seconds == pytest.approx(30e-6)
     assert sum(breakdown.seconds.values()) == breakdown.span_seconds
@@ -236,7 +241,7 @@ def test_events_that_began_before_the_step_do_not_count() -> None:
 
 def test_the_mark_of_a_range_on_the_device_is_no_work() -> None:
     mark = event("gpu_user_annotation", OPTIMIZER, 0, 1000, thread=7)
-    assert microseconds([mark, kernel(FLASH, 10, 5)]) == {"attention_forward": 5}
+    assert microseconds([mark, kernel(CUDNN_FORWARD, 10, 5)]) == {"attention_forward": 5}
 
 
 def test_on_a_cpu_an_operator_has_the_time_in_which_it_calls_no_other() -> None:
