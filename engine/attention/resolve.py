@@ -38,7 +38,6 @@ from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.cuda.green import all_but
-from engine.old_names import renamed_keywords
 
 
 class Choices(NamedTuple):
@@ -107,7 +106,6 @@ def _described(mask: Mask) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
-@renamed_keywords
 def plan_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
