@@ -38,7 +38,6 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "kernel": "auto",
     "exchange": "auto",
     "grad_comm_dtype": "auto",
-    "between_nodes": "plain",
     "deterministic": False,
     "lm_head_fusion": True,
     "loss_kernel": "own",

@@ -65,7 +65,6 @@ class BoundAttention:
                 return_lse=True,
                 lse_gradient=False,  # the LSE is only saved for a recomputation
                 forward_streams=self._forward_streams,
-                captured=self._settings.cuda_graph == "pass",
                 tensor_layout="BSHD",
             )
         return self._prepared[key]

@@ -16,11 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.agreement import Agreement
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
-from engine.attention.comm.between_nodes import PLAIN, BetweenNodes, parse_between_nodes
 from engine.attention.comm.exchange import AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import MESSAGE_BYTES, Link, across_gib_per_second
-from engine.attention.comm.nccl import nccl_options, runs_nccl
 from engine.attention.comm.p2p import (
     CallOrder,
     NoTransport,
@@ -65,8 +63,6 @@ class ContextParallel:
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
-        between_nodes: how transfers between nodes get their turn beside kernels; see
-            `engine.attention.comm.between_nodes`. Experimental.
 
     Raises ValueError for a group that this rank is not in, a node_size that does not divide it, and without a group
     where several ranks were started and torch.distributed is not initialised.
@@ -81,7 +77,6 @@ class ContextParallel:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         node_size: int | None = None,
         layout: str | Layout = "zigzag",
-        between_nodes: str = "plain",
     ) -> None:
         if isinstance(group, DeviceMesh):
             group = _group_of_mesh(group)
@@ -93,8 +88,7 @@ class ContextParallel:
             raise ValueError(
                 f"group is a {type(group).__name__}; pass a process group, a DeviceMesh, or None for all ranks"
             )
-        self._set_up(group, node_size, layout, between_nodes=parse_between_nodes(between_nodes))
-        self._check_between_nodes()
+        self._set_up(group, node_size, layout)
 
     @classmethod
     def single(cls, layout: str | Layout = "zigzag") -> ContextParallel:
@@ -110,9 +104,7 @@ class ContextParallel:
         layout: str | Layout,
         traffic: Traffic | None = None,
         order: CallOrder | None = None,
-        between_nodes: BetweenNodes = PLAIN,
     ) -> None:
-        self.between_nodes = between_nodes
         self.layout: Layout = as_layout(layout)
         self.traffic = traffic or Traffic()
         self.group = group
@@ -139,20 +131,6 @@ class ContextParallel:
         self.node_size = node_size or self._find_node_size()
         self.name = f"context {next(_numbers)}"  # of this process alone
         self.plans = PlanCache()  # of attention among these ranks
-
-    def _check_between_nodes(self) -> None:
-        """Raises ValueError when the setting would have no effect here, or needs NCCL and there is none."""
-        found = self.between_nodes
-        if found != PLAIN and self.node_size == self.size:
-            raise ValueError(
-                f"between_nodes {found} is for ranks on several nodes and these {self.size} share one; "
-                "give between_nodes plain"
-            )
-        if found.needs_nccl and self.group is not None and not runs_nccl(self.group):
-            raise ValueError(
-                f"between_nodes has {', '.join(found.needs_nccl)}, which concern the kernels of NCCL, and these ranks "
-                f"exchange by {dist.get_backend(self.group)}; leave them out"
-            )
 
     def without_plans(self, number: int) -> ContextParallel:
         """This context with a cache of its own, for the plan of that number. A cached plan holds it: holding the
@@ -278,14 +256,14 @@ class ContextParallel:
             "usp_transposed": (columns, local_rank, nodes[node]),
         }[schedule]
         group = self._subgroup(groups[mine], "heads")
-        all_to_all: AllToAll = GroupAllToAll(group, self.traffic, between_nodes=self._spans_nodes(groups[mine]))
+        all_to_all: AllToAll = GroupAllToAll(group, self.traffic)
         if group is not None and how == "copy_engine":
             all_to_all = CopyEngineAllToAll(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
         inside = len(others) if schedule == "usp_transposed" else 1
         layout = Gathered(self.layout, tuple(groups))
         after = self._subgroup(others, "after_heads")
-        inner._set_up(after, inside, layout, self.traffic, self._order, self.between_nodes)
+        inner._set_up(after, inside, layout, self.traffic, self._order)
         return all_to_all, groups[mine], inner
 
     def gather(self) -> GroupGather:
@@ -328,18 +306,13 @@ class ContextParallel:
         """A communicator of some CP ranks; None for a single rank."""
         if len(cp_ranks) == 1 or self.group is None:
             return None
-        world, timeout = dist.get_process_group_ranks(self.group), timeout_of(self.group)
+        world = dist.get_process_group_ranks(self.group)
         return dist.new_group(
             [world[rank] for rank in cp_ranks],
-            timeout=timeout,
-            pg_options=nccl_options(self.between_nodes, timeout) if self._spans_nodes(cp_ranks) else None,
+            timeout=timeout_of(self.group),
             use_local_synchronization=True,
             group_desc=f"attention_{purpose}",
         )
-
-    def _spans_nodes(self, cp_ranks: Sequence[int]) -> bool:
-        """Whether some of these ranks are on different nodes."""
-        return len({rank // self.node_size for rank in cp_ranks}) > 1
 
     def ring_comms(self, ring: Ring, exchange: str) -> RingComms:
         """The communication of `ring`, made at first use (collective) and kept: communicators are expensive."""
@@ -371,7 +344,7 @@ class ContextParallel:
         if exchange == "copy_engine":
             slots = {"chunks": CHUNK_SLOTS, "gradients": GRADIENT_SLOTS}[purpose]
             return CopyEngine(group, self.traffic, slots)
-        return PointToPoint(group, self.traffic, between_nodes=self._spans_nodes(cp_ranks))
+        return PointToPoint(group, self.traffic)
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""

@@ -3,8 +3,7 @@
 A plan holds no tensors and nothing of a stream, so calls under `no_grad`, on several streams and from several threads
 share it. What is collective about planning (communicators, a measured link) is kept by the context itself, for as long
 as it lives: a plan that was dropped is made again without a message. All ranks make the same calls, so they keep and
-drop the same plans. A plan of captured passes (`engine.attention.algorithms.captured`) is the exception: it holds its
-graphs and receive slots, and when it is made again its first calls are collective once more.
+drop the same plans.
 """
 
 from __future__ import annotations

@@ -263,7 +263,6 @@ def prepare_attention(
     return_lse: bool = False,
     lse_gradient: bool | None = None,
     forward_streams: int = 1,
-    captured: bool = False,
     tensor_layout: str | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
@@ -277,10 +276,6 @@ def prepare_attention(
         forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
             relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds up to
             three more received chunks. The results are the same.
-        captured: on the GPUs of one node, for schedules ring and ulysses by copy engine: the first forward and the
-            first backward are launched by the host, the second ones captured as CUDA graphs, and later ones replayed.
-            For short sequences; the results are the same. Costs memory: copies of a pass's inputs and results, and
-            what it needs in between. Experimental.
         mask, cp, tensor_layout and the others: as of `burst_attention`.
 
     Raises:
@@ -298,7 +293,6 @@ def prepare_attention(
         recompute,
         return_lse if lse_gradient is None else lse_gradient,
         forward_streams,
-        captured,
     )
     mask = _CAUSAL if mask is None else mask
     return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
-from engine.attention.algorithms.captured import CapturedPlan, captured_unsupported_reason
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
@@ -21,7 +20,6 @@ from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.kernels import Problem, choose_kernel
-from engine.attention.kernels.fewer_processors import FewerProcessors
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
@@ -37,11 +35,10 @@ from engine.attention.planning.cost_model import (
 from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
-from engine.cuda.green import all_but
 
 
 class Choices(NamedTuple):
-    """The settings of a call besides its mask, as `plan_attention` takes them; `captured` is `cached_plan`'s."""
+    """The settings of a call besides its mask, as `plan_attention` takes them."""
 
     scale: float | None = None
     kernel: str = "auto"
@@ -54,7 +51,6 @@ class Choices(NamedTuple):
     recompute: bool = False
     lse_gradient: bool = True
     forward_streams: int = 1
-    captured: bool = False
 
 
 def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
@@ -90,12 +86,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
             }
 
         number = cp.agree(key, said)
-        captured = settings.pop("captured")
         made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(number), **settings)
-        if captured:
-            if reason := captured_unsupported_reason(made):
-                raise ValueError(reason)
-            made = CapturedPlan(made)
         plan = cp.plans.put(key, made)
     return plan
 
@@ -170,7 +161,6 @@ def plan_attention(
         num_head_chunks=num_head_chunks,
         on_gpu=q_BLND.is_cuda,
     )
-    _check_between_nodes(cp, schedule)
     gathers = schedule == ALL_GATHER and cp.size > 1
     if schedule == ALL_GATHER and not gathers:
         schedule = "ring"  # of one rank
@@ -200,9 +190,6 @@ def plan_attention(
         deterministic=deterministic,
     )
     attend = choose_kernel(kernel, problem)
-    if cp.between_nodes.reserve:
-        part = all_but(cp.between_nodes.reserve, q_BLND.device)
-        attend = FewerProcessors(attend, part, lambda: cp.traffic.pending > 0)
     if lse_gradient and not attend.takes_delta:
         attend = AnyDelta(attend)
     scale = head_dim**-0.5 if scale is None else scale
@@ -252,21 +239,6 @@ def plan_attention(
         inner=ring_plan,
         num_head_chunks=chunks,
     )
-
-
-def _check_between_nodes(cp: ContextParallel, schedule: str) -> None:
-    """Raises ValueError for a remedy that would have no effect under the schedule."""
-    found = cp.between_nodes
-    if found.ahead and schedule not in ("ulysses", "usp_transposed"):
-        raise ValueError(
-            f"between_nodes has ahead, which concerns heads that are sent between nodes, and schedule {schedule} sends "
-            "none; leave ahead out"
-        )
-    if schedule == ALL_GATHER and (found.reserve or found.blocks):
-        raise ValueError(
-            "between_nodes has reserve or blocks, which concern kernels beside a transfer, and schedule all_gather has "
-            "none beside its own; leave them out"
-        )
 
 
 def _token_runs(cp: ContextParallel, seq_len: int, ranks: Iterable[int]) -> tuple[TokenRun, ...]:

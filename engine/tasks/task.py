@@ -55,7 +55,7 @@ class Task(Protocol):
 def context_parallel(settings: TrialSettings, method: NativeMethod, world: World) -> ContextParallel:
     """The ranks of this replica, in the method's layout. Collective over them."""
     layout = method.layout(settings)
-    cp = ContextParallel(group=world.cp_group, layout=layout, between_nodes=settings.between_nodes)
+    cp = ContextParallel(group=world.cp_group, layout=layout)
     cp.segments(settings.seq_len)  # refuses lengths that do not split
     return cp
 

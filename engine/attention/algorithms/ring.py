@@ -19,7 +19,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,14 +31,13 @@ from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, Remot
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.tiles import Band, Tile, cut_keys, cut_queries
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
-from engine.attention.planning.pair_table import KernelCall, kernel_calls, tile_of
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -126,14 +125,6 @@ class RingPlan:
         side = cheaper_backward(self.mask, self.cp.layout, self.volume, self.seq_len, self.shards, hardware)
         return replace(self, backward_side=side)
 
-    def calls(self, step: RingStep, cut: Callable[[Tile, int], list[Tile]]) -> tuple[KernelCall, ...]:
-        """The kernel calls of a step, made shorter by `cut` while a transfer between nodes is under way, where
-        `between_nodes` says so."""
-        longest = self.cp.between_nodes.blocks
-        if not longest or not self.cp.traffic.pending:
-            return step.tiles
-        return kernel_calls(part for call in step.tiles for part in cut(tile_of(call), longest))
-
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
         estimated = {"estimate": str(self.estimate)} if self.estimate else {}
@@ -168,7 +159,7 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
                 step, chunk = found
                 if index:
                     streams.share(chunk.tensors)
-                for queries, keys, band in plan.calls(step, cut_keys):
+                for queries, keys, band in step.tiles:
                     k_BMKD, v_BMKD = chunk.tokens(keys)
                     part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
                     output.update(queries, part_BLND, part_lse_BNL)
@@ -203,7 +194,7 @@ def _ring_backward(
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
-        for q_tokens, k_tokens, band in plan.calls(step, cut_queries):
+        for q_tokens, k_tokens, band in step.tiles:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
             dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
             dq.add(q_tokens, dq_part)

@@ -13,7 +13,6 @@ Shape letters as in `engine.attention.op`, with T for the group's tokens and H f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -108,14 +107,12 @@ class UlyssesPlan:
         for this rank's tokens."""
         exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
         chunks = self.num_head_chunks
-        # Copy engines, whose slots hold one chunk ahead, exchange inside a node, where `ahead` is refused.
-        ahead = 2 if self.cp.between_nodes.ahead else 1
-        receives = deque(exchange.send(tensors, index) for index in range(min(ahead, chunks)))
+        receive = exchange.send(tensors, 0)
         for index in range(chunks):
             with exchange.stream(index):
-                chunk = receives.popleft()()
-                if index + ahead < chunks:  # sent before the device gets this chunk's work
-                    receives.append(exchange.send(tensors, index + ahead))
+                chunk = receive()
+                if index + 1 < chunks:  # sent before the device gets this chunk's work
+                    receive = exchange.send(tensors, index + 1)
                 results = compute(index, chunk)
                 chunk.release()
                 del chunk

@@ -3,7 +3,7 @@
 Peers copy into slots of memory that torch's allocator does not manage (`engine.attention.comm.symm_mem`). They grow to
 the largest message, at the first calls, and stay. The sizes are those of the messages that `engine.attention.comm` and
 `engine.attention.algorithms` send; tests/engine/attention/planning/test_receive_slots.py compares them with the slots
-that the ranks of one node make. Not counted: the slots of their own that passes captured as CUDA graphs have.
+that the ranks of one node make.
 """
 
 from __future__ import annotations
