@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
-from engine.old_names import current_resolved
 from engine.plain_json import Within, from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
@@ -171,15 +170,8 @@ def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
 
 def read_measurement(trial_dir: Path) -> Measurement:
     """Read what a worker left. Raises FileNotFoundError when it left nothing, ValueError for what is no measurement."""
-    data = read_json(trial_dir / MEASUREMENT_FILE)
-    found: Measurement = from_json(Measurement, current_measurement(data) if isinstance(data, dict) else data)
+    found: Measurement = from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
     return found
-
-
-def current_measurement(data: dict[str, Any]) -> dict[str, Any]:
-    """A measurement's JSON with what `auto` became under the names of today."""
-    chosen = data.get("chosen")
-    return data | {"chosen": current_resolved(chosen)} if isinstance(chosen, dict) else data
 
 
 TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's

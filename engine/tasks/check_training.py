@@ -43,7 +43,6 @@ from engine.settings import (
     Schedule,
     Steps,
     TrialSettings,
-    keeps_whole,
 )
 from engine.tasks.train import TrainTask
 
@@ -120,8 +119,6 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         mlp_tiles=min(settings.mlp_tiles, 4),
         projection_tiles=min(settings.projection_tiles, 4),
         head_tiles=min(settings.head_tiles, 4),
-        parameters="kept" if keeps_whole(settings) else "gathered",
-        optimizer_offload=False,
         cuda_graph="none",
         steps=Steps(warmup=0, measured=1),
         learning_rate=1.0,

@@ -72,7 +72,6 @@ class RefusingAttention:
 
     def __init__(self, attend: AttentionFn) -> None:
         self._attend = attend
-        self.formed = getattr(attend, "formed", None)  # of methods that send q, k and v as each is formed
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers
-from engine.old_names import renamed_fields
 
 
 class Pattern(Protocol):
@@ -94,7 +93,6 @@ class Grid:
         return "/".join(self.rows)
 
 
-@renamed_fields(everywhere="global_blocks")
 @dataclass(frozen=True, slots=True)
 class LocalGlobal:
     """Blocks see those up to `reach` away; the first `global_blocks` blocks see all and are seen by all.

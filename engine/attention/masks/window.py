@@ -13,7 +13,6 @@ from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.geometry.tiles import Tile, join
 from engine.attention.masks.bands import band_row_area, band_tiles
-from engine.old_names import renamed_fields
 
 
 class _Part(NamedTuple):
@@ -26,7 +25,6 @@ class _Part(NamedTuple):
     keys: int | None = None
 
 
-@renamed_fields(everywhere="global_tokens")
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
     """A query sees itself, `left` tokens before it and `right` after it.

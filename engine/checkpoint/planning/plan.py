@@ -95,8 +95,6 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}
-    if settings.world_size == 1:  # a single rank has all parameters
-        names |= {"gather_ahead"}
     return names
 
 
@@ -135,6 +133,5 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
     words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)
     words += [f"projections in {choice.projection_tiles} tiles"] * (choice.projection_tiles > 1)
     words += [f"LM head in {choice.head_tiles} tiles"] * (choice.head_tiles > 0)
-    words += [f"parameters gathered {choice.gather_ahead} layers ahead"] * (choice.gather_ahead > 1)
     words += ["moments on the host"] * choice.optimizer_offload
     return words

@@ -32,7 +32,6 @@ class Grid:
     offload: Sequence[str] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool] = (False, True)
     head_tiles: Sequence[int] = (0, 32, 128)
-    gather_ahead: Sequence[int] = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +49,15 @@ class Problem:
     def values(self, name: str) -> Sequence[Any]:
         """The values of a setting to compare: its own where it is not open."""
         if name in BESIDE_CHECKPOINT:
-            return self._useful(name) if name in self.open_names else (getattr(self.start, name),)
+            if name not in self.open_names:
+                return (getattr(self.start, name),)
+            values = getattr(self.grid, name)
+            if name == "head_tiles":  # fewer than the head's own hold more and save no time
+                return [tiles for tiles in values if tiles == values[0] or tiles > self.cost.own_head_tiles]
+            return values
         if f"checkpoint.{name}" in self.open_names:
             return getattr(self.grid, name)
         return (getattr(self.start.checkpoint, name),)
-
-    def _useful(self, name: str) -> Sequence[Any]:
-        """The grid's values of a setting beside `checkpoint`, without those that hold more than the first one and save
-        no time."""
-        values, cost = getattr(self.grid, name), self.cost
-        if name == "gather_ahead":
-            return [ahead for ahead in values if ahead == values[0] or cost.wait(ahead) < cost.wait(values[0])]
-        if name == "head_tiles":
-            return [tiles for tiles in values if tiles == values[0] or tiles > cost.own_head_tiles]
-        return values
 
     def frames(self) -> Iterator[Choice]:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
