@@ -12,12 +12,11 @@ import pytest
 from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, PLANNABLE, Choice, choice_of, left_open, open_names
 from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
-from engine.checkpoint.planning.plan import Budget, planned
-from engine.checkpoint.planning.search import Grid, Problem, cheapest
+from engine.checkpoint.planning.plan import Budget, PlanningProblem, SearchGrid, cheapest, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 B1 = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)
-SMALL_GRID = Grid(
+SMALL_GRID = SearchGrid(
     tail=(1.0, 0.5, 0.0), mlp=(1.0, 0.3, 0.0), mlp_tiles=(1, 4), projection_tiles=(1, 4), every=(1, 2),
     head_tiles=(0, 16),
 )  # fmt: skip
@@ -31,20 +30,22 @@ def settings(
     return left_open(trial, given)
 
 
-def problem(trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: Grid | None = None) -> Problem:
+def problem(
+    trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: SearchGrid | None = None
+) -> PlanningProblem:
     budget = Budget(gpu=gpu)
-    return Problem(
+    return PlanningProblem(
         memory=MemoryModel(trial),
         cost=CostModel(trial, speeds or Speeds()),
         share=lambda memory: budget.share(memory, 1.0),
         start=choice_of(trial),
         open_names=open_names(trial),
         layers=trial.model.layers,
-        grid=grid or Grid(),
+        grid=grid or SearchGrid(),
     )
 
 
-def every_choice(given: Problem) -> list[Choice]:
+def every_choice(given: PlanningProblem) -> list[Choice]:
     """All of them, also those that say the same in two ways."""
     names = ("tail", "mlp", "offload", "replay", "every", *BESIDE_CHECKPOINT)
     by_hand = given.start.checkpoint.every == 0 and "checkpoint.every" not in given.open_names
