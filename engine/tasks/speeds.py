@@ -37,10 +37,10 @@ _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 IN_THIS_TRIAL = "in this trial, after its last step"
 EARLIER = "in an earlier trial of the same processes, after its last step"
 
-Speeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
+ProductSpeeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
 
 # Ranks that run one trial after another measure a shape once: (speeds, when the measurement began).
-_measured: dict[tuple[object, ...], tuple[Speeds, str]] = {}
+_measured: dict[tuple[object, ...], tuple[ProductSpeeds, str]] = {}
 
 
 def gemm_figures(world: World, settings: TrialSettings) -> Extra:
@@ -56,7 +56,7 @@ def gemm_figures(world: World, settings: TrialSettings) -> Extra:
     products = matrix_products(settings.model)
     tokens = settings.batch_size * settings.seq_len // settings.cp_size
     rows = {product.name: rows_of(product, tokens, DTYPES[settings.dtype].itemsize) for product in products}
-    mine: tuple[Speeds, str, str] | str
+    mine: tuple[ProductSpeeds, str, str] | str
     try:
         mine = _measure_once(world.device, products, rows, DTYPES[settings.dtype])
     except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is one, and so is a cuBLAS handle without memory
@@ -72,7 +72,7 @@ def rows_of(product: MatrixProduct, tokens: int, itemsize: int) -> int:
 
 def measure_products(
     device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
-) -> Speeds:
+) -> ProductSpeeds:
     """TFLOP/s of every product in every direction on this device, the median of a few calls each."""
     flush = torch.empty(_L2_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     known: dict[tuple[int, int, int], dict[str, float]] = {}  # products of one shape are measured once
@@ -122,7 +122,7 @@ def _wall_seconds(call: Callable[[], Tensor]) -> float:
 
 def _measure_once(
     device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
-) -> tuple[Speeds, str, str]:
+) -> tuple[ProductSpeeds, str, str]:
     """(speeds, when, where) on this rank, measured now unless an earlier trial of this process had these shapes."""
     key = (str(device), products, tuple(rows.items()), dtype)
     if key in _measured:
