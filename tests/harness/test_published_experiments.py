@@ -18,6 +18,10 @@ ROOT = Path(__file__).parents[2]
 AUTO = ("sweep.schedule=[auto]",)
 FP32 = ("fixed.grad_comm_dtype=fp32",)  # what every method sent before `auto` stood for what its original sends
 EQUAL = ("sweep.settings=[equal]", "sweep.method=[burst, megatron_cp, ulysses]")  # usp is ulysses on one node
+SETTINGS_ONCE = (
+    None, "fp64", "deterministic", "head_tiles", "hybrid", "layouts", "usp", "tensor_parallel", "z_loss",
+    "batch_size", "gradient_accumulation", "replicas", "seed", "gelu", "qk_norm",
+)  # fmt: skip
 RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
@@ -74,6 +78,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/memory_levers", "memory_levers", "two", FP32),
     ("h200x4/checkpoint_tail", "checkpoint_tail", "two", ("sweep.seq_len=[128k]", *FP32)),
     ("cpu/grad_comm_dtype", "attention_precision", "wire", ()),
+    *(("cpu/one_setting_each", "one_setting_each", scale, ()) for scale in SETTINGS_ONCE),
     ("cpu/checkpoint_tail", "checkpoint_tail", "curve", FP32),
 ]  # fmt: skip
 

@@ -28,7 +28,7 @@ LEVERS = (
     {},
     {"checkpoint": Checkpoint(every=0)},
     {"checkpoint": Checkpoint(every=2, tail=0.5), "mlp_tiles": 3, "projection_tiles": 2},
-    {"optimizer_offload": True, "gradient_accumulation": 2},
+    {"gradient_accumulation": 2},
     {"lm_head_fusion": False},
 )
 # Operations whose result is a number of Python, or whose size depends on values.
