@@ -85,11 +85,6 @@ class Embedding(nn.Embedding):
         return F.embedding(tokens, computed(self.weight))
 
 
-def unchanged(tensor: Tensor) -> Tensor:
-    """The tensor itself."""
-    return tensor
-
-
 class Attention(nn.Module):
     """The projections around attention; attention itself is called by the block, between `project` and `output`."""
 
@@ -104,12 +99,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
-        self.formed: Callable[[Tensor], Tensor] = unchanged  # takes each of q, k and v when it is formed
-
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
-        if self.formed is not unchanged:
-            return self._project_apart(x_BLE, rotary)
         matrices = [self.q.weight, self.k.weight, self.v.weight]
         parts = linear(x_BLE, matrices).split([matrix.shape[0] for matrix in matrices], -1)
         q_BLND, k_BLKD, v_BLKD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
@@ -117,15 +108,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLND, k_BLKD = self.q_norm(q_BLND), self.k_norm(k_BLKD)
         return rotate(q_BLND, rotary), rotate(k_BLKD, rotary), v_BLKD
-
-    def _project_apart(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, in three products: each is handed on when it is formed."""
-        q_BLND = self.q(x_BLE).unflatten(-1, (self.heads, self.head_dim))
-        q_BLND = self.formed(rotate(q_BLND if self.q_norm is None else self.q_norm(q_BLND), rotary))
-        k_BLKD = self.k(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
-        k_BLKD = self.formed(rotate(k_BLKD if self.k_norm is None else self.k_norm(k_BLKD), rotary))
-        v_BLKD = self.v(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
-        return q_BLND, k_BLKD, self.formed(v_BLKD)
 
 
 class MLP(nn.Module):

@@ -1,16 +1,26 @@
-"""Counts of the layers that backward recomputes in a group of layers of which only the first one's input is saved.
+"""Counts of what backward computes again: layers, FLOPs, forwards of attention, and sums over tiles. No torch.
 
-Backward needs the inputs last layer first. `hold` runs the group once and holds every input. `bisect` runs from the
-nearest input it has to the one it needs, and saves the input halfway, the one halfway from there, and so on: the places
-are those of recursive bisection (Griewank, Optimization Methods and Software 1, 1992), so that the inputs held at once
-grow with the logarithm of the group's layers, and the recomputed layers with layers times logarithm.
+Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose result
+no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
+`checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
+(`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the MLP's
+matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections repeat
+queries and keys where these are normed.
+
+Of a group of layers only the first one's input is saved, and backward needs the inputs last layer first. `hold` runs
+the group once and holds every input. `bisect` runs from the nearest input it has to the one it needs, and saves the
+input halfway, the one halfway from there, and so on: the places are those of recursive bisection (Griewank,
+Optimization Methods and Software 1, 1992), so that the inputs held at once grow with the logarithm of the group's
+layers, and the recomputed layers with layers times logarithm.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from engine.settings import Checkpoint
+from engine.attention.geometry.layout import tail_cut
+from engine.attention.masks.mask import FirstRows, Mask
+from engine.settings import Checkpoint, ModelShape
 
 
 def kept_places(first: int, place: int) -> list[int]:
@@ -61,3 +71,56 @@ def _bisected(places: int) -> int:
         return 0
     half = (places + 1) // 2
     return half + _bisected(places - half) + _bisected(half - 1)
+
+
+def matmul_parameters(model: ModelShape) -> int:
+    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
+    return model.layer_parameters - model.layer_norm_parameters
+
+
+def repeated_products(
+    model: ModelShape, checkpoint: Checkpoint, projection_tiles: int, tokens: float, rank_tokens: int
+) -> float:
+    """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once
+    (none where there are more ranks than tokens; such a trial is refused).
+
+    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input.
+    """
+    again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
+    weights = float(runs * matmul_parameters(model) - again * model.ffn * model.hidden)
+    kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
+    weights += (model.layers - again) * (1 - kept) * (2 if model.gated else 1) * model.hidden * model.ffn
+    if model.qk_norm and projection_tiles > 1:
+        weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return 2.0 * tokens * weights
+
+
+def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
+    """Runs of a layer's forward in backward: its own recomputation, and those for the next layer's input."""
+    again = checkpoint.layers_again(model.layers)
+    return again + _for_inputs(checkpoint, again)
+
+
+def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int) -> int:
+    """Weights whose gradients are sums over tiles, in all layers, each counted once per tile; of one tile there is no
+    sum."""
+    tiled = (mlp_tiles, model.mlp_parameters), (projection_tiles, model.projection_parameters)
+    return model.layers * sum(tiles * weights for tiles, weights in tiled if tiles > 1)
+
+
+def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:
+    """Forwards of one layer's attention that backward runs, of the part before the tail (`head_share` of a whole one).
+    Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect` every run's."""
+    again = checkpoint.layers_again(layers)
+    return head_share * (again + (_for_inputs(checkpoint, again) if checkpoint.replay == "bisect" else 0))
+
+
+def head_share(mask: Mask, tail: float, seq_len: int, cp_size: int) -> float:
+    """Visible pairs of the queries whose outputs are not kept, as a share of all."""
+    cut = tail_cut(tail, seq_len, cp_size)
+    return FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
+
+
+def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
+    """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
+    return layers_recomputed(checkpoint, again) if again else 0

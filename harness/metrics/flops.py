@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import parse_mask
-from engine.checkpoint.repeated import head_share, matmul_parameters, repeated_attention, repeated_products
+from engine.checkpoint.counts import head_share, matmul_parameters, repeated_attention, repeated_products
 from engine.settings import TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
@@ -74,7 +74,7 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Repeated work is that of `engine.checkpoint.repeated`. The fused LM head forms its gradients in the forward pass and
+    Repeated work is that of `engine.checkpoint.counts`. The fused LM head forms its gradients in the forward pass and
     repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
