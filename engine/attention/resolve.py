@@ -18,10 +18,10 @@ from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.kernels import Problem, choose_kernel
-from engine.attention.kernels.stand_in import AnyDelta
+from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.kernels import KernelProblem, choose_kernel
 from engine.attention.masks import Mask
+from engine.attention.masks.pairs import pair_table
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
     ALL_GATHER,
@@ -32,7 +32,6 @@ from engine.attention.planning.cost_model import (
     chosen_schedule,
     model_chooses,
 )
-from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 
@@ -41,6 +40,7 @@ class Choices(NamedTuple):
     """The settings of a call besides its mask, as `plan_attention` takes them."""
 
     scale: float | None = None
+    softcap: float | None = None
     kernel: str = "auto"
     schedule: str = "auto"
     backward: str = "auto"
@@ -70,6 +70,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
         try:
             check_inputs(q_BLND, k_BLKD, k_BLKD)
             check_scale(choices.scale)
+            check_softcap(choices.softcap)
         except ValueError as error:
             cp.refuse(error)
             raise
@@ -104,6 +105,7 @@ def plan_attention(
     mask: Mask,
     cp: ContextParallel,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     schedule: str = "auto",
     backward: str = "auto",
@@ -180,7 +182,7 @@ def plan_attention(
         kinds = gathered_kinds(mask, cp.layout, seq_len, cp.size)
     else:
         kinds = pair_table(mask, inner.layout, seq_len, inner.size).kinds
-    problem = Problem(
+    problem = KernelProblem(
         device=q_BLND.device,
         dtype=q_BLND.dtype,
         heads=heads // shared_by // chunks,
@@ -188,10 +190,10 @@ def plan_attention(
         head_dim=head_dim,
         bands=kinds,
         deterministic=deterministic,
+        softcap=softcap,
+        any_delta=lse_gradient,
     )
     attend = choose_kernel(kernel, problem)
-    if lse_gradient and not attend.takes_delta:
-        attend = AnyDelta(attend)
     scale = head_dim**-0.5 if scale is None else scale
     if gathers:
         return AllGatherPlan(

@@ -14,13 +14,13 @@ import numpy as np
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.shard_table import Integers
+from engine.attention.geometry.tile_table import Integers
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
 if TYPE_CHECKING:  # reports count bytes too, and start without torch
-    from engine.attention.kernels import Kernel, Problem
+    from engine.attention.kernels import Kernel, KernelProblem
 
 GRAD_COMM_DTYPES = ("fp32", "input_across", "input_after_first", "input")
 ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
@@ -107,7 +107,7 @@ class Shards:
     later_rings: Widths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
 
     @classmethod
-    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
+    def of(cls, problem: KernelProblem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
         """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
         item = problem.dtype.itemsize
         written = item if kernel.writes_input_dtype else max(4, item)

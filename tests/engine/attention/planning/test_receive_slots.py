@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from engine import ContextParallel
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients
-from engine.attention.kernels.around import AroundKernel
+from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.planning.comm_volume import Widths
@@ -51,16 +51,13 @@ def trial(cp_size: int, **changes: Any) -> TrialSettings:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _InputDtype(AroundKernel):
+class _InputDtype(ReferenceKernel):
     """Writes gradients as the kernels of GPUs do."""
 
-    @property
-    def writes_input_dtype(self) -> bool:
-        return True
+    writes_input_dtype = True
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        dq, dk, dv = self.kernel.backward(given, band, scale, deterministic)
+        dq, dk, dv = super().backward(given, band, scale, deterministic)
         return dq.to(torch.bfloat16), dk.to(torch.bfloat16), dv.to(torch.bfloat16)
 
 
@@ -77,7 +74,7 @@ def slots_of(settings: TrialSettings) -> int:
     )  # fmt: skip
     plan = by_copy_engine(plan, dist.group.WORLD)
     if isinstance(plan, RingPlan):
-        plan = replace(plan, kernel=_InputDtype(plan.kernel))
+        plan = replace(plan, kernel=_InputDtype())
         if settings.backward == "auto":
             plan = replace(plan, shards=replace(plan.shards, intra_node=as_written(plan))).with_cheaper_backward(
                 HardwareModel()
