@@ -27,7 +27,7 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 Parameters = Literal["auto", "kept", "gathered"]
-CudaGraph = Literal["auto", "step", "pass", "none"]
+CudaGraph = Literal["auto", "step", "none"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -222,7 +222,6 @@ class TrialSettings:
     grad_comm_dtype: GradCommDtype = "auto"  # dtype of partial gradients between ranks; auto: as the method's original
     repeat_kv_heads: bool = True  # method ulysses: K and V heads fewer than ranks are repeated, else refused
     overlap_projections: bool = False  # method ulysses: q's all-to-all runs beside k's projection, k's beside v's
-    between_nodes: str = "plain"  # how transfers between nodes get their turn beside kernels; experimental
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library
@@ -237,7 +236,7 @@ class TrialSettings:
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
-    cuda_graph: CudaGraph = "auto"  # what CUDA graphs replay: `step` of training (one GPU), `pass` of attention, `none`
+    cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file

@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.bound import BoundAttention
 from engine.attention.comm.p2p import peers_needed
+from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
 from engine.attention.masks import parse_mask
-from engine.attention.planning.comm_volume import Sent
 from engine.attention.prepared import PreparedAttention, prepare_attention
 from engine.settings import TrialSettings
 

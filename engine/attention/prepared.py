@@ -27,7 +27,8 @@ from engine.attention.inputs import (
 )
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
-from engine.attention.resolve import Choices, cached_plan
+from engine.attention.plan import cached_plan
+from engine.attention.resolve import Choices
 from engine.old_names import renamed_keywords
 
 _CAUSAL = Causal()
@@ -76,7 +77,7 @@ def burst_attention(
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
         schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see
-            `engine.attention.planning.cost_model`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
+            `engine.attention.cost`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
             ring.
         exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
             fastest that the links allow.
@@ -151,7 +152,7 @@ def _refuse(error: Exception, cp: ContextParallel | None, *tensors: object) -> N
         raise error
     except ValueError as reason:
         if cp is not None:
-            cp.refuse(reason)
+            cp.comms.refuse(reason)
         raise
 
 
@@ -219,7 +220,7 @@ class PreparedAttention:
                 f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
                 f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
             )
-            self.cp.refuse(error)
+            self.cp.comms.refuse(error)
             raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
@@ -266,7 +267,6 @@ def prepare_attention(
     return_lse: bool = False,
     lse_gradient: bool | None = None,
     forward_streams: int = 1,
-    captured: bool = False,
     tensor_layout: str | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
@@ -280,10 +280,6 @@ def prepare_attention(
         forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
             relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds up to
             three more received chunks. The results are the same.
-        captured: on the GPUs of one node, for schedules ring and ulysses by copy engine: the first forward and the
-            first backward are launched by the host, the second ones captured as CUDA graphs, and later ones replayed.
-            For short sequences; the results are the same. Costs memory: copies of a pass's inputs and results, and
-            what it needs in between. Experimental.
         mask, cp, tensor_layout and the others: as of `burst_attention`.
 
     Raises:
@@ -301,7 +297,6 @@ def prepare_attention(
         recompute,
         return_lse if lse_gradient is None else lse_gradient,
         forward_streams,
-        captured,
     )
     mask = _CAUSAL if mask is None else mask
     return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)

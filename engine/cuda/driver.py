@@ -110,15 +110,6 @@ def _check(code: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA driver error {code}; set exchange to direct")
 
 
-def call(name: str, *arguments: Any) -> None:
-    """A function of the driver by its name. Raises RuntimeError when the driver lacks it or returns an error."""
-    function = getattr(_driver(), name, None)
-    if function is None:
-        raise RuntimeError(f"the driver has no {name}")
-    if code := function(*arguments):
-        raise RuntimeError(f"{name} failed with CUDA driver error {code}")
-
-
 def create_stream(priority: int) -> int:
     """Handle of a new stream of this thread's device, which does not wait for the default stream."""
     handle = ctypes.c_void_p()
@@ -150,39 +141,18 @@ class Counters:
         _launch(stream, self._writes, value)
 
 
-class Flags:
-    """32-bit cells that hold 1 or 0 and are taken together, or given together, by one driver call whose values never
-    change: a CUDA graph can repeat it. NCCL's collectives by copy engine take flags so in graphs (from 2.28 on); they
-    give a peer's by a copy of four bytes."""
-
-    def __init__(self, addresses: Sequence[int]) -> None:
-        waits, clears = _operations(addresses, WAIT_VALUE_32, 1), _operations(addresses, WRITE_VALUE_32, 0)
-        self._take = (_Operation * (2 * len(addresses)))(*waits, *clears)
-        self._give = _operations(addresses, WRITE_VALUE_32, 1)
-
-    def take(self, stream: int) -> None:
-        """Make `stream` wait until each flag is 1, and make it 0. No other stream may wait for these flags."""
-        _launch(stream, self._take)
-
-    def give(self, stream: int) -> None:
-        """Make each flag 1, once everything before it on `stream` is done and visible to all GPUs."""
-        _launch(stream, self._give)
-
-
-def _operations(addresses: Sequence[int], kind: int, value: int = 0) -> Any:
-    """An operation of this kind, with this value, on each address, in one array."""
+def _operations(addresses: Sequence[int], kind: int) -> Any:
+    """An operation of this kind on each address, in one array."""
     operations = (_Operation * len(addresses))()
     for operation, address in zip(operations, addresses, strict=True):
-        operation.kind, operation.address, operation.value = kind, address, value
+        operation.kind, operation.address = kind, address
     return operations
 
 
-def _launch(stream: int, operations: Any, value: int | None = None) -> None:
-    """Enqueue the operations: all with `value`, or each with its own when None."""
-    if value is not None:
-        value &= MASK_32
-        for operation in operations:
-            operation.value = value
+def _launch(stream: int, operations: Any, value: int) -> None:
+    """Enqueue the operations, all with `value`."""
+    for operation in operations:
+        operation.value = value & MASK_32
     if code := _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0):
         _check(code, "a stream's counter operation")
 
@@ -211,16 +181,16 @@ class Copies:
         self._list = self._words.ctypes.data_as(ctypes.c_void_p)
         self._addresses: tuple[int, ...] = ()  # of the last launch: those of a model's steps repeat
 
-    def launch(self, stream: int, tensors: Sequence[int], places: Sequence[int], *, batched: bool = True) -> None:
-        """Enqueue all copies: `tensors` and `places` are the addresses for the entries' indices in this launch. With
-        `batched`, by one driver call where the driver has it; a CUDA graph takes no such call."""
+    def launch(self, stream: int, tensors: Sequence[int], places: Sequence[int]) -> None:
+        """Enqueue all copies, by one driver call where the driver has it: `tensors` and `places` are the addresses for
+        the entries' indices in this launch."""
         addresses = (*tensors, *places)
         if addresses != self._addresses:
             self._words[:, 1] = np.array(tensors, dtype=np.uint64)[self._tensors] + self._from
             self._words[:, 6] = np.array(places, dtype=np.uint64)[self._places] + self._to
             self._addresses = addresses
         driver = _driver()
-        if batched and hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
+        if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
             code = driver.cuMemcpy3DBatchAsync_v2(len(self._words), self._list, 0, stream)
             _check(code, "a batch of copies between GPUs")
             return

@@ -8,8 +8,7 @@ stream without references is reused, so that all trials of a process share one s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,19 +48,6 @@ class _OwnStream(torch.cuda.ExternalStream):
         self._free()
 
 
-def stream_from(handles: Handles, device: torch.device) -> torch.cuda.ExternalStream:
-    """A stream of `device` with one of `handles`, which is free again when the stream is garbage."""
-    return _OwnStream(handles, device)
-
-
-@contextmanager
-def context_of(device: torch.device) -> Iterator[None]:
-    """Makes the context of `device` this thread's, as calls of the driver need it."""
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # a first use: until then there may be no context
-        yield
-
-
 _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 
@@ -81,5 +67,6 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
 
 
 def _created(device: torch.device, priority: int) -> int:
-    with context_of(device):
+    with torch.cuda.device(device):  # makes its context this thread's, as calls of the driver need it
+        torch.cuda.current_stream(device).query()  # a first use: until then there may be no context
         return cuda_driver.create_stream(priority)

@@ -51,7 +51,7 @@ class TensorParallel:
     @property
     def gather(self) -> GroupGather:
         """Collective at first use."""
-        return self.cp.gather()
+        return self.cp.comms.gather()
 
     def shape(self) -> ModelShape:
         """Of the model that one rank holds."""

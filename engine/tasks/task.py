@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
+from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
-from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import Gpu, read_gpu
@@ -55,7 +55,7 @@ class Task(Protocol):
 def context_parallel(settings: TrialSettings, method: NativeMethod, world: World) -> ContextParallel:
     """The ranks of this replica, in the method's layout. Collective over them."""
     layout = method.layout(settings)
-    cp = ContextParallel(group=world.cp_group, layout=layout, between_nodes=settings.between_nodes)
+    cp = ContextParallel(group=world.cp_group, layout=layout)
     cp.segments(settings.seq_len)  # refuses lengths that do not split
     return cp
 

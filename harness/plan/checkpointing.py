@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.attention.masks import parse_mask
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.resolve import HardwareModel
 from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned

@@ -17,10 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from baselines.paper_cluster import GPUS_PER_NODE
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.predict.attention import within_a_node
 from harness.predict.problem import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model
 
@@ -139,15 +137,8 @@ def configuration_of_row(row: dict[str, str]) -> Configuration:
             optimizer_offload="[offload]" in words,
             **split,
         ),
-        exchange=_exchange(schedule, side, ranks, tuned=method == "burst"),
+        exchange=Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=method == "burst"),
     )
-
-
-def _exchange(schedule: str, side: Side, ranks: int, *, tuned: bool) -> Exchange:
-    """The exchange among `ranks` ranks, all on one node where it has as many GPUs."""
-    if ranks <= GPUS_PER_NODE:
-        schedule = within_a_node(schedule)
-    return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
 
 
 def _ranks_of_sequence(words: str, gpus: int) -> int:
@@ -214,7 +205,8 @@ def _benchmark(row: dict[str, str]) -> Configuration:
         mask="causal" if causal else "full",
         layout="striped" if "striped" in name else "zigzag" if causal else "contiguous",
     )
-    return Configuration(settings=settings, exchange=_exchange(schedule, side, gpus, tuned=tuned))
+    exchange = Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
+    return Configuration(settings=settings, exchange=exchange)
 
 
 @cache

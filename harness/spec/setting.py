@@ -10,7 +10,6 @@ from typing import Any
 
 from cluster.files.document import MAX_LEVELS, Node, parse_yaml
 from cluster.files.errors import shown, shown_value
-from engine.attention.comm.between_nodes import parse_between_nodes
 from engine.old_names import SETTINGS as OLD_SETTINGS
 from engine.old_names import VALUES
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -108,8 +107,6 @@ def _check_range(key: str, value: Any) -> None:
         from engine.attention.masks import parse_mask  # needs numpy, which would slow the start of every command
 
         parse_mask(value)
-    elif key == "between_nodes":
-        parse_between_nodes(value)
     elif key == "data" and value != _BUILT_IN:
         _check_data(value)
     elif key.startswith("checkpoint."):

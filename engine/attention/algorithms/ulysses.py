@@ -13,7 +13,6 @@ Shape letters as in `engine.attention.op`, with T for the group's tokens and H f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -24,12 +23,13 @@ from torch import Tensor
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import Kernel
 from engine.attention.planning.comm_plan import reach
-from engine.attention.planning.comm_volume import CallBytes, all_to_all_bytes
+from engine.attention.resolve import Resolved
 
 SAVED_PER_CHUNK = 4  # Q, K, V and LSE
 
@@ -40,8 +40,8 @@ class UlyssesPlan:
     `engine.attention.algorithms.saved.AttentionPlan`."""
 
     cp: ContextParallel  # all ranks, as they are before the all-to-all
+    choice: Resolved
     members: tuple[int, ...]  # CP ranks in the all-to-all
-    schedule: str
     all_to_all: AllToAll
     token_runs: tuple[TokenRun, ...]
     inner: RingPlan  # over one head chunk
@@ -108,14 +108,12 @@ class UlyssesPlan:
         for this rank's tokens."""
         exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
         chunks = self.num_head_chunks
-        # Copy engines, whose slots hold one chunk ahead, exchange inside a node, where `ahead` is refused.
-        ahead = 2 if self.cp.between_nodes.ahead else 1
-        receives = deque(exchange.send(tensors, index) for index in range(min(ahead, chunks)))
+        receive = exchange.send(tensors, 0)
         for index in range(chunks):
             with exchange.stream(index):
-                chunk = receives.popleft()()
-                if index + ahead < chunks:  # sent before the device gets this chunk's work
-                    receives.append(exchange.send(tensors, index + ahead))
+                chunk = receive()
+                if index + 1 < chunks:  # sent before the device gets this chunk's work
+                    receive = exchange.send(tensors, index + 1)
                 results = compute(index, chunk)
                 chunk.release()
                 del chunk
@@ -133,23 +131,15 @@ class UlyssesPlan:
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
-        packed, inner = self.all_to_all.name != "copy_engine", self.inner
-        exchanged = all_to_all_bytes(
-            self.members, self.cp.rank, self.cp.node_size, inner.shards, gathered=gathered, packed=packed
-        )
-        ring, chunks = inner.sent_bytes(), self.num_head_chunks
-        return CallBytes(
-            (exchanged.forward + ring.forward).times(chunks), (exchanged.backward + ring.backward).times(chunks)
-        )
+        return self.choice.sent(self.cp.rank, gathered=gathered)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
-        inner, name = self.inner.resolved(), self.all_to_all.name
-        alone = inner["exchange"] == "none"
+        choice, inner = self.choice, self.inner.resolved()
+        name, alone = str(choice.head_exchange), choice.exchange == "none"
         return inner | {
-            "schedule": self.schedule,
             "backward": name if alone else inner["backward"],
-            "exchange": name if alone else f"{name} + {inner['exchange']}",
+            "exchange": name if alone else f"{name} + {choice.exchange}",
             "num_head_chunks": str(self.num_head_chunks),
         }
 

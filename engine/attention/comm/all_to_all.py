@@ -108,9 +108,8 @@ class AllToAll(Protocol):
 class GroupAllToAll:
     """An `AllToAll` of the process group, one message per head chunk and direction; a group of one sends nothing."""
 
-    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic, *, between_nodes: bool = False) -> None:
-        """`between_nodes`: the group's ranks are on several nodes, so its messages count as pending."""
-        self.group, self._traffic, self._between_nodes = group, traffic, between_nodes
+    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
+        self.group, self._traffic = group, traffic
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "none" if self.size == 1 else "all_to_all"
 
@@ -130,13 +129,11 @@ class GroupAllToAll:
                 works = [dist.all_to_all_single(received, rows, group=group, async_op=True)]
             else:
                 works = send_rows(rows, received, group, self._traffic.tag)
-        self._traffic.pending += self._between_nodes
 
         def receive() -> Tensor:
             with peers_needed(group, peers):
                 for work in works:
                     work.wait()
-            self._traffic.pending -= self._between_nodes
             return received
 
         return receive

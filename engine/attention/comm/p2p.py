@@ -24,11 +24,10 @@ _QUOTED_CHARACTERS = 160  # of another error's first line
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that attention sends to other ranks, the memory it holds to receive into, and what is under way."""
+    """Bytes that attention sends to other ranks, and the memory it holds to receive into."""
 
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
-    pending: int = 0  # transfers between nodes that have been started and not waited for yet
     tag: int = 0  # of the messages of the call under way, for transports that match messages by tags
 
     def reset(self) -> None:
@@ -81,7 +80,6 @@ class _SendReceive:
     group: dist.ProcessGroup | None = None
     peers: str = ""
     works: list[dist.Work] = field(default_factory=list)
-    counted_in: Traffic | None = None  # as pending
     copies: tuple[Tensor, ...] = ()  # those of `sent` that `start` made: the caller holds none of them
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -89,12 +87,10 @@ class _SendReceive:
             with peers_needed(self.group, self.peers):
                 for work in self.works:
                     work.wait()
-        if self.counted_in is not None:
-            self.counted_in.pending -= 1
         for copy in self.copies:
             if copy.is_cuda:  # no effect on the stream that started the transfer; no caller can order another one
                 copy.record_stream(torch.cuda.current_stream(copy.device))
-        self.works, self.sent, self.copies, self.counted_in = [], (), (), None
+        self.works, self.sent, self.copies = [], (), ()
         return self.received
 
     def release(self) -> None:
@@ -109,11 +105,10 @@ class PointToPoint:
     """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator, which
     has it back as soon as the last reference is gone."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, between_nodes: bool = False) -> None:
-        """`between_nodes`: the group's ranks are on several nodes, so its transfers count as pending."""
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._traffic, self._between_nodes = traffic, between_nodes
+        self._traffic = traffic
         self._connected = False
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
@@ -139,10 +134,7 @@ class PointToPoint:
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
         with peers_needed(self._group, peers):
             works = dist.batch_isend_irecv(operations) if operations else []
-        counted_in = self._traffic if self._between_nodes and works else None
-        if counted_in is not None:
-            counted_in.pending += 1
-        return _SendReceive(received, sent, self._group, peers, works, counted_in, copies)
+        return _SendReceive(received, sent, self._group, peers, works, copies)
 
 
 def send_rows(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:

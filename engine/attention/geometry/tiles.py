@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from engine.attention.geometry.layout import Segment
 
-KERNEL_ROWS = 128  # of queries or keys that a block of an attention kernel takes at once
-
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -157,34 +155,6 @@ def without_upper_bands(tile: Tile) -> list[Tile]:
     middle = tile.k_start + hi
     past = Tile(tile.q_start, tile.q_stop, tile.k_start, middle)
     return [past, *square_causal(Tile(tile.q_start, tile.q_stop, middle, tile.k_stop, CAUSAL))]
-
-
-def cut_keys(tile: Tile, most: int) -> list[Tile]:
-    """A tile as tiles of at most `most` keys, which a forward's block goes through one after another."""
-    lo, hi, parts = tile.band.lo, tile.band.hi, []
-    for start, stop in _runs(tile.columns, most):
-        part = trim(tile.rows, stop - start, *(None if limit is None else limit - start for limit in (lo, hi)))
-        if part is not None:
-            parts += without_upper_bands(part.shifted(tile.q_start, tile.k_start + start))
-    return parts
-
-
-def cut_queries(tile: Tile, most: int) -> list[Tile]:
-    """A tile as tiles of at most `most` queries, which a backward's block goes through one after another."""
-    lo, hi, parts = tile.band.lo, tile.band.hi, []
-    for start, stop in _runs(tile.rows, most):
-        part = trim(stop - start, tile.columns, *(None if limit is None else limit + start for limit in (lo, hi)))
-        if part is not None:
-            parts += without_upper_bands(part.shifted(tile.q_start + start, tile.k_start))
-    return parts
-
-
-def _runs(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """`length` tokens as runs of at most `most`, equally long but for the last."""
-    count = -(-length // most)
-    each = -(-length // count)
-    each = min(most, -(-each // KERNEL_ROWS) * KERNEL_ROWS)  # no kernel's own blocks are cut, where `most` cuts none
-    return ((start, min(start + each, length)) for start in range(0, length, each))
 
 
 def join(tiles: list[Tile]) -> list[Tile]:

@@ -14,9 +14,6 @@ KERNELS = ("fa4",)  # of attention that `auto` captures; with others a capture h
 
 def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """Why this `cuda_graph` cannot hold on this device (cuda, cpu), one sentence; None where it can."""
-    if settings.task == "train" and settings.cuda_graph == "pass":
-        # Graphs whose passes follow one another as the layers of a model do have shown no result on GPUs yet.
-        return "cuda_graph pass is for task attention, found task train; set cuda_graph to none or auto"
     if settings.task != "train" or settings.cuda_graph != "step":
         return None
     reason = obstacle(settings, device_type)

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine.attention.algorithms.captured import CapturedPlan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine import ContextParallel
-from engine.attention.algorithms.captured import CapturedPlan
 from engine.attention.kernels import BackwardInputs
 from engine.attention.masks import Causal
 from engine.attention.op import run_attention
-from engine.attention.resolve import plan_attention
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine, calls
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 SCHEDULES = (

@@ -15,6 +15,8 @@ import random
 import time
 from collections.abc import Callable
 
+from engine.attention.comm_volume import RingVolume, Shards, Widths
+from engine.attention.cost import HardwareModel
 from engine.attention.geometry.layout import LAYOUTS, Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.shard_table import shard_table
@@ -26,8 +28,7 @@ from engine.attention.masks.blocks import _keys_seen
 from engine.attention.masks.documents import _seen_earlier
 from engine.attention.masks.window import _window_tiles
 from engine.attention.planning import comm_plan, comm_volume, pair_table
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.resolve import cheaper_backward
 
 REPEATS, NODE_SIZE = 12, 8
 CACHES = (

@@ -15,8 +15,8 @@ from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
+from engine.attention.cost import HardwareModel, choose_num_head_chunks, estimate
 from engine.attention.masks import Causal, SlidingWindow
-from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
 from tests.engine.attention.planning.test_cost_model import share
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.ranks import run_on_ranks

@@ -13,7 +13,7 @@ import torch
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Causal
 from engine.attention.op import run_attention
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
 from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, Planned, in_rows
 from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel
-from engine.attention.planning.receive_slots import HEAD_SLOTS
+from engine.attention.comm_volume import HEAD_SLOTS
 from engine.cuda.streams import own_stream
 
 
@@ -31,20 +31,13 @@ class CopyEngineAllToAll:
 
     name = "copy_engine"
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, repeatable: bool = False) -> None:
-        self._group, self._traffic = group, traffic
-        self.outbound, self.inbound = (
-            SymmMemChannel(group, traffic, HEAD_SLOTS, repeatable=repeatable) for _ in range(2)
-        )
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+        self.outbound, self.inbound = (SymmMemChannel(group, traffic, HEAD_SLOTS) for _ in range(2))
         self.rank, self.size = self.outbound.rank, self.outbound.size
         self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
         self.save_stream = own_stream()  # copies tensors that backward needs again, beside the results
         self.chunk_streams = (own_stream(), own_stream())
         self._planners: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
-
-    def repeatable(self) -> CopyEngineAllToAll:
-        """The same with memory of its own, whose transfers a CUDA graph can repeat. Collective once it is used."""
-        return CopyEngineAllToAll(self._group, self._traffic, repeatable=True)
 
     def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
         planner = self._planners.get((token_runs, num_head_chunks))
@@ -104,13 +97,8 @@ class _CopyEnginePass:
         self._ends["sent"] = channel.sent()
 
         def receive() -> HeadChunk:
-            # Whatever a graph runs in turn, no wait for peers comes before what they may wait for meanwhile.
-            for event in channel.given() if channel.repeatable else ():
-                torch.cuda.current_stream().wait_event(event)
             channel.await_all(message)
-            # The caller of a pass that a graph repeats copies its results: they stay in the slot until then.
-            stays = channel.repeatable and self._planner.num_head_chunks <= HEAD_SLOTS
-            return _SlotChunk(channel, message, copies, None if stays else all_to_all.save_stream, self._ends)
+            return _SlotChunk(channel, message, copies, all_to_all.save_stream, self._ends)
 
         return receive
 
@@ -128,7 +116,7 @@ class _CopyEnginePass:
                 )
                 all_to_all.unpack_stream.wait_event(self._current.record_event())
         message = channel.open()
-        channel.follow(*(all_to_all.outbound.given() if channel.repeatable else ()))
+        channel.follow()
         channel.send_all(message, copies.plan, results, copies.away_bytes)
         turn = index % max(1, len(self._chunk_streams))
         if turn in self._leaving:  # sent long ago: the results of the chunk that used this stream before
@@ -136,11 +124,9 @@ class _CopyEnginePass:
         sent = self._ends["sent back"] = channel.sent()
         self._leaving[turn] = (sent, results)
         stream = all_to_all.unpack_stream
-        if channel.repeatable:
-            stream.wait_event(sent)
         channel.await_all(message, stream)
         slot, wholes = message.buffer.slot(all_to_all.rank, message.number), [each.data_ptr() for each in self._whole]
-        copies.unpack[index].launch(stream.cuda_stream, [slot], wholes, batched=not channel.repeatable)
+        copies.unpack[index].launch(stream.cuda_stream, [slot], wholes)
         self._ends["unpacked"] = channel.release(message, stream=stream)
 
     def results(self) -> tuple[Tensor, ...]:
@@ -159,10 +145,9 @@ class _SlotChunk:
         channel: SymmMemChannel,
         message: Message,
         planned: Planned,
-        save_stream: torch.cuda.Stream | None,
+        save_stream: torch.cuda.Stream,
         ends: dict[str, torch.cuda.Event],
     ) -> None:
-        """Without `save_stream` what is saved stays in the slot, which the channel then holds."""
         self._tensors = message.buffer.tensors(message.number, planned.specs)
         self._channel, self._message, self._planned, self._save_stream = channel, message, planned, save_stream
         self._copied: list[torch.cuda.Event] = []
@@ -173,19 +158,14 @@ class _SlotChunk:
         return self._tensors
 
     def save(self) -> tuple[Tensor, ...]:
-        if self._save_stream is None:
-            self._channel.held.append(self._message)
-            return self._tensors
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
         self._save_stream.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
         places = [copy.data_ptr() for copy in copies]
-        stream, batched = self._save_stream.cuda_stream, not self._channel.repeatable
-        self._planned.unpack[0].launch(stream, [slot], places, batched=batched)
+        self._planned.unpack[0].launch(self._save_stream.cuda_stream, [slot], places)
         self._ends["saved"] = self._save_stream.record_event()
         self._copied.append(self._ends["saved"])
         return copies
 
     def release(self) -> None:
-        if self._message not in self._channel.held:
-            self._channel.release(self._message, *self._copied)
+        self._channel.release(self._message, *self._copied)

@@ -8,8 +8,6 @@ themselves, so no kernel spins and the host never blocks.
 Flow of message n from A to B, slot n mod s: A's copy stream waits until B has released message n - s, copies into B's
 slot, then sets B's `arrived[A]` to n + 1. B's stream waits for that, uses the slot, and B's release stream sets
 `released[B]` to n + 1 at every rank. All ranks number their messages alike, because messages are collective in order.
-Where a CUDA graph repeats the messages, flags take the place of these counters
-(`engine.attention.comm.symm_mem.guards`).
 
 Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory operations. The same idea is behind NCCL
 2.28's copy-engine collectives.
@@ -28,12 +26,12 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.p2p import Traffic
-from engine.attention.comm.symm_mem.guards import CELL_BYTES, CounterGuards, FlagGuards, Guards
 from engine.cuda import driver as cuda_driver
-from engine.cuda.driver import Copies
+from engine.cuda.driver import Copies, Counters
 from engine.cuda.streams import own_stream
 
 ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
+_COUNTER_BYTES = 4
 
 
 @lru_cache(maxsize=1)
@@ -73,26 +71,22 @@ def message_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 class SymmBuffer:
-    """Slots of every rank of the group, mapped into this process, and what guards them."""
+    """Slots of every rank of the group, mapped into this process, and the counters that guard them.
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        slots: int,
-        slot_bytes: int,
-        guards: type[CounterGuards] | type[FlagGuards] = CounterGuards,
-    ) -> None:
+    They count the messages that have arrived from each rank, and those that each rank has released. Counts never go
+    back: the parts of a message may be left out, and any rank may write the next one in a slot.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slots: int, slot_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.slots, self.slot_bytes = slots, slot_bytes
         self._size = dist.get_world_size(group)
-        first_values = guards.first_values(self._size, slots)
-        self._counters = aligned(CELL_BYTES * len(first_values))
+        self._counters = aligned(2 * self._size * _COUNTER_BYTES)
         self.nbytes = self._counters + slots * slot_bytes
         device = torch.device("cuda", torch.cuda.current_device())
         self._memory = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
-        cells = self._memory[: CELL_BYTES * len(first_values)].view(torch.int32)
-        cells.copy_(torch.tensor(first_values, dtype=torch.int32))
+        self._memory[: self._counters].zero_()
         # torch zeroes the cells of its barrier on the stream too, and up to 2.11 does not wait for that. Behind a long
         # kernel it would run after a peer's signal, erase it, and the barrier would never end.
         torch.cuda.synchronize()
@@ -100,9 +94,16 @@ class SymmBuffer:
         self._bases = [
             int(self._handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()) for rank in range(self._size)
         ]
-        self.guards: Guards = guards(self._bases, dist.get_rank(group), slots)
+        rank, all_ranks = dist.get_rank(group), range(self._size)
+        self.arrivals = Counters([self._arrived(rank, source) for source in all_ranks])
+        self.arrival_of = [Counters([self._arrived(rank, source)]) for source in all_ranks]
+        self.arrived_at_all = Counters([self._arrived(at, rank) for at in all_ranks])
+        self.arrived_at = [Counters([self._arrived(at, rank)]) for at in all_ranks]
+        self.releases = Counters([self._released(rank, by) for by in all_ranks])
+        self.release_of = [Counters([self._released(rank, by)]) for by in all_ranks]
+        self.released_at_all = Counters([self._released(at, rank) for at in all_ranks])
         self._views: dict[tuple[int, tuple[TensorSpec, ...]], tuple[Tensor, ...]] = {}
-        self.barrier()  # no rank writes into a buffer whose guards have not their first values yet
+        self.barrier()  # no rank writes into a buffer whose counters are not yet zero
 
     def barrier(self) -> None:
         """Wait until all ranks have called this and all that they launched before is done."""
@@ -113,6 +114,14 @@ class SymmBuffer:
     def slot(self, rank: int, message: int) -> int:
         """Address of the slot of `rank` that receives `message`."""
         return self._bases[rank] + self._counters + message % self.slots * self.slot_bytes
+
+    def _arrived(self, at: int, source: int) -> int:
+        """Address, at rank `at`, of the count of messages that have arrived from `source`."""
+        return self._bases[at] + _COUNTER_BYTES * source
+
+    def _released(self, at: int, by: int) -> int:
+        """Address, at rank `at`, of the count of messages that `by` has released."""
+        return self._bases[at] + _COUNTER_BYTES * (self._size + by)
 
     def tensors(self, message: int, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
         """The tensors of `message` where they arrive, in this rank's own slot."""
@@ -138,26 +147,14 @@ class SymmMemChannel:
     """Messages among the ranks of one node, each landing in a slot of the receiver. The buffer grows to the largest.
 
     At most `slots` - 1 messages may be held unreleased while the next one is waited for.
-
-    A `repeatable` channel can be part of a CUDA graph. Its messages are numbered from 0 in every pass
-    (`engine.attention.comm.symm_mem.guards.FlagGuards`: those of one number have the same senders), all its copies are
-    single ones, and its streams are joined at the end of a pass. Buffers that were outgrown stay, since graphs may
-    hold their addresses.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int, *, repeatable: bool = False) -> None:
-        self._group, self._traffic, self._slots, self.repeatable = group, traffic, slots, repeatable
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
+        self._group, self._traffic, self._slots = group, traffic, slots
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._messages = 0
         self._buffer: SymmBuffer | None = None
-        self._outgrown: list[SymmBuffer] = []
         self._copies = own_stream(priority=-1)
-        # Streams of a graph are joined, so a repeatable channel shares none with calls that are not.
-        self._releases = own_stream(priority=-1) if repeatable else _release_stream()
-        self._used: list[torch.cuda.Stream] = []  # in this pass, of a repeatable channel
-        # Of this rank in this pass, by message number; None outside the passes of a repeatable channel.
-        self._released: dict[int, torch.cuda.Event] | None = None
-        self.held: list[Message] = []  # that the caller of the pass releases, once it has copied what they hold
 
     def reserve(self, slot_bytes: int) -> None:
         """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""
@@ -165,15 +162,9 @@ class SymmMemChannel:
             return
         if self._buffer is not None:
             self._buffer.barrier()  # no rank may still read from or write into the old one
-            if self.repeatable:
-                self._outgrown.append(self._buffer)
-            else:
-                self._traffic.window_bytes -= self._buffer.nbytes
-        if not self.repeatable:
-            self._messages = 0
-        self._buffer = None
-        guards = FlagGuards if self.repeatable else CounterGuards
-        self._buffer = SymmBuffer(self._group, self._slots, slot_bytes, guards)
+            self._traffic.window_bytes -= self._buffer.nbytes
+        self._buffer, self._messages = None, 0
+        self._buffer = SymmBuffer(self._group, self._slots, slot_bytes)
         self._traffic.window_bytes += self._buffer.nbytes
 
     def open(self) -> Message:
@@ -183,55 +174,33 @@ class SymmMemChannel:
         self._messages += 1
         return message
 
-    def begin_pass(self) -> None:
-        """The next message of a repeatable channel is number 0 again."""
-        assert self.repeatable
-        self._messages, self._used, self._released, self.held = 0, [], {}, []
-
-    def end_pass(self) -> None:
-        """The current stream waits for all that this channel's streams were given in the pass."""
-        current = torch.cuda.current_stream()
-        for stream in self._used:
-            current.wait_event(stream.record_event())
-        self._released = None
-
-    def given(self) -> list[torch.cuda.Event]:
-        """After these the peers have all that this rank has sent and released in this pass of a repeatable channel."""
-        return [stream.record_event() for stream in self._used]
-
-    def follow(self, *also: torch.cuda.Event) -> None:
-        """Later sends wait for all work that the current stream holds now, and for events `also`."""
-        for event in (torch.cuda.current_stream().record_event(), *also):
-            self._copies.wait_event(event)
-        if self.repeatable:
-            self._note_use(self._copies)
+    def follow(self) -> None:
+        """Later sends wait for all work that the current stream holds now."""
+        self._copies.wait_event(torch.cuda.current_stream().record_event())
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
         buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
-        self._await_slot(message, to)
+        if number >= buffer.slots:
+            buffer.release_of[to].wait(stream, number - buffer.slots + 1)
         place = buffer.slot(to, number)
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
             cuda_driver.copy(stream, place, tensor.data_ptr(), nbytes)
             place += aligned(nbytes)
         self._traffic.add(*tensors)
-        buffer.guards.note_arrival(stream, number, to)
+        buffer.arrived_at[to].set(stream, number + 1)
 
     def send_all(self, message: Message, copies: Copies, tensors: Sequence[Tensor], away_bytes: int) -> None:
         """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
         slots; `away_bytes` of them leave this GPU."""
         buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
-        self._await_slot(message, None)
+        if number >= buffer.slots:
+            buffer.releases.wait(stream, number - buffer.slots + 1)
         places = [buffer.slot(rank, number) for rank in range(self.size)]
-        copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places, batched=not self.repeatable)
+        copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places)
         self._traffic.sent_bytes += away_bytes
-        buffer.guards.note_arrival(stream, number, None)
-
-    def _await_slot(self, message: Message, to: int | None) -> None:
-        if self._released and (before := self._released.get(message.number - self._slots)):
-            self._copies.wait_event(before)  # peers wait for it too: whatever a graph runs in turn, no rank waits first
-        message.buffer.guards.await_slot(self._copies.cuda_stream, message.number, to)
+        buffer.arrived_at_all.set(stream, number + 1)
 
     def sent(self) -> torch.cuda.Event:
         """Event after which everything sent so far may be overwritten."""
@@ -239,32 +208,20 @@ class SymmMemChannel:
 
     def await_part(self, message: Message, source: int) -> None:
         """Make the current stream wait for the part of `message` that rank `source` sends."""
-        message.buffer.guards.await_arrival(torch.cuda.current_stream().cuda_stream, message.number, source)
+        message.buffer.arrival_of[source].wait(torch.cuda.current_stream().cuda_stream, message.number + 1)
 
     def await_all(self, message: Message, stream: torch.cuda.Stream | None = None) -> None:
         """Make `stream`, the current one when None, wait for every rank's part of `message`."""
         stream = stream or torch.cuda.current_stream()
-        message.buffer.guards.await_arrival(stream.cuda_stream, message.number, None)
+        message.buffer.arrivals.wait(stream.cuda_stream, message.number + 1)
 
     def release(
-        self,
-        message: Message,
-        *also: torch.cuda.Event,
-        source: int | None = None,
-        stream: torch.cuda.Stream | None = None,
+        self, message: Message, *also: torch.cuda.Event, stream: torch.cuda.Stream | None = None
     ) -> torch.cuda.Event:
-        """Let the slot of `message`, which `source` or every rank has sent, be written again once `stream`, the current
-        one when None, gets here and events `also` are over. Returns the event of that stream."""
-        here = (stream or torch.cuda.current_stream()).record_event()
+        """Let the slot of `message` be written again once `stream`, the current one when None, gets here and events
+        `also` are over. Returns the event of that stream."""
+        here, releases = (stream or torch.cuda.current_stream()).record_event(), _release_stream()
         for event in (here, *also):
-            self._releases.wait_event(event)
-        if self.repeatable:
-            self._note_use(self._releases)
-        message.buffer.guards.note_release(self._releases.cuda_stream, message.number, source)
-        if self._released is not None:
-            self._released[message.number] = self._releases.record_event()
+            releases.wait_event(event)
+        message.buffer.released_at_all.set(releases.cuda_stream, message.number + 1)
         return here
-
-    def _note_use(self, stream: torch.cuda.Stream) -> None:
-        if all(stream is not used for used in self._used):
-            self._used.append(stream)

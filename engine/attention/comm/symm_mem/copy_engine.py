@@ -17,26 +17,21 @@ class CopyEngine:
     At most `slots` - 1 received messages may be held unreleased while the next one is waited for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int, *, repeatable: bool = False) -> None:
-        self._group, self._traffic = group, traffic
-        self.channel = SymmMemChannel(group, traffic, slots, repeatable=repeatable)
-
-    def repeatable(self, slots: int) -> CopyEngine:
-        """The same with memory of its own, whose transfers a CUDA graph can repeat. Collective once it is used."""
-        return CopyEngine(self._group, self._traffic, slots, repeatable=True)
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
+        self._channel = SymmMemChannel(group, traffic, slots)
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Make room for messages as large as `largest`. Collective with equal arguments; free when there is room."""
-        self.channel.reserve(message_bytes(largest))
+        self._channel.reserve(message_bytes(largest))
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
-        message, pushed = self.channel.open(), None
+        message, pushed = self._channel.open(), None
         sent = tuple(tensor.contiguous() for tensor in sent)
         if sent:
-            self.channel.follow()
-            self.channel.send(message, to, sent)
-            pushed = self.channel.sent()
-        return _Push(self.channel, message, sent, pushed, expected, source)
+            self._channel.follow()
+            self._channel.send(message, to, sent)
+            pushed = self._channel.sent()
+        return _Push(self._channel, message, sent, pushed, expected, source)
 
 
 class _Push:
@@ -66,5 +61,4 @@ class _Push:
         return self._message.buffer.tensors(self._message.number, self._expected)
 
     def release(self) -> None:
-        if self._expected or not self._channel.repeatable:  # flags know no message without a sender
-            self._channel.release(self._message, source=self._source)
+        self._channel.release(self._message)

@@ -9,9 +9,9 @@ import torch
 from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.reference import dense_gradients
-from engine.attention.resolve import plan_attention
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.engine.attention.test_gpu_ranks import GPUS, TOLERANCE
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 REMEDIES = (

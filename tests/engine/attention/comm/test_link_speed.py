@@ -12,7 +12,7 @@ from engine import ContextParallel
 from engine.attention.comm.link_speed import REPEATS, across_gib_per_second
 from engine.attention.masks import Causal
 from engine.attention.op import AttentionPlan
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 
