@@ -40,7 +40,6 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "grad_comm_dtype": "auto",
     "repeat_kv_heads": True,
     "overlap_projections": False,
-    "between_nodes": "plain",
     "deterministic": False,
     "lm_head_fusion": True,
     "loss_kernel": "own",

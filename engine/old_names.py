@@ -27,8 +27,11 @@ RESOLVED_VALUES = {"schedule": {"all_to_all": "ulysses"} | VALUES["schedule"]}
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings out of JSON, under the names of today."""
-    return _renamed(settings, SETTINGS, VALUES)
+    """Settings out of JSON, under the names of today. `between_nodes: plain`, which records have, is no setting now."""
+    found = _renamed(settings, SETTINGS, VALUES)
+    if found.get("between_nodes") == "plain":
+        del found["between_nodes"]
+    return found
 
 
 def first_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,8 +85,10 @@ class Division:
 
 
 def divided(schedule: str, layout: Layout, cp_size: int, node_size: int) -> Division:
-    """How a schedule divides the ranks; for all_gather, which has no ring, as for a ring of all ranks. Raises ValueError
-    for an unknown one."""
+    """How a schedule divides the ranks; for all_gather, which has no ring, as for a ring of all ranks.
+
+    Raises ValueError for an unknown schedule.
+    """
     if schedule not in RING_SCHEDULES + RUNS_OF_TOKENS:
         known = ", ".join((*RING_SCHEDULES, ALL_GATHER, *ULYSSES_SCHEDULES))
         raise ValueError(f"schedule {schedule!r} is unknown; choose one of {known}")

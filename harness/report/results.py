@@ -43,7 +43,7 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
-_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": "", "between_nodes": "plain"}
+_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 

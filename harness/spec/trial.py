@@ -17,7 +17,7 @@ _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
     "parameters": "auto", "cuda_graph": "auto", "head_tiles": 0, "gather_ahead": 1,
     "settings": "equal",
-    "repeat_kv_heads": True, "overlap_projections": False, "between_nodes": "plain",
+    "repeat_kv_heads": True, "overlap_projections": False,
     "checkpoint.plan": "hand", "memory": "", "planned": "",
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
     ("h200x4/attention_exchange", "attention_node", "exchange", ()),
-    ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]",)),
+    ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]", "fixed.cuda_graph=none")),
     ("h200x2/training_node_two", "training_node", "two", ()),
     (
         "h200x2/training_node_two_long", "training_node", "two_long",
@@ -179,9 +179,9 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
         ),
     ),
     (
-        "h200x2/two_nodes_overlap", "attention_two_nodes", "overlap",
+        "h200x2/two_nodes_overlap", "attention_two_nodes", None,
         (
-            "sweep.cp_size=[2]", "sweep.emulate_nodes=[2]", "sweep.seq_len=[128k]",
+            "sweep.cp_size=[2]", "sweep.emulate_nodes=[2]", "sweep.seq_len=[128k]", "sweep.method=[burst]",
             "sweep.schedule=[double_ring,ulysses]",
         ),
     ),

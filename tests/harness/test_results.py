@@ -31,7 +31,7 @@ def test_the_columns_of_the_contract_come_first_and_in_order() -> None:
 
 
 def test_every_setting_has_a_column(tmp_path: Path) -> None:
-    chosen = {"memory": "80GiB", "planned": "checkpoint.tail", "between_nodes": "blocks:8192"}
+    chosen = {"memory": "80GiB", "planned": "checkpoint.tail"}
     trial = record(checkpoint=Checkpoint(every=1, tail=0.0, plan="auto"), lm_head_fusion=False, **chosen)
     [written] = read(write_results(tmp_path / "results.csv", rows_of([trial])))
     settings = flatten(to_json(trial.settings))
@@ -44,12 +44,12 @@ def test_every_setting_has_a_column(tmp_path: Path) -> None:
     assert written["model.kv_heads"] == "4"
 
 
-def test_ways_to_overlap_have_a_column_where_a_trial_uses_one(tmp_path: Path) -> None:
-    plain, cut = record(), record(between_nodes="blocks:8192")
-    [alone] = read(write_results(tmp_path / "results.csv", rows_of([plain])))
-    assert "between_nodes" not in alone
-    beside = read(write_results(tmp_path / "results.csv", rows_of([plain, cut])))
-    assert sorted(row["between_nodes"] for row in beside) == ["blocks:8192", "plain"]
+def test_a_budget_of_memory_has_a_column_where_a_trial_has_one(tmp_path: Path) -> None:
+    by_hand, budgeted = record(), record(memory="80GiB")
+    [alone] = read(write_results(tmp_path / "results.csv", rows_of([by_hand])))
+    assert "memory" not in alone
+    beside = read(write_results(tmp_path / "results.csv", rows_of([by_hand, budgeted])))
+    assert sorted(row["memory"] for row in beside) == ["", "80GiB"]
 
 
 def test_a_record_from_before_a_setting_existed_is_read_with_what_every_run_was_then(tmp_path: Path) -> None:

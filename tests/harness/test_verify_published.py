@@ -93,6 +93,10 @@ _CONDITIONS = {
     "locked host memory": [
         "h200x2/training_node_two_longest",
     ],
+    "trials of a setting that was removed later": [
+        "h200x2/attention_short",
+        "h200x2/two_nodes_overlap",
+    ],
     "the nodes are GPUs of one host": [
         "h200x2/two_nodes_overlap",
         "h200x2/two_nodes_systems",

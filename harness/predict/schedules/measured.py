@@ -120,8 +120,6 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
     chosen, model = measured.chosen, settings.model
     if settings.emulate_nodes > 1 or len(set(record.hosts)) > 1 or chosen["kernel"] != "fa4":
         return
-    if settings.cuda_graph == "pass":  # the model is of passes that the host launches
-        return
     if chosen["exchange"] not in ("copy_engine", "none"):
         return
     problem = attention_problem(settings, context_ranks_of_node(settings, settings.world_size))

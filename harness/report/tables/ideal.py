@@ -42,7 +42,7 @@ MOMENTS = ("before", "between", "after")  # the steps of a trial, when its link 
 # What sharing the problem out may change; everything else must be equal for a trial to be the ideal of another.
 _SHARING = frozenset({
     "method", "cp_size", "tp_size", "world_size", "layout", "schedule", "backward", "exchange", "grad_comm_dtype",
-    "emulate_nodes", "between_nodes", "seed",
+    "emulate_nodes", "seed",
 })  # fmt: skip
 
 NOTE = (

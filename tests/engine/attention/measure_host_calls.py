@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine.attention.algorithms.captured import CapturedPlan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
@@ -39,8 +38,6 @@ SCHEDULES = (
     {"schedule": "ulysses", "num_head_chunks": 2},
     {"schedule": "ring", "backward": "query"},
     {"schedule": "ring", "backward": "key_value"},
-    {"schedule": "ulysses", "num_head_chunks": 1, "captured": True},
-    {"schedule": "ring", "backward": "query", "captured": True},
 )
 TOKENS, HEADS, HEAD_DIM = 32, 32, 16  # of a rank: so few that copies take next to nothing
 PROFILED = 20  # calls
@@ -82,11 +79,8 @@ def counted(choices: dict[str, Any]) -> dict[str, dict[str, float]]:
     become_a_gpu()
     cp = ContextParallel()
     q, k, v, dout = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
-    captured = choices.pop("captured", False)
     plan = plan_attention(q, k, mask=Causal(), cp=cp, kernel="reference", lse_gradient=False, **choices)
     plan = by_copy_engine(with_kernel(plan), dist.group.WORLD)
-    if captured:
-        plan = CapturedPlan(plan)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
 
     def forward() -> torch.Tensor:
@@ -137,7 +131,7 @@ def main() -> None:
     ranks = parser.parse_args().ranks
     tables = [run_on_ranks(ranks, counted, choices)[0] for choices in SCHEDULES]
     names = sorted({name for table in tables for row in table.values() for name in row})
-    titles = [" ".join(str(v) for v in choices.values()).replace("True", "replayed") for choices in SCHEDULES]
+    titles = [" ".join(str(v) for v in choices.values()) for choices in SCHEDULES]
     print(f"| forward / backward of rank 0 of {ranks} | {' | '.join(titles)} |")
     print("|---" * (len(titles) + 1) + "|")
     for name in names:

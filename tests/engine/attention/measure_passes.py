@@ -31,17 +31,11 @@ Step = Callable[[], tuple[Tensor, ...]]
 def ways(size: int, kv_heads: int) -> dict[str, dict[str, object]]:
     """Settings of `prepare_attention` by name."""
     found: dict[str, dict[str, object]] = {}
-    for captured in (False, True):
-        how = "replayed" if captured else "launched"
-        for side in ("query", "key_value"):
-            found[f"ring {side}, {how}"] = {
-                "schedule": "ring", "exchange": "copy_engine", "backward": side, "captured": captured,
-            }  # fmt: skip
-        for chunks in (1, 2, 4):
-            if kv_heads // size % chunks == 0:
-                found[f"ulysses {chunks}, {how}"] = {
-                    "schedule": "ulysses", "num_head_chunks": chunks, "captured": captured,
-                }  # fmt: skip
+    for side in ("query", "key_value"):
+        found[f"ring {side}"] = {"schedule": "ring", "exchange": "copy_engine", "backward": side}
+    for chunks in (1, 2, 4):
+        if kv_heads // size % chunks == 0:
+            found[f"ulysses {chunks}"] = {"schedule": "ulysses", "num_head_chunks": chunks}
     return found
 
 
@@ -109,7 +103,7 @@ def main() -> None:
         expected = next(iter(steps.values()))()
         differences = {}
         for name, step in steps.items():
-            for _ in range(3):  # launched, captured and replayed
+            for _ in range(2):
                 found = step()
             differences[name] = worst_difference(found, expected)
         whole = step_of(alone, tokens, chosen.kv_heads)

@@ -65,12 +65,6 @@ def test_other_tasks_have_no_step_to_capture() -> None:
     assert choice.unsupported_reason(changed(task="attention"), "cpu") is None
 
 
-def test_passes_are_replayed_in_task_attention_alone() -> None:
-    reason = choice.unsupported_reason(changed(cuda_graph="pass"), "cuda")
-    assert reason == "cuda_graph pass is for task attention, found task train; set cuda_graph to none or auto"
-    assert choice.unsupported_reason(changed(cuda_graph="pass", task="attention"), "cuda") is None
-
-
 def on_a_cpu(cache: str, setting: str) -> str | dict[str, str]:
     os.environ["BURST_CACHE"] = cache
     settings = changed(seq_len=64, cuda_graph=setting)
