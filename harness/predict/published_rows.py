@@ -17,12 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from baselines.paper_cluster import GPUS_PER_NODE
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.predict.problem import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
+# What a schedule is where nothing lies between nodes: a configuration has its name by what runs.
+_WITHIN_A_NODE = {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}
 TRAINING, ATTENTION = "tokens_per_gpu_per_second", ("forward_ms", "forward_backward_ms")
 END_TO_END = ("e2e_main", "ablation", "checkpointing", "cp_scaling")
 # Head counts and masks of the attention benchmarks, from results/paper/experiments.yaml.
@@ -137,8 +140,15 @@ def configuration_of_row(row: dict[str, str]) -> Configuration:
             optimizer_offload="[offload]" in words,
             **split,
         ),
-        exchange=Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=method == "burst"),
+        exchange=_exchange(schedule, side, ranks, tuned=method == "burst"),
     )
+
+
+def _exchange(schedule: str, side: Side, ranks: int, *, tuned: bool) -> Exchange:
+    """The exchange among `ranks` ranks, all on one node where it has as many GPUs."""
+    if ranks <= GPUS_PER_NODE:
+        schedule = _WITHIN_A_NODE.get(schedule, schedule)
+    return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
 
 
 def _ranks_of_sequence(words: str, gpus: int) -> int:
@@ -205,8 +215,7 @@ def _benchmark(row: dict[str, str]) -> Configuration:
         mask="causal" if causal else "full",
         layout="striped" if "striped" in name else "zigzag" if causal else "contiguous",
     )
-    exchange = Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
-    return Configuration(settings=settings, exchange=exchange)
+    return Configuration(settings=settings, exchange=_exchange(schedule, side, gpus, tuned=tuned))
 
 
 @cache
