@@ -182,7 +182,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
         "h200x2/two_nodes_overlap", "attention_two_nodes", None,
         (
             "sweep.cp_size=[2]", "sweep.emulate_nodes=[2]", "sweep.seq_len=[128k]", "sweep.method=[burst]",
-            "sweep.schedule=[double_ring,ulysses]",
+            "sweep.schedule=[double_ring,ulysses]", "steps.warmup=1", "steps.measured=2",
         ),
     ),
     ("h200x4/attention_window", "attention_window", None, ()),

@@ -1,4 +1,4 @@
-"""Milliseconds of short attention whose passes are launched by the host and replayed as graphs; for GPUs, no test.
+"""Milliseconds of short attention over the GPUs of one node, by schedule; for GPUs, no test.
 
     torchrun --nproc-per-node 4 -m tests.engine.attention.measure_passes                 # 16K and 32K tokens, all ways
     torchrun --nproc-per-node 2 -m tests.engine.attention.measure_passes --kv-heads 8 --tokens 16384
