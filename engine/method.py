@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from engine.attention.comm.topology import shared_node_size
-from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason
+from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch

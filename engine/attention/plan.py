@@ -16,7 +16,7 @@ from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
+from engine.attention.comm.collectives import TokenRun, token_runs_in_order
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.attention.comm.gather import GroupGather
+from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
 from engine.lm_head.tiles import check_labels

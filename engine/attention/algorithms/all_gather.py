@@ -17,8 +17,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import TokenRun, in_order, write_by_member
-from engine.attention.comm.gather import GroupGather
+from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
 from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Layout, Segment

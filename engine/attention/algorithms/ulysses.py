@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm.collectives import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.comm.agreement import Agreement
-from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
+from engine.attention.comm.collectives import AllToAll, GroupAllToAll, GroupGather
 from engine.attention.comm.exchange import AllPairsP2P, P2PRing, RingComms
-from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import MESSAGE_BYTES, across_gib_per_second
 from engine.attention.comm.p2p import (
     CallOrder,
@@ -29,12 +28,11 @@ from engine.attention.comm.p2p import (
     timeout_of,
 )
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
-from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
-from engine.attention.comm.symm_mem.copy_engine import CopyEngine
+from engine.attention.comm.symm_mem.channel import CopyEngine, copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.peers import agreed_unsupported_reason, report
-from engine.attention.comm.topology import host_name, shared_node_size
 from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS
 from engine.attention.geometry.ring import Ring
+from engine.attention.problem import host_name, shared_node_size
 
 
 class Communicators:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine import ContextParallel, burst_attention
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
+from engine.attention.comm.collectives import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
 from engine.attention.cost import HardwareModel, choose_num_head_chunks, estimate
 from engine.attention.masks import Causal, SlidingWindow

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.comm.all_to_all import token_runs_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner
+from engine.attention.comm.collectives import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all import CopyPlanner
 from engine.attention.comm_volume import CallBytes, RingVolume, Sent, Shards, Widths, all_to_all_bytes
 from engine.attention.cost import HardwareModel
 from engine.attention.geometry.layout import layout_named

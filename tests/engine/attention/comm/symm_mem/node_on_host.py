@@ -28,7 +28,7 @@ from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.exchange import AllPairsP2P, RingComms
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
-from engine.attention.comm.symm_mem.copy_engine import CopyEngine
+from engine.attention.comm.symm_mem.channel import CopyEngine
 from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS
 from engine.cuda import driver as cuda_driver
 from engine.cuda.driver import WAIT_VALUE_32, WRITE_VALUE_32, _Box, _Operation
