@@ -7,7 +7,6 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.communicators import Communicators, found_node_size
-from engine.attention.comm.p2p import Traffic, peers_needed
+from engine.attention.comm.p2p import peers_needed
 from engine.attention.geometry.layout import Layout, Segment, as_layout, rows_before, split_unsupported_reason
 from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
@@ -83,19 +82,11 @@ class ContextParallel:
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self.node_size = node_size or found_node_size(group, self.size)
         self.comms = Communicators(group, self.size, self.node_size)
+        self.traffic = self.comms.traffic  # bytes that this rank has sent
+        self.collective = self.comms.collective  # around steps that all ranks take together
         self.name = f"context {next(_numbers)}"  # of this process alone
         self.plans = PlanCache()  # of attention among these ranks
         self.plan_number = 0  # of the plan that this context is part of
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes that this rank has sent."""
-        return self.comms.traffic
-
-    @property
-    def collective(self) -> Callable[..., AbstractContextManager[None]]:
-        """Around steps that all ranks take together: `engine.attention.comm.p2p.CallOrder.kept`."""
-        return self.comms.collective
 
     def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
         """`Communicators.agree` on a call and on the layout of its shards."""
