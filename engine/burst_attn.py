@@ -18,12 +18,13 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
+from engine.attention.inputs import Result
 from engine.attention.masks import Causal, Full
 from engine.attention.prepared import burst_attention
 
@@ -47,7 +48,7 @@ class BMTrainCommunicator:
     torch.distributed. Raises ValueError when BMTrain is not installed, or torch.distributed runs other ranks.
     """
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: object) -> None:
         if importlib.util.find_spec("bmtrain") is None:
             raise ValueError("process_group is a BMTrain communicator and BMTrain is missing; pip install bmtrain")
         self._communicator = communicator
@@ -76,7 +77,7 @@ def burst_attn_func(
     process_group: dist.ProcessGroup | Communicator | None = None,
     double_group: Sequence[dist.ProcessGroup | Communicator | None] | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Result:
     """Attention of this rank's queries over the whole sequence. Collective over `process_group`.
 
     Args:
@@ -135,13 +136,13 @@ class OpBurstAttn:
         double_group: Sequence[dist.ProcessGroup | Communicator | None] | None = None,
     ) -> Tensor:
         """Attention of this rank's queries over the whole sequence, differentiable in q, k and v."""
-        out: Tensor = burst_attn_func(
+        out: Result = burst_attn_func(
             q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, double_group
         )
         return out
 
 
-def _torch_group(process_group: Any) -> dist.ProcessGroup | None:
+def _torch_group(process_group: object) -> dist.ProcessGroup | None:
     """`process_group` as a torch process group; None for all ranks, also when there is only one."""
     if process_group is None:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -157,7 +158,7 @@ def _torch_group(process_group: Any) -> dist.ProcessGroup | None:
     )
 
 
-def _groups_of(double_group: Sequence[Any] | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _groups_of(double_group: Sequence[object] | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """(intra-node group, inter-node group), both or neither."""
     if double_group is None:
         return None, None

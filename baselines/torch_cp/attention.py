@@ -18,7 +18,7 @@ from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import CAUSAL, FULL
-from engine.attention.kernels import BackwardInputs, Kernel, Problem, choose_kernel
+from engine.attention.kernels import BackwardInputs, Kernel, KernelProblem, choose_kernel
 from engine.attention.op import laid_out
 from engine.ops.autograd import accumulation_dtype, outside_autocast, refuse_second_derivative
 from engine.settings import TrialSettings
@@ -75,7 +75,7 @@ class TorchRing:
 
     def _kernel(self, q_BLND: Tensor, k_BLKD: Tensor) -> Kernel:
         settings = self._settings
-        problem = Problem(
+        problem = KernelProblem(
             device=q_BLND.device,
             dtype=q_BLND.dtype,
             heads=q_BLND.shape[2],

@@ -32,11 +32,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.attention.comm_plan import CommPlan, chunks_held, comm_plan, length, ring_tables
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.shard_table import Integers
+from engine.attention.geometry.tile_table import Integers
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length, ring_tables
 from engine.attention.problem import (
     BACKWARD_SIDES,
     RING_SCHEDULES,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale
+from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
 from engine.attention.masks import Mask
 from engine.attention.op import attention_backward, attention_forward
 from engine.attention.plan import cached_plan
@@ -41,10 +41,11 @@ _numbers = itertools.count()
 
 
 def registered(mask: Mask, cp: ContextParallel, choices: Choices) -> str:
-    """The name of these in compiled programs: the same one for equal ones. Raises ValueError when mask or scale cannot
-    be."""
+    """The name of these in compiled programs: the same one for equal ones. Raises ValueError when mask, scale or
+    softcap cannot be."""
     check_mask(mask)
     check_scale(choices.scale)
+    check_softcap(choices.softcap)
     choices = choices._replace(recompute=True)  # received tensors are not saved
     key = (cp.name, mask, choices)
     if key not in _names:
@@ -54,16 +55,16 @@ def registered(mask: Mask, cp: ContextParallel, choices: Choices) -> str:
 
 
 def compiled_attention(
-    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, name: str, saved: SavedOutput | None
+    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, sinks_N: Tensor | None, name: str, saved: SavedOutput | None
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL), both differentiable; `saved` as of `burst_attention`."""
+    """(out_BLND, lse_BNL), both differentiable; `sinks_N` and `saved` as of `burst_attention`."""
     out_BLND: Tensor
     lse_BNL: Tensor
     if saved is None:
-        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, name, None, None, 0)
+        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, None, None, 0)
     else:
         out_BLND, lse_BNL = torch.ops.burst.attention(
-            q_BLND, k_BLKD, v_BLKD, name, saved.out_BLND, saved.lse_BNL, saved.cut
+            q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved.out_BLND, saved.lse_BNL, saved.cut
         )
     return out_BLND, lse_BNL
 
@@ -81,6 +82,7 @@ def _attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
+    sinks_N: Tensor | None,
     name: str,
     saved_out_BLND: Tensor | None,
     saved_lse_BNL: Tensor | None,
@@ -89,22 +91,14 @@ def _attention(
     saved = None
     if saved_out_BLND is not None and saved_lse_BNL is not None:
         saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
-    out_BLND, lse_BNL = attention_forward(_plan(name, q_BLND, k_BLKD), q_BLND, k_BLKD, v_BLKD, saved)
+    out_BLND, lse_BNL = attention_forward(_plan(name, q_BLND, k_BLKD), q_BLND, k_BLKD, v_BLKD, sinks_N, saved)
     if saved is not None and cut == 0:
         return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
     return out_BLND, lse_BNL
 
 
 @_attention.register_fake
-def _attention_fake(
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    v_BLKD: Tensor,
-    name: str,
-    saved_out_BLND: Tensor | None,
-    saved_lse_BNL: Tensor | None,
-    cut: int,
-) -> tuple[Tensor, Tensor]:
+def _attention_fake(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
     check_inputs(q_BLND, k_BLKD, v_BLKD)
     batch, tokens, heads, _ = q_BLND.shape
     lse_BNL = q_BLND.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q_BLND.dtype))
@@ -118,13 +112,16 @@ def _attention_backward(
     v_BLKD: Tensor,
     out_BLND: Tensor,
     lse_BNL: Tensor,
+    sinks_N: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     name: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _plan(name, q_BLND, k_BLKD)
-    dq, dk, dv = attention_backward(plan, (q_BLND, k_BLKD, v_BLKD), out_BLND, lse_BNL, dout_BLND, dlse_BNL)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    shards = q_BLND, k_BLKD, v_BLKD
+    dq, dk, dv, dsinks = attention_backward(plan, shards, out_BLND, lse_BNL, sinks_N, dout_BLND, dlse_BNL)
+    # An operation returns tensors only: where there are no sinks, their gradient is empty.
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), lse_BNL.new_empty(0) if dsinks is None else dsinks
 
 
 @_attention_backward.register_fake
@@ -132,25 +129,24 @@ def _attention_backward_fake(
     q_BLND: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
-    out_BLND: Tensor,
+    _out_BLND: Tensor,
     lse_BNL: Tensor,
-    dout_BLND: Tensor | None,
-    dlse_BNL: Tensor | None,
-    name: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks_N: Tensor | None,
+    *_others: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BLKD, v_BLKD))
-    return dq, dk, dv
+    return dq, dk, dv, lse_BNL.new_empty(0) if sinks_N is None else torch.empty_like(sinks_N)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BLND, k_BLKD, v_BLKD, ctx.name, *_ = inputs
+    q_BLND, k_BLKD, v_BLKD, sinks_N, ctx.name, *_ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output)
+    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output, sinks_N)
 
 
 def _differentiate(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.burst.attention_backward(*ctx.saved_tensors, dout_BLND, dlse_BNL, ctx.name)
-    return *gradients, None, None, None, None
+    dq, dk, dv, dsinks = torch.ops.burst.attention_backward(*ctx.saved_tensors, dout_BLND, dlse_BNL, ctx.name)
+    return dq, dk, dv, None if ctx.saved_tensors[-1] is None else dsinks, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

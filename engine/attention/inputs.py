@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 from torch import Tensor
 
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]  # out_BLND, or with `return_lse` (out_BLND, lse_BNL)
 LAYOUTS = {  # by name, the dimensions of q
     "BSHD": "[batch, tokens, heads, head_dim]",
     "BHSD": "[batch, heads, tokens, head_dim]",
@@ -33,13 +34,16 @@ def to_bshd(tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors] if layout == "BHSD" else list(tensors)
 
 
-def from_bshd(found: Any, layout: str) -> Any:
+def from_bshd(found: Result, layout: str) -> Result:
     """The out_BLND, or (out_BLND, lse_BNL), of a call as views in `layout`; without a batch the lse has none."""
     if layout == "BSHD":
         return found
-    if isinstance(found, tuple):
-        return from_bshd(found[0], layout), found[1].squeeze(0) if layout == "THD" else found[1]
-    return found.squeeze(0) if layout == "THD" else found.transpose(1, 2)
+    if isinstance(found, Tensor):
+        return found.squeeze(0) if layout == "THD" else found.transpose(1, 2)
+    out_BLND, lse_BNL = found
+    if layout == "THD":
+        return out_BLND.squeeze(0), lse_BNL.squeeze(0)
+    return out_BLND.transpose(1, 2), lse_BNL
 
 
 def looks_transposed(q: Tensor) -> bool:
@@ -110,6 +114,25 @@ def check_scale(scale: float | None) -> None:
     """
     if scale is not None and not (isinstance(scale, Real) and 0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError unless `softcap` is None or a finite bound above 0."""
+    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+        raise ValueError(f"softcap is {softcap!r}; give a finite bound of the scores above 0, or None for no bound")
+
+
+def check_sinks(sinks_N: object, q_BLND: Tensor) -> None:
+    """Raise ValueError unless `sinks_N` has one floating-point logit per query head, on the device of q."""
+    if not isinstance(sinks_N, Tensor):
+        raise ValueError(f"sinks_N is a {type(sinks_N).__name__}; pass a torch tensor of one logit per query head")
+    heads = q_BLND.shape[2]
+    if sinks_N.shape != (heads,):
+        raise ValueError(f"sinks_N is {tuple(sinks_N.shape)} and q has {heads} heads; pass one logit per query head")
+    if not sinks_N.dtype.is_floating_point:
+        raise ValueError(f"sinks_N is {sinks_N.dtype}; pass a floating-point dtype")
+    if sinks_N.device != q_BLND.device:
+        raise ValueError(f"sinks_N is on {sinks_N.device} and q on {q_BLND.device}; move them to one device")
 
 
 def check_mask(mask: object) -> None:

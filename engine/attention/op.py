@@ -5,21 +5,28 @@ computes (out, LSE) and the gradients from this rank's shards, as ring attention
 as Ulysses around it (`engine.attention.algorithms.ulysses`). Where one kernel call is the whole problem, nothing but
 that call runs.
 
+A sink is one more key of every query, without a value: a logit of its own per head (gpt-oss). It is applied here, after
+a plan's forward: lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward is then that of any attention
+with more keys elsewhere, from lse' and delta = rowsum(dO * out'), so no kernel and no schedule knows of sinks.
+
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
+from engine.attention.inputs import Result
 from engine.attention.kernels import WholeInputs
 from engine.ops.autograd import outside_autocast, refuse_second_derivative
+
+QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD of this rank
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
@@ -34,15 +41,18 @@ class _BurstAttention(torch.autograd.Function):
         q_BLND: Tensor,
         k_BLKD: Tensor,
         v_BLKD: Tensor,
+        sinks_N: Tensor | None,
         plan: AttentionPlan,
         saved_output: SavedOutput | None,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
         ctx.call = plan.cp.comms.begin_call()
-        out_BLND, lse_BNL, saved = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved_output, ctx.call, save=not recompute)
+        out_BLND, lse_BNL, saved = _forward(
+            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, saved_output, ctx.call, save=not recompute
+        )
         ctx.plan, ctx.gathered = plan, saved.gathered
-        ctx.save_for_backward(out_BLND, lse_BNL, *saved.tensors)
+        ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         if saved_output is not None:
             return out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)
@@ -52,11 +62,10 @@ class _BurstAttention(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
-        out_BLND, lse_BNL, *tensors = ctx.saved_tensors
-        saved = Saved(tuple(tensors), ctx.gathered)
-        owned = [out_BLND]
+        out_BLND, lse_BNL, sinks_N, *tensors = ctx.saved_tensors
+        owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
-        return *_gradients(ctx.plan, saved, owned, lse_BNL, dout_BLND, dlse_BNL, ctx.call), None, None, None
+        return *_gradients(ctx.plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call), None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -106,16 +115,18 @@ def _gradients(
     saved: Saved,
     owned_out: list[Tensor],
     lse_BNL: Tensor,
+    sinks_N: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     call: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BLND, dk_BLKD, dv_BLKD). `owned_out` holds O alone, and is emptied where the gradients need its memory;
-    `call` is the number of the forward's call."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N). `owned_out` holds O alone, and is emptied where the gradients need its
+    memory; `call` is the number of the forward's call."""
     out_BLND = owned_out.pop()
     dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
     if plan.one_call is not None and dlse_BNL is None and plan.kernel.takes_output:
-        return _whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND)
+        dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, row_dot(dout_BLND, out_BLND))
+        return *_whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND), dsinks_N
     # d lse / d score is the probability itself, so the gradient of the LSE is subtracted from delta.
     delta_BNL = row_dot(dout_BLND, out_BLND)
     del out_BLND  # in a recomputed layer the last reference to O: the gradients need its memory
@@ -126,67 +137,92 @@ def _gradients(
                 "with lse_gradient=True"
             )
         delta_BNL -= dlse_BNL
+    dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, delta_BNL)
     with plan.cp.collective(call, plan=plan.cp.plan_number, backward=True):
-        return plan.backward(saved, dout_BLND, lse_BNL, delta_BNL)
+        return *plan.backward(saved, dout_BLND, lse_BNL, delta_BNL), dsinks_N
+
+
+def _with_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(out_BLND, in place, and lse_BNL) of rows that see a sink as well. A sink of -inf is none."""
+    final_BNL = torch.logaddexp(lse_BNL, sinks_N.to(lse_BNL.dtype)[:, None])
+    weight_BNL = (lse_BNL - final_BNL.masked_fill(final_BNL == -torch.inf, 0)).exp()
+    return out_BLND.mul_(weight_BNL.transpose(1, 2).unsqueeze(-1)), final_BNL
+
+
+def _sink_gradient(sinks_N: Tensor, lse_BNL: Tensor, delta_BNL: Tensor) -> Tensor:
+    """dsinks_N, summed over this rank's tokens: a sink's probability times -delta, as of a key whose value is 0."""
+    logits_N1 = sinks_N.to(lse_BNL.dtype)[:, None]
+    p_BNL = (logits_N1 - lse_BNL.masked_fill(lse_BNL == -torch.inf, 0)).exp()
+    return -(p_BNL * delta_BNL).sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 @outside_autocast
 def attention_forward(
-    plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, saved: SavedOutput | None
+    plan: AttentionPlan,
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    sinks_N: Tensor | None,
+    saved: SavedOutput | None,
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        out_BLND, lse_BNL, _ = _forward(plan, *shards, saved, plan.cp.comms.begin_call(), save=False)
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
     return out_BLND, lse_BNL
 
 
 @outside_autocast
 def attention_backward(
     plan: AttentionPlan,
-    shards: tuple[Tensor, Tensor, Tensor],
+    shards: QKV,
     out_BLND: Tensor,
     lse_BNL: Tensor,
+    sinks_N: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BLND, dk_BLKD, dv_BLKD) of `run_attention`, outside autograd, from its inputs and results."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N) of `run_attention`, outside autograd, from its inputs and results."""
     with torch.no_grad():
         saved = Saved(tuple(laid_out(shard) for shard in shards))
         # A compiled program holds no number of its calls: their backwards are told apart by their order alone.
-        return _gradients(plan, saved, [out_BLND], lse_BNL, dout_BLND, dlse_BNL, call=0)
+        return _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, dout_BLND, dlse_BNL, call=0)
 
 
 def _forward(
-    plan: AttentionPlan,
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    v_BLKD: Tensor,
-    saved_output: SavedOutput | None,
-    call: int,
-    *,
-    save: bool,
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput | None, call: int, *, save: bool
 ) -> tuple[Tensor, Tensor, Saved]:
     """(out_BLND, lse_BNL, saved), with attention computed only for the rows that are not in `saved_output`."""
-    if saved_output is None:
-        if plan.one_call is not None:
-            return *_whole_forward(plan, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
+    if saved_output is not None:
+        return *_joined_forward(plan, shards, sinks_N, saved_output, call), Saved(shards)
+    if plan.one_call is not None:
+        out_BLND, lse_BNL, saved = *_whole_forward(plan, *shards), Saved(shards)
+    else:
         with plan.cp.collective(call, plan=plan.cp.plan_number):
-            return plan.forward(q_BLND, k_BLKD, v_BLKD, save=save)
-    shards = Saved((q_BLND, k_BLKD, v_BLKD))
+            out_BLND, lse_BNL, saved = plan.forward(*shards, save=save)
+    if sinks_N is None:
+        return out_BLND, lse_BNL, saved
+    return *_with_sinks(out_BLND, lse_BNL, sinks_N), saved.with_sinks(sinks_N)
+
+
+def _joined_forward(
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
+) -> tuple[Tensor, Tensor]:
+    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
     if saved_output.cut == 0:
-        return *saved_output.tensors, shards
+        return saved_output.tensors
     with plan.cp.collective(call, plan=plan.cp.plan_number):
-        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(q_BLND, k_BLKD, v_BLKD, save=False)
-    rows = out_BHND.shape[1] + saved_output.out_BLND.shape[1]
-    if rows != q_BLND.shape[1]:
+        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
+    if sinks_N is not None:
+        out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
+    rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
+    if rows != tokens:
         raise ValueError(
             f"saved holds {saved_output.out_BLND.shape[1]} rows from position {saved_output.cut} on and "
-            f"{out_BHND.shape[1]} lie before it, but q has {q_BLND.shape[1]}; pass what save_suffix returned for these "
-            "shards"
+            f"{out_BHND.shape[1]} lie before it, but q has {tokens}; pass what save_suffix returned for these shards"
         )
     out_BLND = torch.cat((out_BHND, saved_output.out_BLND), dim=1)
-    return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2), shards
+    return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2)
 
 
 def run_attention(
@@ -194,23 +230,27 @@ def run_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
+    sinks_N: Tensor | None = None,
     *,
     saved: SavedOutput | None = None,
     recompute: bool = False,
     return_lse: bool = False,
-) -> Any:
+) -> Result:
     """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-    differentiable = torch.is_grad_enabled() and (q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad)
-    if saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
+    differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
+    if sinks_N is not None:
+        differentiable = differentiable or sinks_N.requires_grad
+    differentiable = differentiable and torch.is_grad_enabled()
+    if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:
             out_BLND: Tensor = _OneCall.apply(q_BLND, k_BLKD, v_BLKD, plan)
             return out_BLND
         return _whole_forward(plan, q_BLND, k_BLKD, v_BLKD)[0]
     if differentiable:
-        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, saved, recompute)
+        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, plan, saved, recompute)
     else:
-        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, saved)
+        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
 
 
@@ -222,17 +262,18 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
     return garbage, raise, or end the process with a misaligned address.
     """
-    row_bytes = tensor_BLND.shape[-1] * tensor_BLND.itemsize
-    if tensor_BLND.is_contiguous() and (
-        row_bytes % ALIGNMENT_BYTES or tensor_BLND.storage_offset() * tensor_BLND.itemsize % ALIGNMENT_BYTES == 0
-    ):
+    start, contiguous = tensor_BLND.storage_offset(), tensor_BLND.is_contiguous()
+    if contiguous and start == 0:
         return tensor_BLND
     sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
+    row_bytes = tensor_BLND.shape[-1] * item
+    if contiguous and (row_bytes % ALIGNMENT_BYTES or start * item % ALIGNMENT_BYTES == 0):
+        return tensor_BLND
     taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
     contiguous_heads = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
     # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
     alignable = row_bytes % ALIGNMENT_BYTES == 0
-    starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
+    starts = (start, *taken) if alignable else ()
     if contiguous_heads and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
         return tensor_BLND
     return tensor_BLND.clone(memory_format=torch.contiguous_format)

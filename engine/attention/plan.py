@@ -19,12 +19,10 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.collectives import TokenRun, token_runs_in_order
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.kernels import Kernel, choose_kernel
-from engine.attention.kernels import Problem as KernelProblem
-from engine.attention.kernels.stand_in import AnyDelta
+from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Mask
-from engine.attention.planning.pair_table import pair_table
+from engine.attention.masks.pairs import pair_table
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, resolve
 from engine.cuda.alternate import streams_of
@@ -47,6 +45,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
         try:
             check_inputs(q_BLND, k_BLKD, k_BLKD)
             check_scale(choices.scale)
+            check_softcap(choices.softcap)
         except ValueError as error:
             cp.comms.refuse(error)
             raise
@@ -176,7 +175,7 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
         bands = gathered_kinds(problem.mask, problem.layout, problem.seq_len, problem.cp_size)
     else:
         bands = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size).kinds
-    kernel = choose_kernel(
+    return choose_kernel(
         choices.kernel,
         KernelProblem(
             device=device,
@@ -186,9 +185,10 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
             head_dim=problem.head_dim,
             bands=bands,
             deterministic=choices.deterministic,
+            softcap=choices.softcap,
+            any_delta=choices.lse_gradient,
         ),
     )
-    return AnyDelta(kernel) if choices.lse_gradient and not kernel.takes_delta else kernel
 
 
 def _token_runs(problem: Problem, cp_ranks: Iterable[int]) -> tuple[TokenRun, ...]:

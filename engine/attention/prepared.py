@@ -18,7 +18,9 @@ from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.compiled import compiled_attention, registered
 from engine.attention.context import ContextParallel
 from engine.attention.inputs import (
+    Result,
     check_inputs,
+    check_sinks,
     check_tensors,
     from_bshd,
     looks_transposed,
@@ -49,6 +51,7 @@ def burst_attention(
     mask: Mask | None = None,
     cp: ContextParallel | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     schedule: str = "auto",
     backward: str = "auto",
@@ -56,11 +59,12 @@ def burst_attention(
     deterministic: bool = False,
     grad_comm_dtype: str = "fp32",
     num_head_chunks: int | None = None,
+    sinks_N: Tensor | None = None,
     saved: SavedOutput | None = None,
     recompute: bool = False,
     return_lse: bool = False,
     tensor_layout: str | None = None,
-) -> Any:
+) -> Result:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
 
     `cp` keeps the plans of its last calls: a call with the shapes, dtype, device, mask and choices of an earlier one
@@ -75,6 +79,8 @@ def burst_attention(
         mask: visible (query, key) pairs, in global positions; causal when None.
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
+        softcap: bound of the scores, which become softcap * tanh(scores / softcap); None for none. Kernels fa4, flex
+            and reference have it.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
         schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see
             `engine.attention.cost`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
@@ -89,25 +95,30 @@ def burst_attention(
             and, inside a node, for the chunks of other nodes; input: everywhere so.
         num_head_chunks: under a Ulysses schedule, the number of chunks of a rank's heads: one is sent while another is
             computed. The cost model's choice when None.
+        sinks_N: one learned logit per query head, [query heads], the same on every rank, in any floating-point dtype:
+            every query sees one more key of this score (which is neither scaled nor capped), whose value is 0. Its
+            gradient is the sum over this rank's tokens; add those of the ranks, as of any replicated parameter.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
             the other rows are computed again.
         recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
             that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
-        return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
-            every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
-            which some row's gradient comes by LSE alone, or nearly so.
+        return_lse: also return lse_BNL, the natural-log sum-exp of the scores, a sink's among them; it is
+            differentiable. The same on every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes
+            twice the time for tiles in which some row's gradient comes by LSE alone, or nearly so.
 
     Returns:
-        out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf, no gradient.
+        out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf (or
+            the sink's logit), no gradient to q, k and v.
 
     Raises:
-        ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
-            or a choice this machine cannot run.
+        ValueError: tensors that do not fit each other, a scale or softcap that is not above 0, a length the layout
+            cannot split, or a choice this machine cannot run.
         PeerLost: another rank's tensors did not come within the timeout of `cp`'s process group.
         BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.comm.p2p` has both).
     """
     choices = (
         scale,
+        softcap,
         kernel,
         schedule,
         backward,
@@ -134,14 +145,18 @@ def burst_attention(
             and k_BLKD.shape == v_BLKD.shape
         ):
             check_inputs(q_BLND, k_BLKD, v_BLKD)
+        if sinks_N is not None:
+            check_sinks(sinks_N, q_BLND)
     except (AttributeError, ValueError) as error:
         _refuse(error, cp, q_BLND, k_BLKD, v_BLKD)
     if torch.compiler.is_compiling():
-        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced(mask, cp, *choices), saved)
-        found: Any = (out_BLND, lse_BNL) if return_lse else out_BLND
+        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, _traced(mask, cp, *choices), saved)
+        found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
     plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
-    found = run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
+    found = run_attention(
+        plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved=saved, recompute=recompute, return_lse=return_lse
+    )
     return found if tensor_layout is None else from_bshd(found, tensor_layout)
 
 
@@ -194,15 +209,16 @@ class PreparedAttention:
         v_BLKD: Tensor,
         mask: Mask | None = None,
         *,
+        sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
-    ) -> Any:
+    ) -> Result:
         """`burst_attention` of these tensors. Collective over `cp`.
 
         Args:
             q_BLND, k_BLKD, v_BLKD: shards of the shapes, layout, dtype and device that were prepared; strides are free.
             mask: replaces the prepared mask in this call, the same one on every rank. Its plan is taken from those that
                 `cp` keeps, or made.
-            saved: as of `burst_attention`.
+            sinks_N, saved: as of `burst_attention`.
 
         Raises:
             ValueError: other shapes, another dtype or device than prepared, or a mask that does not fit.
@@ -224,8 +240,10 @@ class PreparedAttention:
             raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
+        if sinks_N is not None:
+            self._check_sinks(sinks_N, q_BLND)
         if torch.compiler.is_compiling():
-            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced_prepared(self, mask), saved)
+            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, _traced_prepared(self, mask), saved)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
         plan = self.plan if mask is None else cached_plan(q_BLND, k_BLKD, mask, self.cp, self._choices)
         found = run_attention(
@@ -233,11 +251,19 @@ class PreparedAttention:
             q_BLND,
             k_BLKD,
             v_BLKD,
+            sinks_N,
             saved=saved,
             recompute=self._choices.recompute,
             return_lse=self._return_lse,
         )
         return found if self._layout == "BSHD" else from_bshd(found, self._layout)
+
+    def _check_sinks(self, sinks_N: Tensor, q_BLND: Tensor) -> None:
+        try:
+            check_sinks(sinks_N, q_BLND)
+        except ValueError as error:
+            self.cp.comms.refuse(error)
+            raise
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the prepared mask."""
@@ -256,6 +282,7 @@ def prepare_attention(
     mask: Mask | None = None,
     cp: ContextParallel | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     schedule: str = "auto",
     backward: str = "auto",
@@ -280,13 +307,14 @@ def prepare_attention(
         forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
             relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds up to
             three more received chunks. The results are the same.
-        mask, cp, tensor_layout and the others: as of `burst_attention`.
+        mask, cp, tensor_layout, softcap and the others: as of `burst_attention`.
 
     Raises:
         ValueError: as `burst_attention`.
     """
     choices = Choices(
         scale,
+        softcap,
         kernel,
         schedule,
         backward,

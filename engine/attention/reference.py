@@ -20,18 +20,33 @@ def visibility(mask: Mask, seq_len: int, device: torch.device | None = None) -> 
 
 
 def dense_attention(
-    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scale: float | None = None
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    mask: Mask,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BSND, lse_BNS) of the whole problem, differentiable in q, k, v by plain autograd.
+    """(out_BSND, lse_BNS) of the whole problem, differentiable in q, k, v and the sinks by plain autograd.
 
     Scores are held whole (B x N x S x S) in the inputs' dtype: pass float64 for a reference. Rows that see no key give
-    out 0 and lse -inf.
+    out 0 and lse -inf, or the sink's logit where there are sinks.
     """
     groups = q_BSND.shape[2] // k_BSKD.shape[2]
     scale = q_BSND.shape[-1] ** -0.5 if scale is None else scale
     k_BSND, v_BSND = (t.repeat_interleave(groups, dim=2) for t in (k_BSKD, v_BSKD))
     scores_BNSS = torch.einsum("bqnd,bknd->bnqk", q_BSND, k_BSND) * scale
+    if softcap is not None:
+        scores_BNSS = softcap * (scores_BNSS / softcap).tanh()
     visible_SS = visibility(mask, q_BSND.shape[1], q_BSND.device)
+    if sinks_N is not None:  # one more key, whose value is 0
+        batch, heads, rows, _ = scores_BNSS.shape
+        sinks_BNS1 = sinks_N.to(scores_BNSS.dtype)[:, None, None].expand(batch, heads, rows, 1)
+        scores_BNST = torch.cat((scores_BNSS.masked_fill(~visible_SS, -torch.inf), sinks_BNS1), dim=-1)
+        p_BNSS = scores_BNST.softmax(dim=-1)[..., :-1]
+        return torch.einsum("bnqk,bknd->bqnd", p_BNSS, v_BSND), scores_BNST.logsumexp(dim=-1)
     blind_S = ~visible_SS.any(dim=1)
     scores_BNSS = scores_BNSS.masked_fill(~visible_SS, -torch.inf).masked_fill(blind_S[:, None], 0.0)
     p_BNSS = scores_BNSS.softmax(dim=-1).masked_fill(blind_S[:, None], 0.0)
@@ -40,9 +55,17 @@ def dense_attention(
 
 
 def dense_gradients(
-    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dout_BSND: Tensor, mask: Mask
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    dout_BSND: Tensor,
+    mask: Mask,
+    *,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) of the whole problem in float64, one KV head at a time to bound the S x S scores."""
+    """(out, dq, dk, dv), and dsinks where there are sinks, of the whole problem in float64, one KV head at a time to
+    bound the S x S scores."""
     group = q_BSND.shape[2] // k_BSKD.shape[2]
     parts = []
     for head in range(k_BSKD.shape[2]):
@@ -51,6 +74,8 @@ def dense_gradients(
             tensor.detach()[:, :, heads].double().requires_grad_()
             for tensor, heads in ((q_BSND, queries), (k_BSKD, keys), (v_BSKD, keys))
         )
-        out, _lse = dense_attention(q, k, v, mask)
-        parts.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout_BSND[:, :, queries].double())))
-    return tuple(torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
+        sinks = None if sinks_N is None else sinks_N.detach()[queries].double().requires_grad_()
+        out, _lse = dense_attention(q, k, v, mask, softcap=softcap, sinks_N=sinks)
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        parts.append((out.detach(), *torch.autograd.grad(out, leaves, dout_BSND[:, :, queries].double())))
+    return tuple(torch.cat(tensors, dim=min(2, tensors[0].ndim - 1)) for tensors in zip(*parts, strict=True))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from engine.attention.comm_plan import comm_plan
 from engine.attention.comm_volume import (
     CallBytes,
     Narrowed,
@@ -31,7 +32,6 @@ from engine.attention.cost import Estimate, HardwareModel, Workload, choose_num_
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.comm_plan import comm_plan
 from engine.attention.problem import (
     ALL_GATHER,
     BACKWARD_SIDES,
@@ -63,6 +63,7 @@ class Choices(NamedTuple):
     call without a prepared plan looks its plan up by them."""
 
     scale: float | None = None
+    softcap: float | None = None
     kernel: str = "auto"
     schedule: str = "auto"
     backward: str = "auto"

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.atomic import write_atomic
 from engine.attention.comm.link_speed import LATENCY_BYTES
 from engine.attention.geometry.tiles import CAUSAL
-from engine.attention.kernels import KERNELS, BackwardInputs, Problem, kernel_named, unsupported_reason
+from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, kernel_named, unsupported_reason
 from engine.distributed import limit_threads, local_device
 from engine.settings import ModelShape, from_json
 from engine.tasks.gemm_speeds import measure_products, rows_of
@@ -109,7 +109,7 @@ class _Calibration:
         heads, head_dim = self._request["heads"], self._request["head_dim"]
         for name in _CHECKED_KERNELS:
             for tokens in self._request["tiles"]:
-                problem = Problem(
+                problem = KernelProblem(
                     device=self._device, dtype=self._dtype, heads=heads, kv_heads=heads, head_dim=head_dim,
                     bands=frozenset({"causal"}), deterministic=False,
                 )  # fmt: skip

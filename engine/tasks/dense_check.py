@@ -26,7 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
-from engine.attention.masks import BlockSparse, Documents, Grid, LocalGlobal, Mask, SlidingWindow, Strided, parse_mask
+from engine.attention.masks import (
+    BlockGrid,
+    BlockSparse,
+    Documents,
+    LocalGlobal,
+    Mask,
+    SlidingWindow,
+    Strided,
+    parse_mask,
+)
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.initialise import STD, held_rows, initialise
@@ -200,7 +209,7 @@ def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int
         elif isinstance(pattern, LocalGlobal):
             pattern = LocalGlobal(count(pattern.reach), count(pattern.global_blocks))
         else:
-            pattern = Grid(tuple(row[:kept] for row in cast(Grid, pattern).rows[:kept]))
+            pattern = BlockGrid(tuple(row[:kept] for row in cast(BlockGrid, pattern).rows[:kept]))
         size = -(-tokens // kept)
         while size * kept // unit * unit <= size * (kept - 1):  # no multiple of `unit` ends in the last block
             size += 1

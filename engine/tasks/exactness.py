@@ -11,13 +11,13 @@ what is being checked, only the positions of a rank's tokens and the mask take p
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment
 from engine.attention.masks import Mask
-from engine.attention.masks.blocks import BlockMask
+from engine.attention.masks.mask import regions_of
 from engine.distributed import World
 from engine.measurement import NOT_FINITE, TOKEN_FACTOR, UNCHECKED, ErrorPlace, Extra
 
@@ -34,7 +34,6 @@ SAMPLED_ROWS = 256  # of a longer sequence; one of each run of positions where t
 TENSORS = ("out", "dq", "dk", "dv")
 _LARGEST_ERROR = 1e9  # what is recorded of a larger one
 _BLOCK_BYTES = 64 << 20  # of the scores that are held at once; about six tensors of that size are
-_ROWS_AT_ONCE = 128  # consecutive rows whose visible keys are asked for at once
 _FINITE = 1e100  # beyond it squares overflow; no value of a correct method comes near
 _LEAST_OF_SCALE = 0.1  # of the size of its terms that a tensor counts as at least, where they cancel
 
@@ -340,41 +339,13 @@ def seen_runs(mask: Mask, rows: Sequence[int], seq_len: int) -> tuple[Tensor, Te
     `seq_len`. Raises ValueError for a mask that does not fit the length."""
     if unsupported_reason := mask.unsupported_reason(seq_len):
         raise ValueError(unsupported_reason)
-    if isinstance(mask, BlockMask):
-        found = list(_runs_of_blocks(mask, rows, seq_len))
-    else:
-        found = list(_runs_of_tiles(mask, rows, seq_len))
+    regions = regions_of(mask, seq_len)
+    found = []
+    for row in rows:
+        _, _, start, stop, left, right = regions[(regions[:, 0] <= row) & (row < regions[:, 1])].T
+        start, stop = np.maximum(start, row - left), np.minimum(stop, row + right + 1)
+        found.append([run for run in zip(start.tolist(), stop.tolist(), strict=True) if run[0] < run[1]])
     most = max(map(len, found), default=0) or 1
     padded = [sorted(runs) + [(seq_len, seq_len)] * (most - len(runs)) for runs in found]
     starts_RI, stops_RI = torch.tensor(padded).unbind(dim=-1)
     return starts_RI.contiguous(), stops_RI.contiguous()
-
-
-def _runs_of_blocks(mask: BlockMask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
-    """The runs of each row of a mask by blocks, whose tiles take seconds where blocks are many."""
-    blocks = mask.block_at(seq_len - 1) + 1
-    for row in rows:
-        end = row + 1 if mask.causal else seq_len
-        seen = (map(mask.first_position, run) for run in mask.visible(mask.block_at(row), 0, blocks))
-        yield [(start, min(stop, end)) for start, stop in seen if start < end]
-
-
-def _runs_of_tiles(mask: Mask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
-    for segment in consecutive(rows):
-        runs: list[list[tuple[int, int]]] = [[] for _ in range(segment.count)]
-        for tile in mask.tiles((segment,), (Segment(0, seq_len),)):
-            lo, hi = tile.band.lo, tile.band.hi
-            for row in range(tile.rows):
-                start = tile.k_start + (0 if lo is None else max(0, row + lo))
-                stop = tile.k_stop if hi is None else min(tile.k_stop, tile.k_start + row + hi + 1)
-                runs[tile.q_start + row].append((start, stop))
-        yield from runs
-
-
-def consecutive(rows: Sequence[int]) -> Iterator[Segment]:
-    """Ascending positions as runs of at most _ROWS_AT_ONCE."""
-    for _, group in itertools.groupby(enumerate(rows), key=lambda one: one[1] - one[0]):
-        run = [position for _, position in group]
-        for start in range(0, len(run), _ROWS_AT_ONCE):
-            part = run[start : start + _ROWS_AT_ONCE]
-            yield Segment(part[0], len(part))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.attention.comm_plan import ChunkRanges, comm_plan, length
 from engine.attention.comm_volume import all_to_all_bytes
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.planning.comm_plan import ChunkRanges, comm_plan, length
 from engine.attention.problem import ALL_GATHER, Problem, divided
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB

@@ -11,7 +11,7 @@ from engine.attention.comm_volume import Shards, Widths
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import Mask
-from engine.attention.planning.pair_table import pair_table
+from engine.attention.masks.pairs import pair_table
 from engine.attention.problem import Problem
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
 from harness.metrics.hardware import Speeds
@@ -78,5 +78,5 @@ def step_areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, 
     for step in range(ring.cp_size):
         owner = ring.owner(rank, step)
         q_rank, k_rank = (owner, rank) if sends_queries else (rank, owner)
-        areas.append(sum(tile.area() for tile in pairs.tiles(q_rank, k_rank)))
+        areas.append(pairs.area(q_rank, k_rank))
     return tuple(areas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from tests.engine.live_bytes import LiveBytes
 TOKENS, TILES = 2048, 32
 
 
+@dataclass(frozen=True)
 class Allocating(CpuKernel):
     """Attention that makes the tensors a GPU kernel makes, and computes nothing."""
 
     writes_input_dtype = True
-    takes_delta = True
+    takes_delta: bool = True
     takes_output = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 
-from engine.attention.masks import LocalGlobal, SlidingWindow
 from engine.old_names import (
     KEYWORDS,
     RESOLVED_VALUES,
@@ -91,10 +90,3 @@ def test_a_keyword_under_both_names_is_refused() -> None:
     assert KEYWORDS["stored"] == "saved"
     with pytest.raises(TypeError, match="toy was given stored and saved, which is its name now; give saved"):
         toy(1, stored=1, saved=2)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(("mask", "name"), [(SlidingWindow, "global_tokens"), (LocalGlobal, "global_blocks")])
-def test_masks_take_the_keyword_of_earlier_versions(mask, name) -> None:
-    with pytest.warns(DeprecationWarning, match=f"everywhere is now {name}"):
-        found = mask(4, everywhere=2)
-    assert found == mask(4, **{name: 2})

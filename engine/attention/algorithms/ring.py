@@ -29,6 +29,7 @@ from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccu
 from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
+from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.comm_volume import CallBytes, Narrowed
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
@@ -36,7 +37,6 @@ from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.resolve import Resolved
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype

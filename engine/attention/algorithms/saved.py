@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.attention.comm_volume import CallBytes
@@ -18,12 +19,23 @@ from engine.attention.geometry.tiles import Band
 from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
 
+SAVED_PER_CHUNK = 4  # Q, K, V and LSE of a gathered chunk
+
 
 class Saved(NamedTuple):
     """What backward needs of a forward besides out and LSE."""
 
     tensors: tuple[Tensor, ...]  # this rank's shards of Q, K and V, unless `gathered`
     gathered: bool = False  # Q, K, V and LSE of this rank's heads over the whole group's tokens, chunk after chunk
+    heads: tuple[slice, ...] = ()  # the query heads of each gathered chunk
+
+    def with_sinks(self, sinks_N: Tensor) -> Saved:
+        """The same with each gathered LSE final, which it is once it counts the sinks of its heads."""
+        tensors = list(self.tensors)
+        for index, heads in enumerate(self.heads):
+            lse_BHT = tensors[SAVED_PER_CHUNK * index + 3]
+            tensors[SAVED_PER_CHUNK * index + 3] = torch.logaddexp(lse_BHT, sinks_N[heads, None].to(lse_BHT.dtype))
+        return self._replace(tensors=tuple(tensors))
 
 
 class AttentionPlan(Protocol):

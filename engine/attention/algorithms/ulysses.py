@@ -15,23 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.saved import Saved
+from engine.attention.algorithms.saved import SAVED_PER_CHUNK, Saved
 from engine.attention.comm.collectives import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm_plan import reach
 from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import Kernel
-from engine.attention.planning.comm_plan import reach
 from engine.attention.resolve import Resolved
-
-SAVED_PER_CHUNK = 4  # Q, K, V and LSE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,9 @@ class UlyssesPlan:
             return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
 
         out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
-        saved = Saved(tuple(gathered), gathered=True) if save else Saved((q_BLND, k_BLKD, v_BLKD))
+        saved = (
+            Saved(tuple(gathered), gathered=True, heads=self._chunk_heads) if save else Saved((q_BLND, k_BLKD, v_BLKD))
+        )
         return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous(), saved
 
     def backward(
@@ -120,6 +121,13 @@ class UlyssesPlan:
                 exchange.send_back(results, index)
                 del results
         return exchange.results()
+
+    @cached_property
+    def _chunk_heads(self) -> tuple[slice, ...]:
+        """The query heads of each chunk of this rank."""
+        heads, chunks = self.choice.shards.heads, self.num_head_chunks
+        first = self.members.index(self.cp.rank) * chunks * heads
+        return tuple(slice(first + index * heads, first + (index + 1) * heads) for index in range(chunks))
 
     def before(self, cut: int) -> UlyssesFirstRows:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""

@@ -1,58 +1,147 @@
-"""Tiles of many pairs of shards as integer arrays: formed, joined and counted at once, and made objects when a kernel
-needs them. Their bands are full or causal; pure integer code."""
+"""The tiles between many shards at once, in integer arrays.
+
+A mask is a list of disjoint regions in global positions (`Region`). A region and two shards have in common a rectangle
+of local queries and local keys, because shards ascend in position, with a band through it. `tile_table` cuts all
+regions by all shards, trims the rectangles to what their bands show, and joins what one kernel call can compute.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.shard_table import Integers
-from engine.attention.geometry.tiles import CAUSAL, FULL, Band, Tile
+from engine.attention.geometry.layout import Layout, Segment
+from engine.attention.geometry.tiles import NO_LIMIT, Band, Tile, band_area
 
-NO_LIMIT = 1 << 40  # a diagonal that hides no key
+Integers: TypeAlias = NDArray[np.int64]
+Booleans: TypeAlias = NDArray[np.bool_]
+KernelCall: TypeAlias = tuple[slice, slice, Band]  # local query tokens, local key tokens, visible band
+
+# A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
+MAX_TILES = 4096
+
+
+class TooManyTiles(ValueError):
+    """The mask has too many tiles between two shards to be run under this layout."""
+
+
+class Region(NamedTuple):
+    """Queries at positions [q_start, q_stop) see keys [k_start, k_stop) with -left <= key - query <= right."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    left: int = NO_LIMIT
+    right: int = NO_LIMIT
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The segments of some shards as arrays, in order."""
+
+    segments: tuple[tuple[Segment, ...], ...]  # by shard
+
+    @cached_property
+    def step(self) -> int:
+        """Distance of neighbouring positions, of all segments."""
+        (step,) = {segment.step for shard in self.segments for segment in shard} or {1}
+        return step
+
+    @cached_property
+    def shard(self) -> Integers:
+        """Of each segment."""
+        return np.repeat(np.arange(len(self.segments)), [len(shard) for shard in self.segments])
+
+    @cached_property
+    def start(self) -> Integers:
+        """First position of each segment."""
+        return np.array([segment.start for shard in self.segments for segment in shard], dtype=np.int64)
+
+    @cached_property
+    def count(self) -> Integers:
+        """Tokens of each segment."""
+        return np.array([segment.count for shard in self.segments for segment in shard], dtype=np.int64)
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """Of each shard."""
+        tokens = np.zeros(len(self.segments), dtype=np.int64)
+        np.add.at(tokens, self.shard, self.count)
+        return tokens
+
+    @cached_property
+    def offset(self) -> Integers:
+        """Local tokens in front of each segment."""
+        before = np.cumsum(self.count) - self.count
+        return before - (np.cumsum(self.tokens) - self.tokens)[self.shard]
+
+    def rows_before(self, cuts: Integers) -> Integers:
+        """Local tokens of each shard before global positions, [shards, cuts]."""
+        rows = np.zeros((len(self.segments), len(cuts)), dtype=np.int64)
+        of_segments = np.clip(-((self.start[:, None] - cuts) // self.step), 0, self.count[:, None])
+        np.add.at(rows, self.shard, of_segments)
+        return rows
+
+
+@lru_cache(maxsize=64)
+def shards_of(layout: Layout, seq_len: int, cp_size: int) -> Shards:
+    """The shards of all ranks."""
+    return Shards(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
 
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """Tiles of pairs 0 to `pairs` - 1, those of a pair side by side in the order of `Mask.tiles`."""
+    """Tiles of pairs 0 to `pairs` - 1, those of a pair side by side. A limit of `NO_LIMIT` hides nothing."""
 
     pairs: int
     pair: Integers  # of each tile, ascending
-    corners: Integers  # [tiles, q_start, q_stop, k_start, k_stop], local tokens
-    causal: NDArray[np.bool_]  # the band is causal; else full
+    corners: Integers  # [q_start, q_stop, k_start, k_stop; tiles], local tokens
+    lo: Integers  # of the tile's band
+    hi: Integers
 
     @cached_property
     def bounds(self) -> Integers:
         """The tiles of pair i are bounds[i] to bounds[i + 1] - 1."""
         return np.searchsorted(self.pair, np.arange(self.pairs + 1))
 
-    @property
+    @cached_property
     def counts(self) -> Integers:
         """How many tiles each pair has."""
         return np.diff(self.bounds)
 
-    def tiles(self, pair: int) -> tuple[Tile, ...]:
-        """Those of one pair."""
-        own = slice(*self.bounds[pair : pair + 2].tolist())
-        return tuple(map(Tile, *self.corners[own].T.tolist(), self._bands(own)))
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of band in all tiles."""
+        limited = self.lo > -NO_LIMIT
+        full, causal = ~limited & (self.hi == NO_LIMIT), ~limited & (self.hi == 0)
+        kinds = {"full": full, "causal": causal, "band": ~(full | causal)}
+        return frozenset(kind for kind, tiles in kinds.items() if tiles.any())
 
-    def calls(self, pair: int) -> tuple[tuple[slice, slice, Band], ...]:
-        """Those of one pair as kernel calls: queries, keys, band."""
+    def calls(self, pair: int) -> tuple[KernelCall, ...]:
+        """The kernel calls of one pair: queries, keys, band."""
         own = slice(*self.bounds[pair : pair + 2].tolist())
-        q_start, q_stop, k_start, k_stop = self.corners[own].T.tolist()
+        q_start, q_stop, k_start, k_stop = self.corners[:, own].tolist()
         queries, keys = map(slice, q_start, q_stop), map(slice, k_start, k_stop)
-        return tuple(zip(queries, keys, self._bands(own), strict=True))
+        bands = map(_band, self.lo[own].tolist(), self.hi[own].tolist())
+        return tuple(zip(queries, keys, bands, strict=True))
 
-    def _bands(self, own: slice) -> list[Band]:
-        return [CAUSAL if causal else FULL for causal in self.causal[own].tolist()]
+    @cached_property
+    def areas(self) -> Integers:
+        """Visible (query, key) pairs of each pair of shards."""
+        top, bottom, left, right = self.corners
+        areas = np.zeros(self.pairs, dtype=np.int64)
+        np.add.at(areas, self.pair, band_area(bottom - top, right - left, self.lo, self.hi))
+        return areas
 
-    def spans(self, queries: bool) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+    def spans(self, queries: bool) -> tuple[Integers, Integers, Booleans]:
         """(start, stop) of the local tokens of one side in the tiles of each pair, (0, 0) without tiles; and whether no
         token is in two of them."""
-        start, stop = self.corners[:, :2].T if queries else self.corners[:, 2:].T
+        start, stop = self.corners[:2] if queries else self.corners[2:]
         first, last = (np.zeros(self.pairs, dtype=np.int64) for _ in range(2))
         apart = np.ones(self.pairs, dtype=bool)
         some = np.flatnonzero(self.counts)
@@ -64,54 +153,345 @@ class TileTable:
             apart[pair[1:][(pair[1:] == pair[:-1]) & (stop[:-1] > start[1:])]] = False
         return first, last, apart
 
+    @classmethod
+    def joined(cls, tables: list[TileTable]) -> TileTable:
+        """The pairs of several tables, one after another."""
+        if len(tables) == 1:
+            return tables[0]
+        firsts = np.cumsum([0] + [table.pairs for table in tables])
+        pair = np.concatenate([table.pair + first for table, first in zip(tables, firsts, strict=False)])
+        corners = np.concatenate([table.corners for table in tables], axis=1)
+        lo, hi = (np.concatenate([getattr(table, name) for table in tables]) for name in ("lo", "hi"))
+        return cls(int(firsts[-1]), pair, corners, lo, hi)
 
-def tile_table(pairs: int, pair: Integers, corners: Integers, hi: Integers, offsets: Integers) -> TileTable:
-    """The tiles of rectangles under diagonals, joined: `trim`, `without_upper_bands` and `join` of `geometry.tiles`.
+
+def tile_of(call: KernelCall) -> Tile:
+    """The tile that a kernel call computes."""
+    queries, keys, band = call
+    return Tile(queries.start, queries.stop, keys.start, keys.stop, band)
+
+
+@lru_cache(maxsize=1024)
+def _band(lo: int, hi: int) -> Band:
+    return Band(None if lo == -NO_LIMIT else lo, None if hi == NO_LIMIT else hi)
+
+
+def tile_table(regions: Integers, queries: Shards, keys: Shards, merges: bool = False) -> TileTable:
+    """The tiles between each of some shards of queries and each of some shards of keys.
 
     Args:
-        pairs: number of pairs of shards.
-        pair: of each rectangle, in the order of the pair's tiles; ascending.
-        corners: [rectangles, top, bottom, left, right].
-        hi: of each rectangle: key j is visible to query i when j - i <= hi, counted as `corners` is.
-        offsets: [rectangles, 2], local tokens in front of query 0 and key 0.
+        regions: [regions, fields of `Region`].
+        queries, keys: pair i is query shard i // len(keys) and key shard i % len(keys).
+        merges: regions may touch, and all have one band: those that touch between two shards are merged before the
+            band cuts them, so that a kernel call computes as much as it can.
+
+    Raises TooManyTiles when a pair has more than `MAX_TILES`.
     """
-    top, bottom, left, right = corners.T
-    hi = hi + top - left  # counted from the corner
-    bottom, right = bottom - top, np.minimum(right - left, bottom - top + hi)
-    top = np.maximum(0, -hi)  # the first row that sees a key
-    some = (top < bottom) & (right > 0)
-    q_offset, k_offset = (offsets + corners[:, ::2])[some].T
-    top, bottom, right, hi, pair = top[some], bottom[some], right[some], (hi + top)[some], pair[some]
-    whole, past, square = hi >= right - 1, np.maximum(hi, 0), right - hi
-    # All rows see the keys before the diagonal's column, and rows below its end see all keys.
-    middle = top + square
-    rest, below = ~whole, ~whole & (middle < bottom)
-    nothing, sides = np.zeros_like(top), []
-    for chosen, sizes in (
-        (whole, (top, bottom, nothing, right)),
-        (rest & (past > 0), (top, bottom, nothing, past)),
-        (below, (middle, bottom, past, right)),
-        (rest, (top, middle, past, right)),
-    ):
-        q_start, q_stop, k_start, k_stop = (each[chosen] for each in sizes)
-        by_q, by_k = q_offset[chosen], k_offset[chosen]
-        sides.append(np.stack((pair[chosen], q_start + by_q, q_stop + by_q, k_start + by_k, k_stop + by_k)))
-    full, causal = _joined(np.concatenate(sides[:3], axis=1)), sides[3]
-    both = np.concatenate((full, causal), axis=1)
-    order = np.argsort(both[0], kind="stable")
-    return TileTable(pairs, both[0, order], both[1:, order].T, order >= full.shape[1])
+    assert queries.step == keys.step, "layouts have segments of one step"
+    found = _local(regions, queries, keys)
+    if merges and len(found.pair):
+        found = _merged(found)
+    shown = _trimmed(found)
+    table = _tiles(shown, len(queries.segments) * len(keys.segments))
+    if len(table.pair) > MAX_TILES and (most := int(table.counts.max())) > MAX_TILES:
+        raise TooManyTiles(
+            f"the mask leaves {most} rectangles between two shards and {MAX_TILES} is the limit; take larger blocks, "
+            "or layout contiguous"
+        )
+    return table
+
+
+class _Rectangles(NamedTuple):
+    """Rectangles between shards, in local tokens: row i sees key j where lo <= j - i <= hi."""
+
+    pair: Integers
+    top: Integers  # rows [top, bottom) are queries
+    bottom: Integers
+    left: Integers  # columns [left, right) are keys
+    right: Integers
+    lo: Integers
+    hi: Integers
+    causal: Integers  # 1 where kernels take what the band shows as full and square causal tiles
+    part: Integers  # rectangles of one part have one diagonal, counted in local tokens
+    end: Integers  # where the keys of the part end
+
+    def chosen(self, which: Booleans | Integers) -> _Rectangles:
+        return _Rectangles(*(each[which] for each in self))
+
+
+class _Runs(NamedTuple):
+    """Local tokens [start, stop) of shards that are in a region, ordered by region, shard and token."""
+
+    region: Integers
+    shard: Integers
+    start: Integers
+    stop: Integers
+    position: Integers  # of the first of them
+    unit: Integers  # the segment, or the whole shard, that they are a part of
+    end: Integers  # local tokens before the end of it
+
+
+def _runs(low: Integers, high: Integers, shards: Shards) -> _Runs:
+    """The tokens of each segment at positions low[i] <= position < high[i] of region i."""
+    step = shards.step
+    stop = shards.start + (shards.count - 1) * step
+    region, segment = np.nonzero((low[:, None] <= stop) & (high[:, None] > shards.start))
+    start, count, offset = shards.start[segment], shards.count[segment], shards.offset[segment]
+    first = np.maximum(0, -((start - low[region]) // step))
+    last = np.minimum(count, -((start - high[region]) // step))
+    runs = _Runs(
+        region,
+        shards.shard[segment],
+        offset + first,
+        offset + last,
+        start + first * step,
+        segment + len(shards.segments),
+        offset + count,
+    )
+    some = first < last
+    return runs if some.all() else _Runs(*(each[some] for each in runs))
+
+
+def _of_whole_shards(runs: _Runs, shards: Shards) -> _Runs:
+    """The same tokens, those of one shard in a region as one run: local tokens ascend in position."""
+    new = np.ones(len(runs.region), dtype=bool)
+    new[1:] = (runs.region[1:] != runs.region[:-1]) | (runs.shard[1:] != runs.shard[:-1])
+    firsts = np.flatnonzero(new)
+    lasts = np.append(firsts[1:], len(new))[: len(firsts)] - 1
+    shard = runs.shard[firsts]
+    stop, position = runs.stop[lasts], runs.position[firsts]
+    return _Runs(runs.region[firsts], shard, runs.start[firsts], stop, position, shard, shards.tokens[shard])
+
+
+def _crossed(queries: _Runs, keys: _Runs, regions: int) -> tuple[Integers, Integers]:
+    """Each run of queries with each run of keys of the same region, as indices of both."""
+    counts = np.bincount(keys.region, minlength=regions)
+    each = counts[queries.region]
+    firsts = (np.cumsum(counts) - counts)[queries.region]
+    q = np.repeat(np.arange(len(each)), each)
+    return q, np.arange(len(q)) + np.repeat(firsts - (np.cumsum(each) - each), each)
+
+
+def _same_shards(queries: Shards, keys: Shards) -> Booleans:
+    """Which shards hold the same positions, [shards of queries, shards of keys]."""
+    numbers: dict[tuple[Segment, ...], int] = {}
+    sides = ([numbers.setdefault(each, len(numbers)) for each in side.segments] for side in (queries, keys))
+    return np.equal.outer(*map(np.array, sides))
+
+
+def _local(regions: Integers, queries: Shards, keys: Shards) -> _Rectangles:
+    """The rectangle of each region between each two segments; or between two shards, where no band cuts it or one
+    diagonal serves all segments of a shard against itself."""
+    left, right = regions[:, 4], regions[:, 5]
+    of_queries = _runs(regions[:, 0], regions[:, 1], queries)
+    of_keys = _runs(regions[:, 2], regions[:, 3], keys)
+    causal, whole = (left >= NO_LIMIT) & (right == 0), (left >= NO_LIMIT) & (right >= NO_LIMIT)
+    several = max(len(queries.start) - len(queries.segments), len(keys.start) - len(keys.segments)) > 0
+    same = _same_shards(queries, keys) if several else np.empty((0, 0), dtype=bool)
+    units = max(len(queries.segments) + len(queries.start), len(keys.segments) + len(keys.start))
+
+    def rectangles(q_runs: _Runs, k_runs: _Runs, shards: bool) -> _Rectangles:
+        q, k = _crossed(q_runs, k_runs, len(regions))
+        if several:  # which pairs are taken as whole shards
+            region = q_runs.region[q]
+            taken = (whole[region] | (causal[region] & same[q_runs.shard[q], k_runs.shard[k]])) == shards
+            q, k = q[taken], k[taken]
+        region, top, first = q_runs.region[q], q_runs.start[q], k_runs.start[k]
+        if shards:
+            lo, hi = np.full(len(q), -NO_LIMIT), np.where(causal[region], 0, NO_LIMIT)
+        else:
+            distance = k_runs.position[k] - q_runs.position[q]
+            lo, hi = np.full(len(q), -NO_LIMIT), np.full(len(q), NO_LIMIT)
+            if (left < NO_LIMIT).any():
+                limits = first - top - (left[region] + distance) // queries.step
+                lo = np.where(left[region] < NO_LIMIT, limits, lo)
+            if (right < NO_LIMIT).any():
+                limits = first - top + (right[region] - distance) // queries.step
+                hi = np.where(right[region] < NO_LIMIT, limits, hi)
+        pair = q_runs.shard[q] * len(keys.segments) + k_runs.shard[k]
+        part = q_runs.unit[q] * units + k_runs.unit[k]
+        return _Rectangles(
+            pair,
+            top,
+            q_runs.stop[q],
+            first,
+            k_runs.stop[k],
+            lo,
+            hi,
+            causal[region].astype(np.int64),
+            part,
+            k_runs.end[k],
+        )
+
+    found = rectangles(of_queries, of_keys, False)
+    if not several:
+        return found
+    of_shards = rectangles(_of_whole_shards(of_queries, queries), _of_whole_shards(of_keys, keys), True)
+    return _Rectangles(*(np.concatenate(each) for each in zip(found, of_shards, strict=True)))
+
+
+def _merged(found: _Rectangles) -> _Rectangles:
+    """Few rectangles with the same visible pairs: swept along the queries, or along the keys where that gives fewer.
+
+    Keys that the diagonal hides may be in a rectangle: a run of keys that the diagonal ends goes on to the end.
+    """
+    parts, first, part = np.unique(found.part, return_index=True, return_inverse=True)
+    of_part = found.chosen(first)
+    by_rows = _swept(part, found.top, found.bottom, found.left, found.right, of_part)
+    sideways = _swept(by_rows[0], *by_rows[3:], *by_rows[1:3])
+    by_columns = np.stack((sideways[0], *sideways[3:], *sideways[1:3]))
+    counts = [np.bincount(each[0], minlength=len(parts)) for each in (by_rows, by_columns)]
+    fewer = counts[1] < counts[0]
+    part, top, bottom, left, right = np.concatenate(
+        (by_rows[:, ~fewer[by_rows[0]]], by_columns[:, fewer[by_columns[0]]]), axis=1
+    )
+    return of_part.chosen(part)._replace(top=top, bottom=bottom, left=left, right=right)
+
+
+def _swept(
+    part: Integers,
+    top: Integers,
+    bottom: Integers,
+    left: Integers,
+    right: Integers,
+    under: _Rectangles | None = None,
+) -> Integers:
+    """Disjoint rectangles of each part, cut into strips at each other's edges, joined along a strip, and extended
+    downwards while the same run stays: [part, top, bottom, left, right; rectangles].
+
+    `under` has the diagonal of each part, and the end of its keys.
+    """
+    width = int(bottom.max(initial=0)) + 1
+    low, high = part * width + top, part * width + bottom
+    cuts = np.unique(np.concatenate((low, high)))
+    first, last = np.searchsorted(cuts, low), np.searchsorted(cuts, high)
+    count = last - first
+    source = np.repeat(np.arange(len(part)), count)
+    strip = np.arange(len(source)) + np.repeat(first - (np.cumsum(count) - count), count)
+    part, left, right = part[source], left[source], right[source]
+    if under is not None:
+        future = cuts[strip + 1] - part * width + under.hi[part]  # first key that no query of the strip sees
+        right = np.where(right >= np.minimum(future, under.end[part]), under.end[part], right)
+        seen = left < future
+        part, strip, left, right = part[seen], strip[seen], left[seen], right[seen]
+    order = np.lexsort((left, strip))
+    part, strip, left, right = part[order], strip[order], left[order], right[order]
+    firsts, lasts = _groups((strip[1:] == strip[:-1]) & (left[1:] == right[:-1]), len(strip))
+    part, strip, left, right = part[firsts], strip[firsts], left[firsts], right[lasts]
+    order = np.lexsort((strip, right, left, part))
+    part, strip, left, right = part[order], strip[order], left[order], right[order]
+    same = (part[1:] == part[:-1]) & (left[1:] == left[:-1]) & (right[1:] == right[:-1])
+    firsts, lasts = _groups(same & (strip[1:] == strip[:-1] + 1), len(strip))
+    part = part[firsts]
+    found = np.stack(
+        (part, cuts[strip[firsts]] - part * width, cuts[strip[lasts] + 1] - part * width, left[firsts], right[firsts])
+    )
+    return found[:, np.lexsort((found[3], found[1], found[0]))]
+
+
+def _groups(with_previous: Booleans, count: int) -> tuple[Integers, Integers]:
+    """The first and the last element of each group, where each but the first of them belongs with the one before."""
+    new = np.ones(count, dtype=bool)
+    new[1:] = ~with_previous
+    firsts = np.flatnonzero(new)
+    return firsts, np.append(firsts[1:], count)[: len(firsts)] - 1
+
+
+def _trimmed(found: _Rectangles) -> _Rectangles:
+    """Rectangles of which every row and every column sees something; limits that hide nothing are `NO_LIMIT`."""
+    top = np.maximum(found.top, found.left - found.hi)
+    bottom = np.minimum(found.bottom, found.right - found.lo)
+    left, right = np.maximum(found.left, top + found.lo), np.minimum(found.right, bottom + found.hi)
+    some = (top < bottom) & (left < right) & (found.lo <= found.hi)
+    lo = np.where(found.lo <= left - bottom + 1, -NO_LIMIT, found.lo)
+    hi = np.where(found.hi >= right - top - 1, NO_LIMIT, found.hi)
+    found = found._replace(top=top, bottom=bottom, left=left, right=right, lo=lo, hi=hi)
+    return found if some.all() else found.chosen(some)
+
+
+def _tiles(shown: _Rectangles, pairs: int) -> TileTable:
+    """Trimmed rectangles as tiles: those under a causal diagonal become full and square causal ones, which every kernel
+    knows (`geometry.tiles.without_upper_bands`), and full ones that share a whole edge become one."""
+    pair, top, bottom, left, right, lo, hi = shown[:7]
+    past = np.clip(hi + top - left, 0, right - left)  # columns that the diagonal shows to every row
+    no_lo, no_hi = lo == -NO_LIMIT, hi == NO_LIMIT
+    cut = no_lo & ~no_hi & ((shown.causal > 0) | (past == 0))
+    middle, corner = top + (right - left - past), left + past  # the end of the square's rows, its first column
+    full = np.concatenate(
+        [
+            np.stack(sides)[:, chosen]
+            for sides, chosen in (
+                ((pair, top, bottom, left, right), no_lo & no_hi),
+                ((pair, top, bottom, left, corner), cut & (past > 0)),
+                ((pair, middle, bottom, corner, right), cut & (middle < bottom)),
+            )
+        ],
+        axis=1,
+    )
+    full = _joined(full)
+    squares = np.stack((pair, top, middle, corner, right))[:, cut]
+    rest = ~cut & ~(no_lo & no_hi)
+    bands = np.stack((pair, top, bottom, left, right))[:, rest]
+    of, *corners = np.concatenate((full, squares, bands), axis=1)
+    shift = (top - left)[rest]  # limits are counted from the tile's corner
+    unlimited, zero = np.full(full.shape[1], NO_LIMIT), np.zeros(squares.shape[1], dtype=np.int64)
+    lo = np.concatenate((-unlimited, zero - NO_LIMIT, np.where(no_lo[rest], -NO_LIMIT, lo[rest] + shift)))
+    hi = np.concatenate((unlimited, zero, np.where(no_hi[rest], NO_LIMIT, hi[rest] + shift)))
+    order = np.argsort(of, kind="stable")
+    return TileTable(pairs, of[order], np.stack(corners)[:, order], lo[order], hi[order])
 
 
 def _joined(full: Integers) -> Integers:
-    """Full tiles [pair and corners, tiles] of which those that share a whole edge are one: along the keys, then along
-    the queries."""
+    """Full tiles [pair and corners; tiles] of which those that share a whole edge are one: along the keys, then along
+    the queries. One large kernel call is faster than two small ones."""
     for first, along in ((1, 3), (3, 1)):
         full = full[:, np.lexsort((full[along], full[first + 1], full[first], full[0]))]
         fixed = full[[0, first, first + 1]]
-        new = np.ones(full.shape[1], dtype=bool)
-        new[1:] = (fixed[:, 1:] != fixed[:, :-1]).any(axis=0) | (full[along, 1:] != full[along + 1, :-1])
-        firsts = np.flatnonzero(new)
-        stops = full[along + 1, np.append(firsts[1:], full.shape[1])[: len(firsts)] - 1]
+        same = (fixed[:, 1:] == fixed[:, :-1]).all(axis=0) & (full[along, 1:] == full[along + 1, :-1])
+        firsts, lasts = _groups(same, full.shape[1])
+        stops = full[along + 1, lasts]
         full = full[:, firsts]
         full[along + 1] = stops
     return full
+
+
+def region_areas(regions: Integers, shards: Shards) -> Integers:
+    """Keys of the whole sequence that the queries of each shard see, summed over the queries."""
+    k_start, k_stop, left, right = regions[:, 2:].T
+    runs = _runs(regions[:, 0], regions[:, 1], shards)
+    region = runs.region
+    before = runs.position - k_start[region]  # keys of the region in front of the first query
+    areas = np.zeros(len(shards.segments), dtype=np.int64)
+    columns = (k_stop - k_start)[region]
+    seen = band_area(runs.stop - runs.start, columns, before - left[region], before + right[region], shards.step)
+    np.add.at(areas, runs.shard, seen)
+    return areas
+
+
+def outermost_spans(regions: Integers, shards: Shards, enough: int) -> tuple[Integers, Integers] | None:
+    """The spans of all pairs of shards, without their tiles: [start and stop; pairs] of queries, and of keys.
+
+    Where regions ascend, the first and the last of those that a pair sees decide. None where regions do not, where some
+    pair might see no more than `enough` of them or have more than `MAX_TILES` tiles, and where a shard has several
+    segments.
+    """
+    ascend = bool((regions[1:, [0, 2]] >= regions[:-1, [1, 3]]).all())
+    if not ascend or 3 * len(regions) > MAX_TILES or len(shards.start) > len(shards.segments):
+        return None
+    pairs = len(shards.segments) ** 2
+    spans, seen = np.zeros((2, 2, pairs), dtype=np.int64), np.zeros(pairs, dtype=np.int64)
+    for end, ordered in enumerate((regions, regions[::-1])):
+        known, at, size = np.zeros(pairs, dtype=bool), 0, 1 if end else 2 * enough
+        while not (known.all() and (seen > enough).all()):
+            if at >= len(ordered):
+                return None
+            found = _trimmed(_local(ordered[at : at + size], shards, shards))
+            at, size = at + size, 2 * size
+            seen += np.bincount(found.pair, minlength=pairs)
+            outer = np.full((2, pairs), -1)
+            sides = (found.bottom, found.right) if end else (found.top, found.left)
+            outer[:, found.pair[::-1]] = np.stack(sides)[:, ::-1]  # of several, the first one is kept
+            new = ~known & (outer[0] >= 0)
+            spans[:, end, new] = outer[:, new]
+            known |= new
+    return spans[0], spans[1]

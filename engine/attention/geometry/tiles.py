@@ -8,9 +8,14 @@ is given an empty row, and none has to know about layouts or global positions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from engine.attention.geometry.layout import Segment
+import numpy as np
+from numpy.typing import NDArray
+
+Counts: TypeAlias = int | NDArray[np.int64]
+NO_LIMIT = 1 << 40  # a diagonal that hides no key
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +69,24 @@ class Tile:
 
     def area(self) -> int:
         """Visible (query, key) pairs."""
-        return band_area(self.rows, self.columns, self.band.lo, self.band.hi)
+        lo = -NO_LIMIT if self.band.lo is None else self.band.lo
+        return int(band_area(self.rows, self.columns, lo, NO_LIMIT if self.band.hi is None else self.band.hi))
 
 
-def _pairs_below(rows: int, columns: int, limit: int, step: int) -> int:
-    """Pairs (i, j) of a rows x columns rectangle with j - step * i <= limit."""
+def band_area(rows: Counts, columns: Counts, lo: Counts, hi: Counts, step: int = 1) -> NDArray[np.int64]:
+    """Pairs (i, j) of rectangles of rows x columns with lo <= j - step * i <= hi, exactly; -NO_LIMIT and NO_LIMIT hide
+    none. Numbers or arrays."""
+    return np.maximum(0, _pairs_below(rows, columns, hi, step) - _pairs_below(rows, columns, np.subtract(lo, 1), step))
+
+
+def _pairs_below(rows: Counts, columns: Counts, limit: Counts, step: int) -> NDArray[np.int64]:
+    """Pairs (i, j) of rectangles of rows x columns with j - step * i <= limit."""
     # Row i holds clamp(step * i + limit + 1, 0, columns) of them: zero first, then an arithmetic rise, then full rows.
-    first = max(0, -(limit // step))  # first row with at least one
-    full = max(first, -((limit + 1 - columns) // step))  # first row with all of them
-    first, full = min(first, rows), min(full, rows)
+    rows, columns, limit = (np.asarray(each, dtype=np.int64) for each in (rows, columns, limit))
+    first = np.clip(-(limit // step), 0, rows)  # first row with at least one
+    full = np.clip(-((limit + 1 - columns) // step), first, rows)  # first row with all of them
     rising = full - first
-    start = step * first + limit + 1
-    return rising * start + step * rising * (rising - 1) // 2 + (rows - full) * columns
-
-
-def band_area(rows: int, columns: int, lo: int | None, hi: int | None, step: int = 1) -> int:
-    """Pairs (i, j) of a rows x columns rectangle with lo <= j - step * i <= hi, exactly."""
-    upper = rows * columns if hi is None else _pairs_below(rows, columns, hi, step)
-    lower = 0 if lo is None else _pairs_below(rows, columns, lo - 1, step)
-    return max(0, upper - lower)
+    return rising * (step * first + limit + 1) + step * rising * (rising - 1) // 2 + (rows - full) * columns
 
 
 def trim(rows: int, columns: int, lo: int | None, hi: int | None) -> Tile | None:
@@ -106,15 +110,6 @@ def trim(rows: int, columns: int, lo: int | None, hi: int | None) -> Tile | None
     return Tile(q_start, q_stop, k_start, k_stop, Band(lo, hi))
 
 
-def segment_tile(q: Segment, k: Segment, left: int | None, right: int | None) -> Tile | None:
-    """Band -left <= key position - query position <= right between two runs of equal step, in local indices."""
-    assert q.step == k.step, "layouts have segments of one step"
-    distance, step = k.start - q.start, q.step
-    lo = None if left is None else -((left + distance) // step)  # ceil((-left - distance) / step)
-    hi = None if right is None else (right - distance) // step
-    return trim(q.count, k.count, lo, hi)
-
-
 def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator[Tile]:
     """A tile in blocks of at most `block_rows` queries, each against only the span of keys that its queries see.
 
@@ -130,50 +125,22 @@ def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator
         yield block.shifted(start, 0)
 
 
-def square_causal(tile: Tile) -> list[Tile]:
-    """A causal tile with rows below its diagonal, as a square causal one and a full one.
+def without_upper_bands(tile: Tile) -> list[Tile]:
+    """A tile limited by a diagonal above only, as full and square causal tiles, which every kernel knows.
 
     Kernels place the diagonal of an oblong causal tile differently; for a square one they agree.
     """
-    if tile.band != CAUSAL or tile.rows == tile.columns:
-        return [tile]
-    assert tile.rows > tile.columns, "trimming left columns no row sees"
-    middle = tile.q_start + tile.columns
-    below = Tile(middle, tile.q_stop, tile.k_start, tile.k_stop)
-    return [Tile(tile.q_start, middle, tile.k_start, tile.k_stop, CAUSAL), below]
-
-
-def without_upper_bands(tile: Tile) -> list[Tile]:
-    """A tile limited by a diagonal above only, as full and square causal tiles, which every kernel knows."""
     hi = tile.band.hi
     if tile.band.lo is not None or hi is None:
         return [tile]
     assert hi >= 0, "trimming left rows that see no key"
-    if hi == 0:
-        return square_causal(tile)
-    # The first hi columns are visible to all rows; the rest of the diagonal starts in the corner.
-    middle = tile.k_start + hi
-    past = Tile(tile.q_start, tile.q_stop, tile.k_start, middle)
-    return [past, *square_causal(Tile(tile.q_start, tile.q_stop, middle, tile.k_stop, CAUSAL))]
-
-
-def join(tiles: list[Tile]) -> list[Tile]:
-    """Join full tiles that share a whole edge, along the keys and then along the queries, in any order.
-
-    One large kernel call is faster than two small ones.
-    """
-    if len(tiles) < 2:
-        return tiles
-    strips: list[Tile] = []
-    for tile in sorted((tile for tile in tiles if tile.band == FULL), key=lambda t: (t.q_start, t.q_stop, t.k_start)):
-        if strips and strips[-1].q == tile.q and strips[-1].k_stop == tile.k_start:
-            strips[-1] = replace(strips[-1], k_stop=tile.k_stop)
-        else:
-            strips.append(tile)
-    joined: list[Tile] = []
-    for tile in sorted(strips, key=lambda t: (t.k_start, t.k_stop, t.q_start)):
-        if joined and joined[-1].k == tile.k and joined[-1].q_stop == tile.q_start:
-            joined[-1] = replace(joined[-1], q_stop=tile.q_stop)
-        else:
-            joined.append(tile)
-    return joined + [tile for tile in tiles if tile.band != FULL]
+    # The first hi columns are visible to all rows, the rest of the diagonal starts in their corner, and rows below its
+    # end see all keys.
+    corner, middle = tile.k_start + hi, tile.q_start + tile.columns - hi
+    assert middle <= tile.q_stop, "trimming left columns no row sees"
+    parts = [
+        Tile(tile.q_start, tile.q_stop, tile.k_start, corner),
+        Tile(tile.q_start, middle, corner, tile.k_stop, CAUSAL),
+        Tile(middle, tile.q_stop, corner, tile.k_stop),
+    ]
+    return [part for part in parts if part.rows and part.columns]

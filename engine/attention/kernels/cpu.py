@@ -10,14 +10,22 @@ fast in both.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band, Tile, row_blocks
-from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
-from engine.attention.kernels.shared import repeat_heads, sum_heads
-from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.kernels import (
+    Gradients,
+    KernelProblem,
+    WholeInputs,
+    heads_first,
+    repeat_heads,
+    softcap_unsupported_reason,
+    sum_heads,
+)
+from engine.attention.kernels.stand_in import StandInKernel
 from engine.ops.autograd import accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,32 +59,24 @@ def _calls(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Iterator[
         yield tile, mask
 
 
-def _heads_first(tensor_BLND: Tensor) -> Tensor:
-    return tensor_BLND.to(accumulation_dtype(tensor_BLND.dtype)).transpose(1, 2)
-
-
-class CpuKernel:
+@dataclass(frozen=True)
+class CpuKernel(StandInKernel):
     """aten::_scaled_dot_product_flash_attention_for_cpu, forward and backward."""
 
     name = "cpu"
     writes_input_dtype = False
-    takes_delta = False
-    takes_output = True
 
-    def unsupported_reason(self) -> str | None:
-        return None
-
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
         if problem.device.type != "cpu":
             return f"kernel cpu runs on CPU tensors, found {problem.device.type}; choose kernel auto"
-        return None
+        return None if problem.softcap is None else softcap_unsupported_reason(self.name)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
         heads, dtype = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
-        q_BNLD = _heads_first(q_BLND)
-        k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
+        q_BNLD = heads_first(q_BLND)
+        k_BNMD, v_BNMD = (heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
         out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
         lse_BNL = q_BNLD.new_empty(q_BNLD.shape[:3])
         for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
@@ -92,21 +92,13 @@ class CpuKernel:
             out_BLND[:, tile.q] = part_BNLD.transpose(1, 2)
         return out_BLND, lse_BNL
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
-        dout_BLND = dout_BLND.to(accumulation_dtype(q_BLND.dtype))
-        out_BLND = output_stand_in(dout_BLND, delta_BNL)
-        return self.backward_of_whole(
-            WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD), band, scale, deterministic
-        )
-
     def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         dtype = accumulation_dtype(q_BLND.dtype)
-        dout_BNLD, out_BNLD = _heads_first(dout_BLND), _heads_first(out_BLND)
-        q_BNLD = _heads_first(q_BLND)
-        k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
+        dout_BNLD, out_BNLD = heads_first(dout_BLND), heads_first(out_BLND)
+        q_BNLD = heads_first(q_BLND)
+        k_BNMD, v_BNMD = (heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
         dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
         dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=dtype) for _ in range(2))
         for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
-from engine.attention.kernels.shared import (
-    band_unsupported_reason,
+from engine.attention.kernels import (
+    Gradients,
+    KernelProblem,
+    WholeInputs,
     gpu_unsupported_reason,
     half_precision_unsupported_reason,
+    torch_op_unsupported_reason,
 )
-from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.kernels.stand_in import StandInKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
-class CudnnKernel:
+@dataclass(frozen=True)
+class CudnnKernel(StandInKernel):
     """aten::_scaled_dot_product_cudnn_attention, forward and backward. Its LSE has a trailing axis of size 1."""
 
     name = "cudnn"
     writes_input_dtype = True
-    takes_delta = False
-    takes_output = True
 
     def unsupported_reason(self) -> str | None:
         unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
@@ -32,10 +35,10 @@ class CudnnKernel:
             return "kernel cudnn needs a torch built with cuDNN and this one is not; choose kernel auto"
         return unsupported_reason
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
         if problem.deterministic:
             return "kernel cudnn through torch offers no deterministic backward; choose fa4 or reference"
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=128) or band_unsupported_reason(
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=128) or torch_op_unsupported_reason(
             self.name, problem
         )
 
@@ -53,13 +56,6 @@ class CudnnKernel:
             scale=scale,
         )
         return out_BNLD.transpose(1, 2), lse.view(lse.shape[:3])
-
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
-        out_BLND = output_stand_in(dout_BLND, delta_BNL)
-        return self.backward_of_whole(
-            WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD), band, scale, deterministic
-        )
 
     def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given

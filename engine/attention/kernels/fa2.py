@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
-from engine.attention.kernels.shared import (
-    band_unsupported_reason,
+from engine.attention.kernels import (
+    Gradients,
+    KernelProblem,
+    WholeInputs,
     gpu_unsupported_reason,
     half_precision_unsupported_reason,
+    torch_op_unsupported_reason,
 )
-from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.kernels.stand_in import StandInKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
-class FlashAttention2Kernel:
+@dataclass(frozen=True)
+class FlashAttention2Kernel(StandInKernel):
     """aten::_scaled_dot_product_flash_attention, forward and backward."""
 
     name = "fa2"
     writes_input_dtype = True
-    takes_delta = False
-    takes_output = True
 
     def unsupported_reason(self) -> str | None:
         return gpu_unsupported_reason(self.name, (8, 0))
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
         if problem.deterministic:
             return "kernel fa2 adds dQ with atomics in an order that varies; choose fa4 or reference for deterministic"
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256) or band_unsupported_reason(
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256) or torch_op_unsupported_reason(
             self.name, problem
         )
 
@@ -48,13 +51,6 @@ class FlashAttention2Kernel:
             scale=scale,
         )
         return out_BNLD.transpose(1, 2), lse_BNL
-
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
-        out_BLND = output_stand_in(dout_BLND, delta_BNL)
-        return self.backward_of_whole(
-            WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD), band, scale, deterministic
-        )
 
     def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given

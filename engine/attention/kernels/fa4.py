@@ -7,6 +7,7 @@ exist on the rank that runs the backward.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
-from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
+from engine.attention.kernels import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    KernelProblem,
+    WholeInputs,
+    gpu_unsupported_reason,
+    half_precision_unsupported_reason,
+)
 
 
 @lru_cache(maxsize=1)
@@ -73,12 +81,12 @@ def _window(band: Band, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-class FlashAttention4Kernel:
+@dataclass(frozen=True)
+class FlashAttention4Kernel(Kernel):
     """flash_attn.cute, forward and backward on one tile."""
 
     name = "fa4"
     writes_input_dtype = True
-    takes_delta = True
     takes_output = True
 
     def unsupported_reason(self) -> str | None:
@@ -87,7 +95,14 @@ class FlashAttention4Kernel:
             return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
         return unsupported_reason
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
+        if problem.softcap is not None and problem.device.type == "cuda":
+            major, _ = torch.cuda.get_device_capability(problem.device)
+            if major == 12 or (major > 9 and problem.head_dim == 256):
+                return (
+                    f"kernel fa4 has no soft-capped backward for head_dim {problem.head_dim} on compute capability "
+                    f"{major}; choose flex, reference or auto"
+                )
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(
@@ -99,6 +114,7 @@ class FlashAttention4Kernel:
             v_BMKD,
             softmax_scale=scale,
             return_lse=True,
+            softcap=self.softcap,
             **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
         )
         return out_BLND, lse_BNL
@@ -106,49 +122,53 @@ class FlashAttention4Kernel:
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         whole = WholeInputs(q_BLND, _zero_output(q_BLND), dout_BLND, lse_BNL, k_BMKD, v_BMKD)
-        return _backward(whole, -delta_BNL, band, scale, deterministic)
+        return self._all_heads(whole, -delta_BNL, band, scale, deterministic)
 
     def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        return _backward(given, None, band, scale, deterministic)
+        return self._all_heads(given, None, band, scale, deterministic)
 
-
-def _backward(given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool) -> Gradients:
-    """All heads at once, or in groups of them, a call of the kernel each."""
-    q_BLND, k_BMKD = given.q_BLND, given.k_BLKD
-    kv_heads = k_BMKD.shape[2]
-    at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
-    if at_once == kv_heads:
-        return _one_call(given, dlse_BNL, band, scale, deterministic)
-    dq_BLND, dk_BMKD, dv_BMKD = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, given.v_BLKD)
-    )
-    for first in range(0, kv_heads, at_once):
-        keys = slice(first, min(first + at_once, kv_heads))
-        queries = slice(keys.start * group, keys.stop * group)
-        part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
-        dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _one_call(
-            given.heads(queries, keys), part_dlse_BNL, band, scale, deterministic
+    def _all_heads(
+        self, given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool
+    ) -> Gradients:
+        """All heads at once, or in groups of them, a call of the kernel each."""
+        q_BLND, k_BMKD = given.q_BLND, given.k_BLKD
+        kv_heads = k_BMKD.shape[2]
+        at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
+        if at_once == kv_heads:
+            return self._one_call(given, dlse_BNL, band, scale, deterministic)
+        dq_BLND, dk_BMKD, dv_BMKD = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, given.v_BLKD)
         )
-    return dq_BLND, dk_BMKD, dv_BMKD
+        for first in range(0, kv_heads, at_once):
+            keys = slice(first, min(first + at_once, kv_heads))
+            queries = slice(keys.start * group, keys.stop * group)
+            part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
+            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = self._one_call(
+                given.heads(queries, keys), part_dlse_BNL, band, scale, deterministic
+            )
+        return dq_BLND, dk_BMKD, dv_BMKD
 
-
-def _one_call(given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool) -> Gradients:
-    """One call of the kernel."""
-    q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
-    named = {} if dlse_BNL is None else {"dlse": dlse_BNL}
-    dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
-        q_BLND,
-        k_BMKD,
-        v_BMKD,
-        out_BLND,
-        dout_BLND,
-        lse_BNL.contiguous(),
-        softmax_scale=scale,
-        deterministic=deterministic,
-        **named,
-        **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
-    )
-    return dq_BLND, dk_BMKD, dv_BMKD
+    def _one_call(
+        self, given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool
+    ) -> Gradients:
+        """One call of the kernel."""
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
+        named: dict[str, Any] = {} if dlse_BNL is None else {"dlse": dlse_BNL}
+        if self.softcap is not None:
+            named["softcap"] = self.softcap
+        dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
+            q_BLND,
+            k_BMKD,
+            v_BMKD,
+            out_BLND,
+            dout_BLND,
+            lse_BNL.contiguous(),
+            softmax_scale=scale,
+            deterministic=deterministic,
+            **named,
+            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+        )
+        return dq_BLND, dk_BMKD, dv_BMKD
 
 
 KERNEL = FlashAttention4Kernel()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,8 +24,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from engine.attention.geometry.tiles import FULL, Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
-from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
+from engine.attention.kernels import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    KernelProblem,
+    gpu_unsupported_reason,
+    half_precision_unsupported_reason,
+)
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL
@@ -103,13 +110,12 @@ def rescaled_backward(
     return dq, dk, dv
 
 
-class FlexKernel:
+@dataclass(frozen=True)
+class FlexKernel(Kernel):
     """torch.nn.attention.flex_attention, forward, and backward by `rescaled_backward`."""
 
     name = "flex"
     writes_input_dtype = True
-    takes_delta = True
-    takes_output = False
 
     def unsupported_reason(self) -> str | None:
         unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
@@ -117,7 +123,7 @@ class FlexKernel:
             return "kernel flex is compiled by Triton, which is not installed; pip install triton"
         return unsupported_reason
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: KernelProblem) -> str | None:
         if problem.head_dim & (problem.head_dim - 1):
             return f"kernel flex takes head dims that are powers of 2, found {problem.head_dim}; choose kernel auto"
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
@@ -125,7 +131,7 @@ class FlexKernel:
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
-        attend = _attend(band, q_BLND, k_BMKD, scale)
+        attend = _attend(band, q_BLND, k_BMKD, scale, self.softcap)
         out_BNLD, lse_BNL = attend(q_BLND.transpose(1, 2), k_BMKD.transpose(1, 2), v_BMKD.transpose(1, 2))
         return out_BNLD.transpose(1, 2), lse_BNL
 
@@ -133,7 +139,7 @@ class FlexKernel:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         # dQ and dK, dV are summed by programs of their own, without atomics: every run gives the same bits.
         dq_BNLD, dk_BKMD, dv_BKMD = rescaled_backward(
-            _attend(band, q_BLND, k_BMKD, scale),
+            _attend(band, q_BLND, k_BMKD, scale, self.softcap),
             dout_BLND.transpose(1, 2),
             q_BLND.transpose(1, 2),
             k_BMKD.transpose(1, 2),
@@ -143,12 +149,21 @@ class FlexKernel:
         )
         return dq_BNLD.transpose(1, 2), dk_BKMD.transpose(1, 2), dv_BKMD.transpose(1, 2)
 
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        raise NotImplementedError("this kernel forms gradients from delta")
+
+@lru_cache(maxsize=16)
+def capped_score(softcap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Soft-capping as a score_mod of flex, which gets scores that are scaled already."""
+    most = torch.tensor(softcap, dtype=torch.float32, device=device)  # a tensor for the reason that limits of masks are
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return most * torch.tanh(score / most)
+
+    return capped
 
 
-def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float) -> Attend:
+def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float, softcap: float | None) -> Attend:
     """flex_attention over one tile."""
+    score_mod = None if softcap is None else capped_score(softcap, q_BLND.device)
     mask = block_mask(band, q_BLND.shape[1], k_BMKD.shape[1], q_BLND.device)
     grouped = q_BLND.shape[2] != k_BMKD.shape[2]
 
@@ -157,6 +172,7 @@ def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float) -> Attend:
             q_BNLD,
             k_BKMD,
             v_BKMD,
+            score_mod=score_mod,
             block_mask=mask,
             scale=scale,
             enable_gqa=grouped,

@@ -4,7 +4,7 @@ FlashAttention-style backward kernels read O for one purpose: delta = rowsum(dO 
 same gradients, and O' = dO * delta / |dO|^2 has it by construction, from tensors that the ring sends anyway.
 
 A gradient of LSE is part of delta, which may then be too large for a row's dO: no O' of the dtype has that row sum.
-`AnyDelta` gives such rows' delta to a second call, so that dO, and with it dV, stays unchanged.
+`StandInKernel` then gives such rows' delta to a second call, so that dO, and with it dV, stays unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients
-from engine.attention.kernels.around import AroundKernel
+from engine.attention.kernels import BackwardInputs, Gradients, Kernel, WholeInputs
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
@@ -46,33 +45,45 @@ def output_stand_in(dout_BLND: Tensor, delta_BNL: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AnyDelta(AroundKernel):
-    """A kernel whose backward forms delta from dO and O, wrapped so that it takes any delta.
+class StandInKernel(Kernel):
+    """A kernel whose own backward forms delta from dO and O: a subclass gives that as `backward_of_whole`.
 
-    Gradients are linear in (dO, delta) together, dV does not depend on delta at all, and dQ and dK depend on V through
-    dO V^T alone. So rows whose delta no O' can represent have delta 0 in a first call. A second call has V = 0 and, for
-    these rows, a dO that can represent delta: dQ and dK of the two calls are added, dV is the first one's.
+    With `takes_delta`, backward takes any delta. Gradients are linear in (dO, delta) together, dV does not depend on
+    delta at all, and dQ and dK depend on V through dO V^T alone. So rows whose delta no O' can represent have delta 0
+    in a first call. A second call has V = 0 and, for these rows, a dO that can represent delta: dQ and dK of the two
+    calls are added, dV is the first one's.
 
     The second call takes as long as the first, and the memory of another V, dO, dQ and dK of the tile. It is made only
     for a tile with such a row, which the host has to know: on a GPU every tile's backward waits for the answer.
     """
 
-    takes_delta = True
+    takes_delta: bool = False
+    takes_output = True
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        if not self.takes_delta:
+            return self._by_stand_in(given, band, scale, deterministic)
         dout_BLND, delta_BNL, v_BMKD = given.dout_BLND, given.delta_BNL, given.v_BMKD
         largest_BLN = torch.linalg.vector_norm(dout_BLND, torch.inf, dim=-1).to(delta_BNL.dtype)
         oversized_BNL = delta_BNL.abs() > largest_BLN.transpose(1, 2) * _MAX_ENTRY
         if not oversized_BNL.any():
-            return self.kernel.backward(given, band, scale, deterministic)
+            return self._by_stand_in(given, band, scale, deterministic)
         first = given._replace(delta_BNL=delta_BNL.masked_fill(oversized_BNL, 0))
-        dq_BLND, dk_BMKD, dv_BMKD = self.kernel.backward(first, band, scale, deterministic)
+        dq_BLND, dk_BMKD, dv_BMKD = self._by_stand_in(first, band, scale, deterministic)
         rest_BNL = delta_BNL.where(oversized_BNL, 0)
         rest = given._replace(
             dout_BLND=_dout_for(rest_BNL, dout_BLND), delta_BNL=rest_BNL, v_BMKD=torch.zeros_like(v_BMKD)
         )
-        rest_dq_BLND, rest_dk_BMKD, _ = self.kernel.backward(rest, band, scale, deterministic)
+        rest_dq_BLND, rest_dk_BMKD, _ = self._by_stand_in(rest, band, scale, deterministic)
         return dq_BLND + rest_dq_BLND, dk_BMKD + rest_dk_BMKD, dv_BMKD
+
+    def _by_stand_in(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
+        if not self.writes_input_dtype:  # computes in the accumulation dtype: O' is not rounded to the inputs' first
+            dout_BLND = dout_BLND.to(accumulation_dtype(dout_BLND.dtype))
+        out_BLND = output_stand_in(dout_BLND, delta_BNL)
+        whole = WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD)
+        return self.backward_of_whole(whole, band, scale, deterministic)
 
 
 def _dout_for(delta_BNL: Tensor, like_BLND: Tensor) -> Tensor:

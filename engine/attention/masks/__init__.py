@@ -1,45 +1,84 @@
 """Masks: which keys each query sees, in global positions, the same under every layout and CP size. Public.
 
-A mask is a frozen object of `mask.Mask`, one file per kind; `setting` reads them from experiment files, `balance` says
-how evenly a layout divides their work. Pure integers: no torch tensors, no kernels, no communication.
+A mask is a frozen dataclass that lists its regions (`mask.Mask`), one file per kind; `pairs` has what it leaves between
+ranks. Pure integers: no torch tensors, no kernels, no communication.
 """
 
 from __future__ import annotations
 
-from engine.attention.masks.balance import (
-    band_kinds,
-    imbalance,
-    kept_share,
-    rank_areas,
-    rank_pair_tiles,
-    recompute_share,
+import re
+
+from engine.attention.geometry.tile_table import Region, TooManyTiles
+from engine.attention.masks.bands import Causal, Full, SlidingWindow, windowed
+from engine.attention.masks.block_sparse import (
+    BlockGrid,
+    BlockPattern,
+    BlockSparse,
+    LocalGlobal,
+    Strided,
+    parse_pattern,
 )
-from engine.attention.masks.bands import Causal, Full
-from engine.attention.masks.block_sparse import BlockSparse
-from engine.attention.masks.blocks import TooManyTiles
 from engine.attention.masks.documents import Documents
 from engine.attention.masks.mask import Mask
-from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
-from engine.attention.masks.setting import parse_mask
-from engine.attention.masks.window import SlidingWindow
+from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, rank_pair_tiles, recompute_share
 
 __all__ = [
+    "BlockGrid",
+    "BlockPattern",
     "BlockSparse",
     "Causal",
     "Documents",
     "Full",
-    "Grid",
     "LocalGlobal",
     "Mask",
-    "Pattern",
+    "Region",
     "SlidingWindow",
     "Strided",
     "TooManyTiles",
-    "band_kinds",
     "imbalance",
     "kept_share",
     "parse_mask",
     "rank_areas",
     "rank_pair_tiles",
     "recompute_share",
+    "windowed",
 ]
+
+_TOKENS = r"[0-9]+[kM]?"
+_UNITS = {"k": 1 << 10, "M": 1 << 20}
+
+
+def _tokens(text: str) -> int:
+    """4096 or 4k."""
+    return int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
+
+
+def parse_mask(setting: str) -> Mask:
+    """Read a mask as experiment files write it. Token counts are plain, or in k (1024) or M (1048576).
+
+    - `full`, `causal`
+    - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
+      every query sees
+    - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
+      full; `:full` behind them lets a document's tokens see later ones
+    - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
+      `local_global-REACH-GLOBAL` (in blocks) or a grid such as `10/11`, one row per block of queries
+
+    Raises ValueError for anything else.
+    """
+    name, *arguments = setting.split(":")
+    joined = ":".join(arguments)
+    if setting in ("full", "causal"):
+        return Full() if setting == "full" else Causal()
+    if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS}){{0,2}}", joined):
+        return SlidingWindow(*map(_tokens, arguments))
+    if name == "documents" and re.fullmatch(rf"{_TOKENS}(,{_TOKENS})*(,\.\.\.)?(:full)?", joined):
+        repeat = arguments[0].endswith(",...")
+        lengths = arguments[0].removesuffix(",...").split(",")
+        return Documents(tuple(map(_tokens, lengths)), causal=len(arguments) == 1, repeat=repeat)
+    if name == "block_sparse" and re.fullmatch(rf"{_TOKENS}:[^:]+(:causal)?", joined):
+        return BlockSparse(parse_pattern(arguments[1]), _tokens(arguments[0]), causal=len(arguments) == 3)
+    raise ValueError(
+        f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT[:GLOBAL]], "
+        "documents:LENGTH,...[:full] or block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
+    )

@@ -1,86 +1,83 @@
-"""Masks that show each query one band of keys: full and causal. `engine.attention.masks.window` has bounded ones."""
+"""Masks that are one band of keys around each query: full, causal, and windows, with tokens that all queries see."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
-from engine.attention.geometry.tiles import CAUSAL, Tile, band_area, join, segment_tile, square_causal
-
-
-class _BandMask:
-    """Query i sees every key up to i + right; None means no limit."""
-
-    right: int | None
-    band_kinds = None
-
-    def pair_keys(self, shards: ShardTable) -> Sequence[Integers]:
-        return by_pair(shards.count, shards.count, shards.limits(None, self.right))
-
-    def pair_spans(self, shards: ShardTable) -> None:
-        return None
-
-    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> None:
-        return None
-
-    def unsupported_reason(self, seq_len: int) -> str | None:
-        return None
-
-    def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        return band_tiles(q, k, None, self.right)
-
-    def row_area(self, queries: Segment, seq_len: int) -> int:
-        return band_row_area(queries, seq_len, None, self.right)
-
-    def area(self, seq_len: int) -> int:
-        return self.row_area(Segment(0, seq_len), seq_len)
-
-
-def band_row_area(queries: Segment, keys: int, left: int | None, right: int | None) -> int:
-    """Keys i - left ... i + right of the sequence's first `keys` that these queries see, summed over the queries."""
-    lo = None if left is None else queries.start - left
-    hi = None if right is None else queries.start + right
-    return band_area(queries.count, keys, lo, hi, queries.step)
-
-
-@lru_cache(maxsize=4096)
-def band_tiles(q: tuple[Segment, ...], k: tuple[Segment, ...], left: int | None, right: int | None) -> tuple[Tile, ...]:
-    """Query i sees keys i - left ... i + right; None means no limit on that side."""
-    count = sum(segment.count for segment in q)
-    if q == k and left is None and right == 0:
-        # A shard against itself: local order is position order, so one causal call serves all its segments.
-        return (Tile(0, count, 0, count, CAUSAL),)
-    tiles: list[Tile] = []
-    q_offset = 0
-    for q_segment in q:
-        k_offset = 0
-        for k_segment in k:
-            tile = segment_tile(q_segment, k_segment, left, right)
-            if tile is not None:
-                tiles.extend(square_causal(tile.shifted(q_offset, k_offset)))
-            k_offset += k_segment.count
-        q_offset += q_segment.count
-    return tuple(join(tiles))
+from engine.attention.geometry.tile_table import Region
+from engine.attention.geometry.tiles import NO_LIMIT
+from engine.attention.masks.mask import Mask, Windowed
 
 
 @dataclass(frozen=True, slots=True)
-class Full(_BandMask):
+class Full(Mask):
     """Every query sees every key."""
 
-    right: None = None
+    def regions(self, tokens: int) -> list[Region]:
+        return [Region(0, tokens, 0, tokens)]
 
     def __str__(self) -> str:
         return "full"
 
 
 @dataclass(frozen=True, slots=True)
-class Causal(_BandMask):
+class Causal(Mask):
     """A query sees itself and all earlier keys."""
 
-    right: int = 0
+    def regions(self, tokens: int) -> list[Region]:
+        return [Region(0, tokens, 0, tokens, right=0)]
 
     def __str__(self) -> str:
         return "causal"
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Mask):
+    """A query sees itself, `left` tokens before it and `right` after it.
+
+    The sequence's first `global_tokens` tokens are global: every query sees them, and they see every key, but where
+    `right` is 0 no query sees a later one. Sources: Longformer (arXiv:2004.05150); as attention sinks
+    StreamingLLM (arXiv:2309.17453).
+    """
+
+    left: int
+    right: int = 0
+    global_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.left < 0 or self.right < 0:
+            raise ValueError(f"sliding window ({self.left}, {self.right}) has a negative side; give token counts >= 0")
+        if self.global_tokens < 0:
+            raise ValueError(f"sliding window has {self.global_tokens} global tokens; give a token count >= 0")
+
+    def regions(self, tokens: int) -> list[Region]:
+        if not self.global_tokens:
+            return [Region(0, tokens, 0, tokens, self.left, self.right)]
+        known = min(self.global_tokens, tokens)
+        apart = min(known + self.left + 1, tokens)  # from here on a key lies between the window and the global tokens
+        if self.right == 0:
+            first = [Region(0, apart, 0, apart, right=0)]
+        else:
+            first = [Region(0, known, 0, tokens), Region(known, apart, 0, tokens, right=self.right)]
+        return [*first, Region(apart, tokens, 0, tokens, self.left, self.right), Region(apart, tokens, 0, known)]
+
+    def __str__(self) -> str:
+        sides = f"sliding_window:{self.left}"
+        if self.global_tokens:
+            return f"{sides}:{self.right}:{self.global_tokens}"
+        return f"{sides}:{self.right}" if self.right else sides
+
+
+def windowed(mask: Mask, left: int) -> Mask:
+    """What a layer with a window sees under a mask: of the keys that `mask` shows, those from `left` tokens before the
+    query on. Equal windows of equal masks are equal, so their plans are made once. Raises ValueError for a negative
+    `left`."""
+    if left < 0:
+        raise ValueError(f"a window reaches {left} tokens back; give a token count >= 0")
+    if isinstance(mask, Causal):
+        return SlidingWindow(left)
+    if isinstance(mask, SlidingWindow) and not mask.global_tokens:
+        return SlidingWindow(min(left, mask.left), mask.right)
+    if isinstance(mask, Windowed):
+        return Windowed(mask.mask, min(left, mask.left))
+    return mask if left >= NO_LIMIT else Windowed(mask, left)

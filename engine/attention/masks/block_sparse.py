@@ -1,54 +1,173 @@
-"""Block-sparse attention: a grid says which blocks of keys each block of queries sees."""
+"""Block-sparse attention: an explicit grid, or a pattern that fits any length, says which blocks of keys each block of
+queries sees."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
-from engine.attention.masks.block_cells import BlockRuns
-from engine.attention.masks.block_rows import Run
-from engine.attention.masks.blocks import BlockMask
-from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
+from engine.attention.geometry.tile_table import Integers
+from engine.attention.geometry.tiles import NO_LIMIT
+from engine.attention.masks.mask import Mask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_MOST_BLOCKS = 16  # of a rank, up to which pairs of ranks are compared by the cells between their blocks
+class BlockPattern(Protocol):
+    """A rule over block numbers."""
+
+    def blocks(self) -> int | None:
+        """Blocks per side of the pattern; None when it fits any number."""
+        ...
+
+    def rectangles(self, blocks: int) -> Integers:
+        """Disjoint rectangles of what the first `blocks` blocks see of each other: [rectangles; first query block,
+        behind the last one, first key block, behind the last one]. Query blocks that see different key blocks are in
+        different rectangles, or under one rectangle each."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str:
+        """How experiment files write it; `parse_pattern` reads it back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSparse(BlockMask):
+class BlockGrid:
+    """An explicit square grid, one string of 0 and 1 per query block: compact, hashed once, read as it looks."""
+
+    rows: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.rows)
+        if not size or any(len(row) != size or set(row) - {"0", "1"} for row in self.rows):
+            sizes = sorted({len(row) for row in self.rows})
+            raise ValueError(
+                f"block grid has {size} rows of {sizes} blocks; give as many key blocks as query blocks, each 0 or 1"
+            )
+
+    @classmethod
+    def of(cls, blocks: Tensor | NDArray[np.bool_] | Sequence[Sequence[bool]]) -> BlockGrid:
+        """From nested sequences or a boolean tensor or array, query blocks x key blocks.
+
+        Raises ValueError when it is not a square grid of booleans.
+        """
+        values = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+        try:
+            rows = tuple(tuple(row) for row in values)
+        except TypeError:
+            raise ValueError(
+                f"block grid {blocks!r} has no rows; give a boolean for every query block and key block"
+            ) from None
+        if any(value not in (0, 1) for row in rows for value in row):
+            raise ValueError("block grid holds values other than true and false; give booleans")
+        return cls(tuple("".join("1" if value else "0" for value in row) for row in rows))
+
+    def blocks(self) -> int | None:
+        return len(self.rows)
+
+    def rectangles(self, blocks: int) -> Integers:
+        size = len(self.rows)
+        cells = np.frombuffer("".join(self.rows).encode(), dtype=np.uint8).reshape(size, size) == ord("1")
+        framed = np.zeros((blocks, blocks + 2), dtype=bool)
+        framed[:, 1:-1] = cells[:blocks, :blocks]
+        row, edge = np.nonzero(framed[:, 1:] != framed[:, :-1])  # where a run starts, and behind its end, in turn
+        return np.stack((row[::2], row[::2] + 1, edge[::2], edge[1::2]), axis=-1)
+
+    def __str__(self) -> str:
+        return "/".join(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGlobal:
+    """Blocks see those up to `reach` away; the first `global_blocks` blocks see all and are seen by all.
+
+    Source: Longformer (arXiv:2004.05150) and BigBird (arXiv:2007.14062), without the random blocks.
+    """
+
+    reach: int
+    global_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reach < 0 or self.global_blocks < 0:
+            raise ValueError(
+                f"local_global pattern has reach {self.reach} and {self.global_blocks} global blocks; give counts >= 0"
+            )
+
+    def blocks(self) -> int | None:
+        return None
+
+    def rectangles(self, blocks: int) -> Integers:
+        known = min(self.global_blocks, blocks)
+        rows = np.arange(known, blocks)
+        near = np.stack((rows, rows + 1, np.maximum(known, rows - self.reach), rows + self.reach + 1), axis=-1)
+        return np.concatenate(([(0, known, 0, blocks), (known, blocks, 0, known)], near))
+
+    def __str__(self) -> str:
+        return f"local_global-{self.reach}-{self.global_blocks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Blocks see those less than `stride` away, and every stride-th block of the sequence.
+
+    Source: the strided pattern of Sparse Transformers (arXiv:1904.10509), in blocks.
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"strided pattern has stride {self.stride}; give a number of blocks of at least 1")
+
+    def blocks(self) -> int | None:
+        return None
+
+    def rectangles(self, blocks: int) -> Integers:
+        rows, columns = np.arange(blocks), np.arange(self.stride - 1, blocks, self.stride)
+        near = np.stack((rows, rows + 1, np.maximum(0, rows - self.stride + 1), rows + self.stride), axis=-1)
+        before = np.stack((0 * columns, columns - self.stride + 1, columns, columns + 1), axis=-1)
+        after = np.stack((columns + self.stride, np.full_like(columns, blocks), columns, columns + 1), axis=-1)
+        return np.concatenate((near, before, after))
+
+    def __str__(self) -> str:
+        return f"strided-{self.stride}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse(Mask):
     """Queries of block a see keys of block b where `blocks[a][b]` is true, with `causal` none that comes later.
 
     Args:
-        blocks: square boolean grid, query blocks x key blocks (nested sequences or a tensor), or a pattern of
-            `engine.attention.masks.patterns`, which fits sequences of any length. Kept as a pattern.
+        blocks: square boolean grid, query blocks x key blocks (nested sequences or a tensor), or a pattern, which fits
+            sequences of any length. Kept as a pattern.
         block_size: tokens per block. The last block of a sequence may be shorter.
         causal: hide keys that come after the query, inside blocks too.
     """
 
-    blocks: Pattern | Tensor | tuple[tuple[bool, ...], ...] | list[list[bool]]
+    blocks: BlockPattern | Tensor | Sequence[Sequence[bool]]
     block_size: int
     causal: bool = False
+
+    merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; give a number of tokens of at least 1")
-        if not isinstance(self.blocks, Grid | LocalGlobal | Strided):
-            object.__setattr__(self, "blocks", Grid.of(self.blocks))
+        if not isinstance(self.blocks, BlockGrid | LocalGlobal | Strided):
+            object.__setattr__(self, "blocks", BlockGrid.of(cast("Sequence[Sequence[bool]]", self.blocks)))
 
     @property
-    def pattern(self) -> Pattern:
+    def pattern(self) -> BlockPattern:
         """`blocks`, in the one form it is kept in."""
-        pattern: Any = self.blocks
-        return pattern
+        return cast(BlockPattern, self.blocks)
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         blocks, needed = self.pattern.blocks(), -(-seq_len // self.block_size)
@@ -59,74 +178,30 @@ class BlockSparse(BlockMask):
             f"{needed} of them; give a grid of that size or another block_size"
         )
 
-    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
-        pattern = self.pattern
-        if shards.step > 1:
-            return super(BlockSparse, self).pair_keys(shards)
-        first, last = shards.start // self.block_size, (shards.start + shards.count - 1) // self.block_size
-        most = int((last - first).max()) + 1
-        joined = first[:, 1:] == last[:, :-1]  # one block at the end of a segment and at the start of the next
-        ranks = np.concatenate((shards.count, shards.start % self.block_size, joined), axis=1)
-        hi = shards.limits(None, 0 if self.causal else None)
-        if isinstance(pattern, LocalGlobal):
-            ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
-            return by_pair(ranks, ranks, _apart(first, pattern.reach + most) + hi)
-        if most * first.shape[1] <= 2 * _MOST_BLOCKS:
-            runs = self.block_runs(shards)
-            if runs.blocks.shape[1] <= _MOST_BLOCKS:
-                return by_pair(ranks, ranks, self._cells_between(runs) + hi)
-        if not isinstance(pattern, Strided):
-            return None
-        columns = np.concatenate((ranks, first % pattern.stride), axis=1)
-        return by_pair(ranks, columns, _apart(first, pattern.stride + most) + hi)
-
-    def _cells_between(self, runs: BlockRuns) -> list[Integers]:
-        """What the blocks of every two ranks see of each other, [query ranks, key ranks] each: sixteen cells a
-        number."""
-        ranks, most = runs.blocks.shape
-        wide = -(-most // 4) * 4
-        blocks, held = np.zeros((ranks, wide), dtype=np.int32), np.zeros((ranks, wide), dtype=bool)
-        blocks[:, :most], held[:, :most] = runs.blocks, runs.held
-        blocks, held = blocks.reshape(-1), held.reshape(-1)  # two long axes are faster than four
-        seen = self.pattern.shown(blocks[:, None], blocks) & held[:, None] & held
-        cells = np.packbits(seen.reshape(ranks, wide, ranks, wide).swapaxes(1, 2)).view(np.uint16)
-        return list(cells.reshape(ranks * ranks, -1).T.astype(np.int64).reshape(-1, ranks, ranks))
-
-    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        return self.pattern.shown(queries, keys)
-
-    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
-        size, blocks = self.block_size, -(-seq_len // self.block_size)
-        each = np.arange(blocks)
-        whole = size * self.pattern.visible_before(each, each if self.causal else np.full_like(each, blocks))
-        own = size * self.pattern.shown(each, each) if self.causal else np.zeros_like(each)
-        missing = blocks * size - seq_len  # the last block is shorter
-        if self.causal:
-            own[-1] -= missing if own[-1] else 0
-        else:
-            whole -= missing * self.pattern.shown(each, np.full_like(each, blocks - 1))
-        return whole, own
-
-    def block_at(self, position: int) -> int:
-        return position // self.block_size
-
-    def first_position(self, block: int) -> int:
-        return block * self.block_size
-
-    def blocks_at(self, positions: Integers) -> Integers:
-        return positions // self.block_size
-
-    def first_positions(self, blocks: Integers) -> Integers:
-        return blocks * self.block_size
-
-    def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
-        return self.pattern.visible(block, first, last)
+    def regions(self, tokens: int) -> Integers:
+        blocks = self.pattern.rectangles(-(-tokens // self.block_size))
+        corners = np.clip(blocks * self.block_size, 0, tokens)
+        limits = np.empty((len(corners), 2), dtype=np.int64)
+        limits[:] = NO_LIMIT, 0 if self.causal else NO_LIMIT
+        some = (corners[:, 0] < corners[:, 1]) & (corners[:, 2] < corners[:, 3])
+        return np.concatenate((corners, limits), axis=1)[some]
 
     def __str__(self) -> str:
         return f"block_sparse:{self.block_size}:{self.pattern}" + (":causal" if self.causal else "")
 
 
-def _apart(first: Integers, near: int) -> list[Integers]:
-    """How many blocks lie between the first blocks of every two segments, [query ranks, key ranks] each; those further
-    apart than `near` are alike."""
-    return [np.clip(q[:, None] - k, -near, near) for q, k in itertools.product(first.T, repeat=2)]
+def parse_pattern(text: str) -> BlockPattern:
+    """Read `strided-STRIDE`, `local_global-REACH-GLOBAL`, or a grid as rows of 0 and 1 joined by `/`.
+
+    Raises ValueError for anything else.
+    """
+    if match := re.fullmatch(r"strided-(\d+)", text):
+        return Strided(int(match[1]))
+    if match := re.fullmatch(r"local_global-(\d+)-(\d+)", text):
+        return LocalGlobal(int(match[1]), int(match[2]))
+    if re.fullmatch(r"[01]+(/[01]+)*", text):
+        return BlockGrid(tuple(text.split("/")))
+    raise ValueError(
+        f"block pattern {text!r} is unknown; write strided-STRIDE, local_global-REACH-GLOBAL (in blocks) or rows "
+        "of 0 and 1 joined by /"
+    )

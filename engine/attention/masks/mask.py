@@ -1,132 +1,121 @@
-"""The interface of every mask, and a mask restricted to the queries before a position."""
+"""What a mask is, and masks made of other masks.
+
+A mask lists disjoint regions in global positions (`Mask.regions`). Tiles between shards, visible pairs and plans follow
+from them under every layout: `engine.attention.geometry.tile_table`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engine.attention.geometry.layout import Segment, split_at
-from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
-from engine.attention.geometry.tile_table import TileTable
-from engine.attention.geometry.tiles import Tile, join
+from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.tile_table import Integers, Region, Shards, region_areas, tile_of, tile_table
+from engine.attention.geometry.tiles import Tile
 
 
-class PairSpans(NamedTuple):
-    """What a mask knows of all pairs of ranks without their tiles; arrays are [query ranks, key ranks]."""
+class Mask:
+    """Which keys each query sees, in global positions. A subclass is a frozen dataclass: hashable, because plans are
+    cached by mask.
 
-    queries: tuple[Integers, Integers]  # [start, stop) of the local queries in tiles; (0, 0) where there are none
-    keys: tuple[Integers, Integers]
-    apart: NDArray[np.bool_]  # the tiles are few (`WAITING_PARTS`), and no token is in two of them
-    unknown: NDArray[np.bool_]  # all this is to be read off the pair's tiles
+    A new mask defines `regions` and `__str__`, and `unsupported_reason` where it does not fit every length.
+    """
 
+    __slots__ = ()
 
-class Mask(Protocol):
-    """A rule over global positions. Frozen and hashable, so the tiles of two shards are computed once."""
+    merges: ClassVar[bool] = False
+    """Regions may touch, as blocks of a grid do, and have one band: those that touch between two shards are merged."""
 
-    @property
-    def band_kinds(self) -> frozenset[str] | None:
-        """The kinds of band that its tiles may have under any layout, where that is known: it decides which kernels can
-        run. None: they are read off the tiles."""
-        ...
-
-    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
-        """Numbers of every pair of ranks, [query ranks, key ranks] each: pairs with equal numbers have equal tiles.
-
-        None when the mask has no such numbers for these shards.
-        """
-        ...
-
-    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
-        """What is known of all pairs of ranks without their tiles, or None."""
-        ...
+    def regions(self, tokens: int) -> Sequence[Region] | Integers:
+        """What queries at the first `tokens` positions see of the keys there: disjoint regions that lie within them, as
+        a list or as an array with the fields of `Region` along its last axis."""
+        raise NotImplementedError
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         """One sentence why the mask does not describe a sequence of this length, or None."""
-        ...
-
-    def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key."""
-        ...
-
-    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable | None:
-        """`tiles` of the shards of each query rank and key rank, as arrays; None where they are to be formed pair by
-        pair."""
-        ...
-
-    def row_area(self, queries: Segment, seq_len: int) -> int:
-        """Keys of the whole sequence that these queries see, summed over the queries."""
-        ...
+        return None
 
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
-        ...
+        check_length(self, seq_len)
+        return int(region_areas(regions_of(self, seq_len), Shards(((Segment(0, seq_len),),)))[0])
 
-    def __hash__(self) -> int: ...
+    def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
+        """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key.
 
-    def __str__(self) -> str:
-        """The setting this mask is written as in experiment files; `parse_mask` reads it back."""
-        ...
+        Raises TooManyTiles when there are too many of them.
+        """
+        ends = [segment.start + (segment.count - 1) * segment.step for segment in (*q, *k) if segment.count]
+        regions = regions_of(self, max(ends, default=-1) + 1)
+        return tuple(map(tile_of, tile_table(regions, Shards((q,)), Shards((k,)), self.merges).calls(0)))
+
+
+def check_length(mask: Mask, seq_len: int) -> None:
+    """Raises ValueError with the mask's `unsupported_reason`."""
+    unsupported_reason = mask.unsupported_reason(seq_len)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
+
+
+@lru_cache(maxsize=64)
+def regions_of(mask: Mask, tokens: int) -> Integers:
+    """The mask's regions as an array, [regions, fields of `Region`]."""
+    return np.asarray(mask.regions(tokens), dtype=np.int64).reshape(-1, len(Region._fields))
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRows:
+class _Restricted(Mask):
+    """Another mask, of which some regions are smaller."""
+
+    mask: Mask
+
+    @property
+    def merges(self) -> bool:  # type: ignore[override]
+        return self.mask.merges
+
+    def unsupported_reason(self, seq_len: int) -> str | None:
+        return self.mask.unsupported_reason(seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRows(_Restricted):
     """Another mask as the queries before position `cut` see it; later queries see nothing.
 
     Shards ascend in position, so the tiles' query rows are the first of the local tokens. Keys that no such query sees
     are in no tile, and so are not sent.
     """
 
-    mask: Mask
     cut: int
 
-    def unsupported_reason(self, seq_len: int) -> str | None:
-        return self.mask.unsupported_reason(seq_len)
-
-    @property
-    def band_kinds(self) -> frozenset[str] | None:
-        return self.mask.band_kinds
-
-    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
-        keys = self.mask.pair_keys(shards)
-        before = shards.count_before(self.cut)
-        return None if keys is None else by_pair(before, before, keys)
-
-    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
-        whole = self.mask.pair_spans(shards)
-        if whole is None:
-            return None
-        rows = shards.count_before(self.cut).sum(axis=1)
-        # What no query sees, no query before the cut sees; all other pairs are asked.
-        seen = ((whole.queries[1] > whole.queries[0]) | whole.unknown) & (rows > 0)[:, None]
-        nothing = np.zeros_like(whole.queries[0])
-        return PairSpans((nothing, nothing), (nothing, nothing), ~seen, seen)
-
-    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> None:
-        return None
-
-    def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        first, _ = split_at(q, self.cut)
-        if not first:
-            return ()
+    def regions(self, tokens: int) -> Integers:
+        regions = regions_of(self.mask, tokens).copy()
+        q_start, q_stop, k_start, k_stop, _, right = regions.T
+        np.minimum(q_stop, self.cut, out=q_stop)
         # Keys are cut where queries are, so that a causal shard against itself stays one kernel call.
-        near, far = split_at(k, self.cut)
-        offset = sum(segment.count for segment in near)
-        tiles = list(self.mask.tiles(first, near)) if near else []
-        if far:
-            tiles += [tile.shifted(0, offset) for tile in self.mask.tiles(first, far)]
-        return tuple(join(tiles))
-
-    def row_area(self, queries: Segment, seq_len: int) -> int:
-        count = queries.count_before(self.cut)
-        return self.mask.row_area(replace(queries, count=count), seq_len) if count else 0
-
-    def area(self, seq_len: int) -> int:
-        return self.row_area(Segment(0, seq_len), seq_len)
+        np.minimum(k_stop, self.cut + right, out=k_stop)
+        return regions[(q_start < q_stop) & (k_start < k_stop)]
 
     def __str__(self) -> str:
         """For messages; experiment files have no such mask."""
         return f"{self.mask} before {self.cut}"
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed(_Restricted):
+    """Another mask of which a query sees only the keys from `left` tokens before it on: that of a layer with a window.
+    `windowed` gives it."""
+
+    left: int
+
+    def regions(self, tokens: int) -> Integers:
+        regions = regions_of(self.mask, tokens).copy()
+        np.minimum(regions[:, 4], self.left, out=regions[:, 4])
+        return regions
+
+    def __str__(self) -> str:
+        """For messages; experiment files have no such mask."""
+        return f"{self.mask} within {self.left}"

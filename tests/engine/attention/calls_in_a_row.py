@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Mask
@@ -18,8 +19,9 @@ def worst_error_in_a_row(
     choices: dict[str, Any],
     truths: Sequence[torch.Tensor],
     count: int = 3,
+    sinks_N: torch.Tensor | None = None,
 ) -> float:
-    """Worst relative error, as norms, of out, dq, dk and dv over `count` calls; inf where one is not finite.
+    """Worst relative error, as norms, of out, dq, dk, dv and dsinks over `count` calls; inf where one is not finite.
 
     `whole` is q, k, v and dout of the whole sequence, `choices` are `burst_attention`'s, `truths` the dense results.
     """
@@ -27,9 +29,17 @@ def worst_error_in_a_row(
     results = []
     for _ in range(count):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = burst_attention(*leaves, mask=mask, cp=cp, tensor_layout="BSHD", **choices)
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    return max(worst_relative_error([cp.unshard(part, 1) for part in result], truths) for result in results)
+        sinks = [] if sinks_N is None else [sinks_N.clone().requires_grad_()]
+        out = burst_attention(
+            *leaves, mask=mask, cp=cp, sinks_N=sinks[0] if sinks else None, tensor_layout="BSHD", **choices
+        )
+        results.append((out.detach(), *torch.autograd.grad(out, leaves + sinks, dout)))
+    for result in results:
+        for dsinks_N in result[4:]:
+            dist.all_reduce(dsinks_N)
+    return max(
+        worst_relative_error([*(cp.unshard(part, 1) for part in result[:4]), *result[4:]], truths) for result in results
+    )
 
 
 def worst_relative_error(found: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> float:

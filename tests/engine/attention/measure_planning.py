@@ -15,34 +15,34 @@ import random
 import time
 from collections.abc import Callable
 
+from engine.attention import comm_plan, resolve
 from engine.attention.comm_volume import RingVolume, Shards, Widths
 from engine.attention.cost import HardwareModel
 from engine.attention.geometry.layout import LAYOUTS, Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.shard_table import shard_table
-from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow, Strided
-from engine.attention.masks.balance import rank_pair_tiles
-from engine.attention.masks.bands import band_tiles
-from engine.attention.masks.block_rows import _local_blocks
-from engine.attention.masks.blocks import _keys_seen
-from engine.attention.masks.documents import _seen_earlier
-from engine.attention.masks.window import _window_tiles
-from engine.attention.planning import comm_plan, comm_volume, pair_table
+from engine.attention.geometry.tile_table import shards_of
+from engine.attention.masks import (
+    BlockSparse,
+    Causal,
+    Documents,
+    Full,
+    LocalGlobal,
+    Mask,
+    SlidingWindow,
+    Strided,
+    pairs,
+)
+from engine.attention.masks.mask import regions_of
 from engine.attention.resolve import cheaper_backward
 
 REPEATS, NODE_SIZE = 12, 8
 CACHES = (
-    rank_pair_tiles,
-    band_tiles,
-    _window_tiles,
-    _keys_seen,
-    _local_blocks,
-    _seen_earlier,
-    pair_table.pair_table,
+    regions_of,
+    pairs.pair_table,
     comm_plan.ring_tables,
     comm_plan.comm_plan,
     comm_plan.ring_traffic,
-    comm_volume.group_backward_bytes,
+    resolve.group_backward_bytes,
 )
 
 
@@ -73,7 +73,7 @@ def plan_seconds(mask: Mask, layout: Layout, node_size: int, seq_len: int, cp_si
     """(seconds of planning and the first step's tiles, seconds of the other steps')."""
     for cache in CACHES:
         cache.cache_clear()
-    shard_table(layout, seq_len, cp_size)  # of the context, not of the mask
+    shards_of(layout, seq_len, cp_size)  # of the context, not of the mask
     ring, rank = Ring(cp_size=cp_size, node_size=node_size), cp_size // 3
     widths = Widths(2, 4)
     shards = Shards(

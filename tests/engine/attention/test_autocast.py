@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ContextParallel, burst_attention
-from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
+from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from tests.ranks import run_on_ranks
 
@@ -71,7 +71,7 @@ def test_autocast_does_not_change_the_sent_bytes(layout) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_autocast_changes_nothing_above_rounding_on_a_gpu(monkeypatch, dtype, kernel) -> None:
     monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda"))
-    problem = Problem(device=DEVICE, dtype=dtype, heads=4, kv_heads=2, head_dim=16)
+    problem = KernelProblem(device=DEVICE, dtype=dtype, heads=4, kv_heads=2, head_dim=16)
     reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
         pytest.skip(reason)

@@ -5,13 +5,15 @@ On a GPU `test_kernels.py` compares the compiled kernel with the reference.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.geometry.tiles import CAUSAL, FULL, Band
-from engine.attention.kernels import BackwardInputs, Problem, flex, kernel_named
+from engine.attention.kernels import BackwardInputs, KernelProblem, flex, kernel_named
 from engine.attention.kernels.reference import visible_pairs
 
 REFERENCE = kernel_named("reference")
@@ -50,12 +52,17 @@ def tile(rows: int, columns: int, heads: int = 4, kv_heads: int = 2) -> list[tor
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-7, 3)], ids=str)
-def test_the_forward_equals_the_reference_where_it_is_not_compiled(band, monkeypatch) -> None:
+def test_both_passes_equal_the_reference_where_they_are_not_compiled(band, softcap, monkeypatch) -> None:
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-    q, k, v, _ = (t.float() for t in tile(150, 150))
-    found, expected = flex.KERNEL.forward(q, k, v, band, 0.25), REFERENCE.forward(q, k, v, band, 0.25)
-    for f, e in zip(found, expected, strict=True):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on CPUs
+    q, k, v, dout = (t.float() for t in tile(150, 150))
+    kernel, reference = (replace(each, softcap=softcap) for each in (flex.KERNEL, REFERENCE))
+    expected = reference.forward(q, k, v, band, 0.25)
+    given = BackwardInputs(q, dout, expected[1] + 0.5, row_dot(dout, expected[0]) * 0.6, k, v)
+    found = [*kernel.forward(q, k, v, band, 0.25), *kernel.backward(given, band, 0.25, False)]
+    for f, e in zip(found, [*expected, *reference.backward(given, band, 0.25, False)], strict=True):
         torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-5)
 
 
@@ -80,7 +87,7 @@ def test_the_rescaled_backward_gives_the_gradients_of_whole_rows(band, beyond) -
 def test_head_dims_and_dtypes_it_cannot_run_are_refused() -> None:
     def unsupported_reason(dtype: torch.dtype, head_dim: int) -> str | None:
         return flex.KERNEL.refuse(
-            Problem(device=torch.device("cuda"), dtype=dtype, heads=4, kv_heads=4, head_dim=head_dim)
+            KernelProblem(device=torch.device("cuda"), dtype=dtype, heads=4, kv_heads=4, head_dim=head_dim)
         )
 
     assert unsupported_reason(torch.bfloat16, 128) is None

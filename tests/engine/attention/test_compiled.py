@@ -55,7 +55,11 @@ def compiled_and_eager(world: str, backend: str) -> list[str]:
             out, lse = attend(q * 0.5, k, v)
             return out + lse.sum()
 
-        for case in (direct, with_lse, by_plan):
+        def with_sinks(q, k, v, mask=mask):
+            sinks = k[0, 0].sum(-1).repeat(2)
+            return burst_attention(q, k, v, mask=mask, cp=cp, sinks_N=sinks, softcap=2.0)
+
+        for case in (direct, with_lse, by_plan, with_sinks):
             torch._dynamo.reset()
             program = torch.compile(case, backend=backend, fullgraph=True)
             for seed in (0, 1):
@@ -132,11 +136,13 @@ def test_the_operations_agree_with_their_fakes(operation: str) -> None:
     name = compiled.registered(Causal(), cp, compiled.Choices())
     if operation == "attention":
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-        torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, name, None, None, 0))
+        for sinks in (None, torch.randn(4).requires_grad_()):
+            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, 0))
         return
     out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
-    arguments = (q, k, v, out, lse, torch.ones_like(out), None, name)
-    torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
+    for sinks in (None, torch.randn(4)):
+        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name)
+        torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
 
 
 def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> None:
@@ -147,7 +153,7 @@ def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> No
     del cp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.burst.attention(q, k, v, name, None, None, 0)
+        torch.ops.burst.attention(q, k, v, None, name, None, None, 0)
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ContextParallel, burst_attention
-from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
+from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.op import run_attention
 from engine.attention.reference import dense_attention
@@ -134,7 +134,7 @@ def test_a_plan_without_a_gradient_of_the_lse_refuses_one_that_its_kernel_would_
 def test_gradients_of_output_and_lse_are_both_exact_on_a_gpu(monkeypatch, kernel, dtype, mask) -> None:
     monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda"))
     bands = frozenset({"full", "causal", "band"} if isinstance(mask, SlidingWindow) else {"full", "causal"})
-    problem = Problem(device=DEVICE, dtype=dtype, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, bands=bands)
+    problem = KernelProblem(device=DEVICE, dtype=dtype, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, bands=bands)
     reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
         pytest.skip(reason)

@@ -45,13 +45,15 @@ class Drawn:
     head_dim: int
     mask: str
     dtype: torch.dtype
+    sinks: bool
     choices: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
         choices = ", ".join(f"{name} {value}" for name, value in self.choices)
         return (
             f"seed {self.seed}: {self.batch} x {self.seq_len} tokens, {self.heads}:{self.kv_heads} x {self.head_dim} "
-            f"{self.dtype}, {self.layout}, nodes of {self.node_size}, {self.mask}, {choices}"
+            f"{self.dtype}, {self.layout}, nodes of {self.node_size}, {self.mask}, "
+            f"{'sinks, ' if self.sinks else ''}{choices}"
         )
 
 
@@ -78,12 +80,13 @@ def drawn(seed: int, ranks: int, on_gpu: bool) -> Drawn:
         "grad_comm_dtype": chance.choice(GRAD_COMM_DTYPES),
         "num_head_chunks": chance.choice((None, 1, *([2] if heads_of_a_rank % 2 == 0 else []))),
         "recompute": chance.choice((False, True)),
+        "softcap": chance.choice((None, None, 2.5)),
         "kernel": "auto" if on_gpu else "reference",
     }
     return Drawn(
         seed, node_size, layout, chance.choice((1, 2)), seq_len, heads, kv_heads,
         chance.choice((64, 128)) if on_gpu else chance.choice((4, 8)), mask,
-        torch.bfloat16 if on_gpu else torch.float64, tuple(choices.items()),
+        torch.bfloat16 if on_gpu else torch.float64, chance.random() < 0.3, tuple(choices.items()),
     )  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def _mask(chance: random.Random, seq_len: int) -> str:
 
 
 def error_of(call: Drawn, cp: ContextParallel, device: torch.device) -> float:
-    """Worst relative error of out, dq, dk and dv over calls in a row, inf where one is not finite."""
+    """Worst relative error of out and all gradients over calls in a row, inf where one is not finite."""
     generator = torch.Generator(device).manual_seed(call.seed)
     shapes = [
         (call.batch, call.seq_len, n, call.head_dim) for n in (call.heads, call.kv_heads, call.kv_heads, call.heads)
@@ -117,8 +120,10 @@ def error_of(call: Drawn, cp: ContextParallel, device: torch.device) -> float:
         torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(call.dtype) for shape in shapes
     ]
     mask = parse_mask(call.mask)
-    truths = dense_gradients(*whole, mask)
-    return worst_error_in_a_row(cp, whole, mask, dict(call.choices), truths, CALLS_IN_A_ROW)
+    sinks_N = torch.randn(call.heads, generator=generator, device=device, dtype=torch.float64) if call.sinks else None
+    softcap = dict(call.choices)["softcap"]
+    truths = dense_gradients(*whole, mask, softcap=softcap, sinks_N=sinks_N)
+    return worst_error_in_a_row(cp, whole, mask, dict(call.choices), truths, CALLS_IN_A_ROW, sinks_N)
 
 
 def errors_of_calls(first: int, most: int, seconds: float, on_gpu: bool) -> tuple[int, dict[str, str]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
-from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
+from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from engine.attention.op import ALIGNMENT_BYTES, laid_out
 from tests.ranks import run_on_ranks
@@ -176,7 +176,7 @@ def test_a_layout_by_name_gives_the_bits_of_the_default_one(schedule) -> None:
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
 def test_strides_change_nothing_that_is_above_rounding_on_a_gpu(monkeypatch, view, mask, kernel) -> None:
     monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda"))
-    problem = Problem(device=DEVICE, dtype=torch.bfloat16, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
+    problem = KernelProblem(device=DEVICE, dtype=torch.bfloat16, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
     reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
         pytest.skip(reason)

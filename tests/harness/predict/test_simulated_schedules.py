@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.comm_plan import comm_plan
 from engine.attention.comm_volume import RingVolume, Shards, Widths
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import parse_mask
-from engine.attention.planning.comm_plan import comm_plan
 from engine.attention.problem import Problem
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB

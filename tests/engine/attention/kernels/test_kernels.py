@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,14 +12,14 @@ from engine.attention.geometry.tiles import CAUSAL, FULL, Band
 from engine.attention.kernels import (
     KERNELS,
     BackwardInputs,
-    Problem,
+    KernelProblem,
     available,
     choose_kernel,
     kernel_named,
     unsupported_reason,
 )
 from engine.attention.kernels.cpu import CpuKernel
-from engine.attention.kernels.stand_in import AnyDelta, output_stand_in
+from engine.attention.kernels.stand_in import output_stand_in
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = kernel_named("reference")
@@ -44,7 +46,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def runnable(name: str, dtype: torch.dtype, head_dim: int, band: Band, heads: int = 4, kv_heads: int = 4) -> None:
-    problem = Problem(
+    problem = KernelProblem(
         device=DEVICE, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bands=frozenset({band.kind})
     )
     reason = unsupported_reason(kernel_named(name), problem)
@@ -116,7 +118,7 @@ def test_a_kernel_that_wants_an_output_is_made_to_take_any_delta(name, band, siz
     delta[1] = 0
     given = BackwardInputs(q, dout, lse.float(), delta, k, v)
     expected = REFERENCE.backward(given, band, 0.125, False)
-    found = AnyDelta(kernel_named(name)).backward(given, band, 0.125, False)
+    found = replace(kernel_named(name), takes_delta=True).backward(given, band, 0.125, False)
     half = dtype == torch.float16
     for gradient, truth in zip(found, expected, strict=True):
         if half and truth.abs().max() > 3e4:  # out of what the kernel can write
@@ -124,27 +126,18 @@ def test_a_kernel_that_wants_an_output_is_made_to_take_any_delta(name, band, siz
         assert relative(gradient, truth) < (5e-3 if half else 1e-5)
 
 
-class Counted(CpuKernel):
-    """The kernel of the CPU, which counts its backward calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool):
-        self.calls += 1
-        return super().backward(given, band, scale, deterministic)
-
-
-def test_only_a_row_whose_gradient_is_too_small_for_its_delta_needs_a_second_call() -> None:
+def test_only_a_row_whose_gradient_is_too_small_for_its_delta_needs_a_second_call(monkeypatch) -> None:
     q, k, v, dout = tile_inputs(8, 8, 2, 2, 16, torch.float32)
     out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.25)
     given = [t.cpu() for t in BackwardInputs(q, dout, lse, row_dot(dout, out) + 100, k, v)]
-    kernel = Counted()
-    AnyDelta(kernel).backward(BackwardInputs(*given), CAUSAL, 0.25, False)
-    assert kernel.calls == 1
+    calls, of_whole = [], CpuKernel.backward_of_whole
+    monkeypatch.setattr(CpuKernel, "backward_of_whole", lambda *each: calls.append(each) or of_whole(*each))
+    kernel = CpuKernel(takes_delta=True)
+    kernel.backward(BackwardInputs(*given), CAUSAL, 0.25, False)
+    assert len(calls) == 1
     given[1][0, 3, 1] *= 1e-6
-    AnyDelta(kernel).backward(BackwardInputs(*given), CAUSAL, 0.25, False)
-    assert kernel.calls == 3
+    kernel.backward(BackwardInputs(*given), CAUSAL, 0.25, False)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
@@ -154,7 +147,7 @@ def test_a_delta_that_is_no_number_is_not_lost(broken) -> None:
     out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.25)
     delta = row_dot(dout, out)
     delta[0, 1, 3] = broken
-    dq, _, dv = AnyDelta(CpuKernel()).backward(BackwardInputs(q, dout, lse, delta, k, v), CAUSAL, 0.25, False)
+    dq, _, dv = CpuKernel(takes_delta=True).backward(BackwardInputs(q, dout, lse, delta, k, v), CAUSAL, 0.25, False)
     assert not torch.isfinite(dq[0, 3, 1]).any()
     assert torch.isfinite(dq[1]).all()
     assert torch.isfinite(dv).all()
@@ -248,7 +241,7 @@ def test_every_kernel_has_an_availability_and_a_reason() -> None:
 
 
 def test_a_kernel_that_cannot_run_is_refused_not_replaced() -> None:
-    problem = Problem(device=torch.device("cpu"), dtype=torch.float32, heads=4, kv_heads=4, head_dim=64)
+    problem = KernelProblem(device=torch.device("cpu"), dtype=torch.float32, heads=4, kv_heads=4, head_dim=64)
     with pytest.raises(ValueError, match="fa4"):
         choose_kernel("fa4", problem)
     with pytest.raises(ValueError, match="unknown"):

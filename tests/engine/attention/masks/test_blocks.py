@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.geometry.layout import LAYOUTS, Segment
-from engine.attention.geometry.tiles import Band, Tile, band_area, join, without_upper_bands
+from engine.attention.geometry.tile_table import MAX_TILES
+from engine.attention.geometry.tiles import Band, Tile, band_area, without_upper_bands
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -20,13 +21,11 @@ from engine.attention.masks import (
     LocalGlobal,
     SlidingWindow,
     Strided,
-    band_kinds,
     parse_mask,
     rank_areas,
     rank_pair_tiles,
 )
-from engine.attention.masks.block_rows import rectangles
-from engine.attention.masks.blocks import MAX_TILES
+from engine.attention.masks.pairs import pair_table
 from tests.positions import shard_positions
 
 SEQ_LEN = 24  # splits into 1, 2, 3 and 4 ranks under every layout
@@ -122,7 +121,7 @@ def test_the_area_of_each_rank_is_that_of_its_tiles(mask) -> None:
 @pytest.mark.parametrize("mask", BLOCK_MASKS, ids=str)
 def test_block_masks_need_no_kernel_with_windows(mask) -> None:
     for layout, cp_size in product(LAYOUTS.values(), CP_SIZES):
-        assert band_kinds(mask, layout, SEQ_LEN, cp_size) <= {"full", "causal"}
+        assert pair_table(mask, layout, SEQ_LEN, cp_size).kinds <= {"full", "causal"}
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-30, 30), st.integers(-30, 30), st.integers(1, 5))
@@ -171,8 +170,8 @@ def test_each_document_that_one_rank_holds_whole_is_one_causal_tile() -> None:
 
 
 def test_columns_are_swept_where_that_gives_fewer_rectangles() -> None:
-    rows = [(0, 1, [(0, 1)]), (1, 2, [(0, 3)]), (2, 3, [(0, 1)])]  # a T lying on its side
-    assert len(rectangles(rows)) == 2
+    lying_t = [[True, False, False], [True, True, True], [True, False, False]]
+    assert len(BlockSparse(lying_t, 1).tiles(whole(3), whole(3))) == 2
 
 
 def test_steps_between_chunks_without_common_documents_have_no_tiles() -> None:
@@ -189,18 +188,6 @@ def test_a_diagonal_above_is_cut_into_full_and_square_causal_tiles(rows, hi) -> 
     parts = tuple(without_upper_bands(tile))
     assert {part.band.kind for part in parts} <= {"full", "causal"}
     assert painted(parts, 20, 20) == painted((tile,), 20, 20)
-
-
-@given(st.permutations([(q, k) for q in range(3) for k in range(3)]))
-def test_full_tiles_of_one_rectangle_join_in_any_order(order) -> None:
-    tiles = [Tile(2 * q, 2 * q + 2, 3 * k, 3 * k + 3) for q, k in order]
-    assert join(tiles) == [Tile(0, 6, 0, 9)]
-
-
-@given(st.lists(st.sampled_from([(q, k) for q in range(4) for k in range(4)]), unique=True))
-def test_joining_full_tiles_changes_no_pair(places) -> None:
-    tiles = [Tile(2 * q, 2 * q + 2, 3 * k, 3 * k + 3) for q, k in places]
-    assert painted(tuple(join(tiles)), 8, 12) == painted(tuple(tiles), 8, 12)
 
 
 def test_grids_may_be_lists_tuples_or_tensors_and_are_then_one_mask() -> None:

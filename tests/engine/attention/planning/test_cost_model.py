@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
+from engine.attention.comm_plan import ring_traffic
 from engine.attention.comm_volume import RingVolume, Shards, Widths
 from engine.attention.cost import (
     Estimate,
@@ -22,7 +23,6 @@ from engine.attention.cost import (
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.planning.comm_plan import ring_traffic
 from engine.attention.problem import Problem, schedule_unsupported_reason
 from engine.attention.resolve import cheaper_backward
 from tests.plans import plan_attention

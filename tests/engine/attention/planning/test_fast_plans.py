@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 
+from engine.attention.comm_plan import comm_plan, reach
 from engine.attention.geometry.layout import LAYOUTS, Gathered, Layout, SplitZigzag
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import (
@@ -18,13 +20,11 @@ from engine.attention.masks import (
     Mask,
     SlidingWindow,
     Strided,
-    band_kinds,
+    TooManyTiles,
     rank_pair_tiles,
 )
-from engine.attention.masks.blocks import TooManyTiles
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.comm_plan import comm_plan, reach
-from engine.attention.planning.pair_table import pair_table
+from engine.attention.masks.pairs import pair_table
 from tests.engine.attention.planning.slow_plans import slow_plan
 from tests.slow import slow
 
@@ -118,9 +118,11 @@ def test_plans_from_tables_equal_plans_formed_pair_by_pair(seed: int) -> None:
         pairs = [(q, k) for q in range(size) for k in range(size)]
         tiles = [rank_pair_tiles(mask, layout, seq_len, size, *pair) for pair in pairs]
         assert reach(mask, layout, size, seq_len) == max((t.k_stop for each in tiles for t in each), default=0), case
-        kinds, exact = pair_table(mask, layout, seq_len, size).kinds, band_kinds(mask, layout, seq_len, size)
-        assert exact <= kinds, case
-        assert ("band" in kinds) == ("band" in exact), case
+        table = pair_table(mask, layout, seq_len, size)
+        exact = {tile.band.kind for each in tiles for tile in each}
+        assert exact <= table.kinds, case
+        assert ("band" in table.kinds) == ("band" in exact), case
+        assert [table.area(*pair) for pair in pairs] == [sum(tile.area() for tile in each) for each in tiles], case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,9 +165,10 @@ def test_the_area_of_documents_is_the_sum_over_its_queries(causal: bool) -> None
     for _ in range(50):
         mask = Documents(cut(generator, 60, generator.randint(1, 12)), causal, repeat=generator.random() < 0.5)
         seq_len = generator.randint(1, 150) if mask.repeat else 60
-        seen = 0
-        for query in range(seq_len):
-            document = mask.block_at(query)
-            first, last = mask.first_position(document), min(mask.first_position(document + 1), seq_len)
-            seen += query - first + 1 if causal else last - first
+        lengths = itertools.cycle(mask.lengths)
+        documents = [number for number in range(seq_len) for _ in range(next(lengths))][:seq_len]
+        seen = sum(
+            documents[query] == documents[key] and (key <= query or not causal)
+            for query, key in itertools.product(range(seq_len), repeat=2)
+        )
         assert mask.area(seq_len) == seen

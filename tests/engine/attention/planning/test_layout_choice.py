@@ -67,18 +67,6 @@ def test_a_schedule_with_an_all_to_all_gets_no_striped_layout() -> None:
     assert METHOD.layout(replace(settings, schedule="ulysses")).name != "striped"
 
 
-def test_choosing_for_a_million_tokens_and_many_ranks_looks_at_blocks_not_at_tokens() -> None:
-    class Counted(Documents):
-        asked = 0
-
-        def block_at(self, position: int) -> int:
-            Counted.asked += 1
-            return super().block_at(position)
-
-    assert choose_layout(Counted((1 << 14,) * 64), 1 << 20, 64) == "contiguous"
-    assert 0 < Counted.asked < 64 * 64 * 3 * 2
-
-
 def test_a_layout_that_leaves_too_many_pieces_is_passed_over() -> None:
     chequered = [[48 <= row < 96 and (row + column) % 2 == 0 for column in range(192)] for row in range(192)]
     mask = BlockSparse(chequered, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from engine import ContextParallel
 from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS, HEAD_SLOTS
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, reference
-from engine.attention.kernels.around import AroundKernel
+from engine.attention.kernels import BackwardInputs, Gradients
+from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import trial_layout
@@ -50,16 +50,13 @@ def trial(cp_size: int, **changes: Any) -> TrialSettings:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _InputDtype(AroundKernel):
+class _InputDtype(ReferenceKernel):
     """Writes gradients as the kernels of GPUs do."""
 
-    @property
-    def writes_input_dtype(self) -> bool:
-        return True
+    writes_input_dtype = True
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        dq, dk, dv = self.kernel.backward(given, band, scale, deterministic)
+        dq, dk, dv = super().backward(given, band, scale, deterministic)
         return dq.to(torch.bfloat16), dk.to(torch.bfloat16), dv.to(torch.bfloat16)
 
 
@@ -69,7 +66,7 @@ def slots_of(settings: TrialSettings) -> int:
     shapes = [(settings.batch_size, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
-    with mock.patch("engine.attention.plan.choose_kernel", return_value=_InputDtype(reference.KERNEL)):
+    with mock.patch("engine.attention.plan.choose_kernel", return_value=_InputDtype()):
         plan = plan_attention(
             *shards[:2], mask=parse_mask(settings.mask), cp=cp, schedule=settings.schedule,
             backward=settings.backward, recompute=recompute,

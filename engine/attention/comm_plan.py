@@ -1,6 +1,6 @@
 """One rank's tiles at every step of a ring, and the tokens that are sent for them: computed once per problem.
 
-Integer code. What is sent between other ranks comes from a table of all pairs (`engine.attention.planning.pair_table`);
+Integer code. What is sent between other ranks comes from a table of all pairs (`engine.attention.masks.pairs`);
 tiles are formed for this rank's own steps alone, each when it is first reached: while the device computes the step
 before.
 """
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring, RingTraffic
-from engine.attention.geometry.shard_table import Integers
+from engine.attention.geometry.tile_table import Integers, KernelCall
 from engine.attention.masks import Mask
-from engine.attention.planning.pair_table import KernelCall, PairTable, pair_table
+from engine.attention.masks.pairs import PairTable, pair_table
 
 TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 

@@ -1,0 +1,163 @@
+"""A mask under a layout: the tiles of every pair of ranks, what they touch, and how evenly ranks share the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from engine.attention.accumulate import WAITING_PARTS
+from engine.attention.geometry.layout import Layout, rows_before
+from engine.attention.geometry.tile_table import (
+    Booleans,
+    Integers,
+    KernelCall,
+    Shards,
+    TileTable,
+    outermost_spans,
+    region_areas,
+    shards_of,
+    tile_of,
+    tile_table,
+)
+from engine.attention.geometry.tiles import Tile
+from engine.attention.masks.mask import FirstRows, Mask, check_length, regions_of
+
+_ALL_AT_ONCE = 1 << 20  # regions of all pairs of striped ranks, up to which their tiles are formed in one table
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSpans:
+    """One side of all pairs of ranks, queries or keys: [query ranks, key ranks]."""
+
+    start: Integers  # local tokens [start, stop) that the tiles span; (0, 0) where there are no tiles
+    stop: Integers
+    unreduced: Booleans  # no token is in two tiles, and their gradients can all be held until they are sent
+
+
+@dataclass(frozen=True, eq=False)
+class PairTable:
+    """All pairs of ranks under a mask and a layout."""
+
+    queries: TokenSpans
+    keys: TokenSpans
+    kinds: frozenset[str]  # of band in the tiles
+    _problem: tuple[Mask, Layout, int, int]
+    _kind_of: Integers  # [query ranks, key ranks]: the pair of `_tiles` that has equal tiles
+    _tiles: TileTable | None  # None: a pair's tiles are formed when they are asked for
+    _calls: dict[int, tuple[KernelCall, ...]] = field(default_factory=dict)  # by kind
+
+    def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
+        """Tiles of one pair."""
+        return tuple(map(tile_of, self.calls(q_rank, k_rank)))
+
+    def calls(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
+        """Tiles of one pair as kernel calls."""
+        kind = int(self._kind_of[q_rank, k_rank])
+        if kind not in self._calls:
+            table = pair_tiles(*self._problem, q_rank, k_rank) if self._tiles is None else self._tiles
+            self._calls[kind] = table.calls(0 if self._tiles is None else kind)
+        return self._calls[kind]
+
+    def area(self, q_rank: int, k_rank: int) -> int:
+        """Visible (query, key) pairs of one pair of ranks."""
+        if self._tiles is None:
+            return int(pair_tiles(*self._problem, q_rank, k_rank).areas[0])
+        return int(self._tiles.areas[self._kind_of[q_rank, k_rank]])
+
+
+@lru_cache(maxsize=64)
+def pair_table(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> PairTable:
+    """Tiles of all pairs of ranks. Raises ValueError for a length the mask does not fit, or too many tiles."""
+    check_length(mask, seq_len)
+    regions, shards = regions_of(mask, seq_len), shards_of(layout, seq_len, cp_size)
+    problem, kind_of = (mask, layout, seq_len, cp_size), np.arange(cp_size * cp_size)
+    shape = (cp_size, cp_size)
+    if shards.step > 1 and (spans := outermost_spans(regions, shards, WAITING_PARTS)):
+        kinds = frozenset({"full", "causal"} if (regions[:, 4] > seq_len).all() else {"full", "causal", "band"})
+        queries, keys = (
+            TokenSpans(start.reshape(shape), stop.reshape(shape), np.zeros(shape, dtype=bool)) for start, stop in spans
+        )
+        return PairTable(queries, keys, kinds, problem, kind_of.reshape(shape), None)
+    kinds_of_pairs, first = _kinds(regions, shards) if shards.step > 1 else (kind_of, kind_of)
+    at_once = len(first) > cp_size and cp_size * cp_size * len(regions) <= _ALL_AT_ONCE
+    if at_once or shards.step == 1:
+        tiles = tile_table(regions, shards, shards, mask.merges)
+    else:
+        kind_of = kinds_of_pairs
+        tiles = TileTable.joined([pair_tiles(*problem, *divmod(pair, cp_size)) for pair in first.tolist()])
+    kind_of = kind_of.reshape(shape)
+    queries, keys = (_token_spans(tiles, side, kind_of) for side in (True, False))
+    return PairTable(queries, keys, tiles.kinds, problem, kind_of, tiles)
+
+
+def _token_spans(tiles: TileTable, queries: bool, kind_of: Integers) -> TokenSpans:
+    start, stop, apart = tiles.spans(queries)
+    return TokenSpans(start[kind_of], stop[kind_of], (apart & (tiles.counts <= WAITING_PARTS))[kind_of])
+
+
+def _kinds(regions: Integers, shards: Shards) -> tuple[Integers, Integers]:
+    """(kind of each pair of ranks, a pair of each kind) of shards of one segment: pairs of one kind have equal tiles,
+    because their ranks have equally many tokens before each edge of a region, and lie alike to each other."""
+    ranks, distance = len(shards.segments), shards.start - shards.start[:, None]
+    rows = shards.rows_before(np.unique(regions[:, :4]))
+    alike = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+    kinds = alike[:, None] * ranks + alike
+    for limit, sign in {
+        (limit, sign) for row in regions[:, 4:].tolist() for limit, sign in zip(row, (1, -1), strict=True)
+    }:
+        crossed = (limit + sign * distance) // shards.step  # one of three neighbouring numbers
+        kinds = 3 * kinds + crossed - crossed.min()
+    _, first, kinds = np.unique(kinds, return_index=True, return_inverse=True)
+    return kinds.reshape(-1), first
+
+
+def pair_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> TileTable:
+    """The tiles of one pair of ranks."""
+    queries, keys = (Shards((layout.segments(seq_len, cp_size, rank),)) for rank in (q_rank, k_rank))
+    return tile_table(regions_of(mask, seq_len), queries, keys, mask.merges)
+
+
+@lru_cache(maxsize=1024)
+def rank_pair_tiles(
+    mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int
+) -> tuple[Tile, ...]:
+    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError for a length the mask
+    does not fit."""
+    check_length(mask, seq_len)
+    return tuple(map(tile_of, pair_tiles(mask, layout, seq_len, cp_size, q_rank, k_rank).calls(0)))
+
+
+def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[int]:
+    """Visible pairs each rank computes over a whole forward: its queries against all keys.
+
+    Raises ValueError with the mask's `unsupported_reason`.
+    """
+    check_length(mask, seq_len)
+    return region_areas(regions_of(mask, seq_len), shards_of(layout, seq_len, cp_size)).tolist()
+
+
+@lru_cache(maxsize=256)
+def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
+    """Most work of a rank over the mean: 1.0 is perfect balance. Raises ValueError for a length the mask
+    does not fit."""
+    areas = rank_areas(mask, layout, seq_len, cp_size)
+    return max(areas) * cp_size / sum(areas) if sum(areas) else 1.0
+
+
+def kept_share(layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
+    """Largest fraction of a rank's tokens at or after position `cut`: the largest share any rank saves."""
+    heads = [rows_before(layout.segments(seq_len, cp_size, rank), cut) for rank in range(cp_size)]
+    return 1 - min(heads) * cp_size / seq_len
+
+
+@lru_cache(maxsize=256)
+def recompute_share(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
+    """Work of the busiest rank for all queries before `cut`, over a rank's mean work in a whole forward.
+
+    Raises ValueError with the mask's `unsupported_reason`.
+    """
+    areas = rank_areas(FirstRows(mask, cut), layout, seq_len, cp_size)
+    whole = mask.area(seq_len)
+    return max(areas) * cp_size / whole if whole else 0.0
