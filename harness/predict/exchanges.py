@@ -40,5 +40,6 @@ def exchange_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Ex
         backward=cast(Side, found.backward),
         gradient_bytes=found.summed_bytes,
         head_chunks=found.num_head_chunks,
+        reason=found.reason,
         tuned_links=settings.method == "burst" or settings.settings != "as_published",
     )

@@ -29,6 +29,7 @@ class Exchange:
     gradient_bytes: int  # per element of a partial gradient between ranks
     tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
     head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
+    reason: str = ""  # why the schedule runs: that it is given, or how `auto` chose it
 
     def across_gib(self, speeds: Speeds) -> float:
         """GiB/s of each GPU to another node, as NCCL is set up for the method."""

@@ -54,7 +54,9 @@ class Configuration:
         settings = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
         settings = {key: settings[key] for key in _NAMED_BY}
         settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
-        text = json.dumps([settings, to_json(self.exchange)], sort_keys=True)
+        exchange = to_json(self.exchange)
+        del exchange["reason"]
+        text = json.dumps([settings, exchange], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
