@@ -73,10 +73,17 @@ class CalledAttention:
             )
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, nothing): the systems do not give their LSE."""
         assert saved is None, "task attention alone, which recomputes nothing"
+        assert sinks_N is None, "task attention alone, which has no model"
         try:
             out_BLND: Tensor = self._attend(q_BLND, k_BLKD, v_BLKD)
         except ValueError as error:

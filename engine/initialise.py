@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.model import Decoder
+from engine.models.decoder import Decoder
+from engine.settings import ModelShape
 
 Divided = Callable[[str], tuple[int, int, int] | None]  # a parameter's name -> (dimension, part, parts), None: whole
 
@@ -37,17 +38,17 @@ def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             first_row, local = held_rows(parameter)
-            if parameter.ndim == 1:  # norms
-                local.fill_(1.0)
+            if parameter.ndim == 1:
+                local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
             elif local.numel():
                 part = divided(name) if divided else None
-                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape.layers), part)
+                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape), part)
 
 
-def _std(name: str, layers: int) -> float:
-    if name == "embedding.weight":
+def _std(name: str, shape: ModelShape) -> float:
+    if name == "embedding.weight" and not shape.tied:  # a tied one is the LM head as well
         return EMBEDDING_STD
-    return STD / (2 * layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
+    return STD / (2 * shape.layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
 
 
 def _draw(

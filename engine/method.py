@@ -32,9 +32,13 @@ class AttentionFn(Protocol):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         *,
+        sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL), out differentiable in q, k and v; the LSE is for `keep` alone.
+        """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
+
+        `sinks_N` is a learned logit per query head, given where the model has them; a method that refuses such models
+        need not take it.
 
         `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
         the other rows, which is how checkpointing avoids computing attention again.
@@ -96,6 +100,18 @@ def unavailable_reason(method: Method, device: str) -> str | None:
     unavailable = getattr(method, "unavailable", None)
     reason: str | None = None if unavailable is None else unavailable(device)
     return reason
+
+
+def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
+    """Why a method cannot run a trial, or None: what it answers itself, for every kind of layer that the model has."""
+    feature = settings.model.feature_beyond_llama
+    if settings.task == "train" and feature and not hasattr(method, "layout"):
+        return (
+            f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
+            f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
+        )
+    windowed = settings.of_windowed_layers()
+    return method.refuse(settings) or (None if windowed is None else method.refuse(windowed))
 
 
 def in_worker(method: Method) -> NativeMethod:

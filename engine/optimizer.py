@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from engine.cuda.streams import own_stream
 from engine.memory.offload import host_like
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.ops.copies import copy_of
 from engine.ops.triton_kernels import kernels_for
 from engine.settings import AdamWSettings

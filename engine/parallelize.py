@@ -17,13 +17,18 @@ from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.model import Attend, Decoder
+from engine.models.decoder import Attend, Decoder
 from engine.ops.copies import Copies
 from engine.settings import TrialSettings, keeps_whole
 
 
 def build_model(
-    settings: TrialSettings, attend: Attend, mesh: DeviceMesh, tensor_parallel: TensorParallel | None = None
+    settings: TrialSettings,
+    attend: Attend,
+    mesh: DeviceMesh,
+    tensor_parallel: TensorParallel | None = None,
+    *,
+    windowed: Attend | None = None,
 ) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
     Also the store of saved layer inputs, or None when nothing is recomputed.
@@ -38,11 +43,12 @@ def build_model(
             second and repeated along the first.
         tensor_parallel: the ranks that hold the columns of every matrix between them; `mesh` are then those that hold
             the same ones.
+        windowed: the attention of layers with a window, where it differs.
     """
     shape = settings.model if tensor_parallel is None else tensor_parallel.shape()
     with torch.device("meta"):
         model = Decoder(shape).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    recompute = parallelize(model, settings, attend, mesh, tensor_parallel)
+    recompute = parallelize(model, settings, attend, mesh, tensor_parallel, windowed=windowed)
     divided = None if tensor_parallel is None else tensor_parallel.divided
     initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), divided)
     return model, recompute
@@ -54,10 +60,13 @@ def parallelize(
     attend: Attend,
     mesh: DeviceMesh,
     tensor_parallel: TensorParallel | None = None,
+    *,
+    windowed: Attend | None = None,
 ) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
     one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
-    recompute = set_layers(model, settings, attend)
+    model.shards = settings.cp_size * settings.tp_size
+    recompute = set_layers(model, settings, attend, windowed)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     if tensor_parallel is not None:
         tensor_parallel.set(model, settings, attend)
@@ -86,12 +95,14 @@ def keep_parameters(model: Decoder, settings: TrialSettings) -> None:
     model.register_forward_pre_hook(refresh)
 
 
-def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recompute | None:
+def set_layers(
+    model: Decoder, settings: TrialSettings, attend: Attend, windowed: Attend | None = None
+) -> Recompute | None:
     """Attention, tiles, and the tensors that every layer saves for backward; returns what `parallelize` does."""
     again = settings.checkpoint.layers_again(len(model.blocks))
     for index, block in enumerate(model.blocks):
         recomputed = index < again
-        block.attend = attend
+        block.attend = windowed if windowed is not None and block.windowed else attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.
@@ -110,18 +121,23 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         reduce_dtype=torch.float32 if low_precision else None,
         cast_forward_inputs=False,  # RoPE's tables, arguments of a block, must stay fp32
     )
-    for unit in (model.embedding, *model.blocks):
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    # The head's backward follows its forward at once: gathering the weight again would buy no memory.
-    fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    units: list[FSDPModule] = []
+    # A matrix that is embedding and LM head at once belongs to the root's unit, which stays gathered from the first of
+    # its uses to the last.
+    for unit in model.blocks if model.shape.tied else (model.embedding, *model.blocks):
+        units.append(fully_shard(unit, mesh=mesh, mp_policy=precision))
+    if not model.shape.tied:
+        # The head's backward follows its forward at once: gathering the weight again would buy no memory.
+        units.append(fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False))
     fully_shard(model, mesh=mesh, mp_policy=precision)
     _keep_labels_on_host(model)
     # The next unit in either direction, asked for before the present one computes.
-    for unit, following in itertools.pairwise((model.embedding, *model.blocks, model.head)):
+    for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
-    model.embedding.set_unshard_in_backward(False)
+    if not model.shape.tied:
+        model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
     # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():

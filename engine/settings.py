@@ -6,10 +6,13 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from engine.models.rope import RopeScaling, parse_rope
 from engine.plain_json import from_json as from_json
 from engine.plain_json import to_json as to_json
 
@@ -27,6 +30,8 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 CudaGraph = Literal["auto", "step", "none"]
+Norms = Literal["before", "after", "both"]
+Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -55,7 +60,11 @@ COUNTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Shape of a Llama-style decoder. Source of the published shapes: thunlp/BurstEngine, apps/llama/config."""
+    """A decoder: its sizes, and the features in which architectures differ (`engine/models`).
+
+    Memory, FLOPs and time follow from these alone. Shape letters: B batch, S sequence, E hidden, F ffn, N heads,
+    K kv_heads, D head_dim, V vocab. Source of the paper's shapes: thunlp/BurstEngine, apps/llama/config.
+    """
 
     name: str
     layers: int
@@ -65,11 +74,28 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    gated: bool = True  # SwiGLU (three matrices) rather than GELU (two)
-    qk_norm: bool = False  # RMS norm of every head's queries and keys before RoPE, as in Qwen3
+    gated: bool = True  # the MLP has a gate (three matrices) rather than two matrices
+    qk_norm: bool = False  # RMS norm of queries and keys before RoPE
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     note: str = field(default="", compare=False)  # where sources disagree; words, no part of what is computed
+    architecture: str = "llama"  # module of `engine/models`: names of weights and keys of config.json
+    tied: bool = False  # the LM head is the embedding
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the matrix after attention
+    mlp_bias: bool = False  # of all matrices of the MLP
+    qk_norm_whole: bool = False  # the norm of q and k is one over all heads rather than one of each head
+    norms: Norms = "before"  # RMS norms of a layer's halves: of their inputs, of their results, or of both
+    activation: Activation = "auto"  # of the MLP; auto: silu of a gated one, gelu of another
+    window: int = 0  # tokens that a query of a layer with a window sees, itself among them; 0: no layer has one
+    window_pattern: str = "w"  # one letter a layer, repeated: w with the window, f without
+    rope_base_window: float = 0.0  # RoPE's base in layers with a window, where it is never scaled; 0: as in the others
+    rope_scaling: str = "none"  # of RoPE's frequencies (`engine.models.rope`)
+    embedding_scale: float = 1.0  # of the embedding's output
+    attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it
+    activation_alpha: float = 1.702  # of clamped_silu: gate * sigmoid(alpha * gate) * (up + 1)
+    activation_limit: float = 7.0  # likewise: gate is clamped from above, and up on both sides
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
@@ -77,9 +103,12 @@ class ModelShape:
                 raise ValueError(
                     f"model {self.name}: {name} is {getattr(self, name)}; give a number from 1 to {LARGEST_DIMENSION}"
                 )
-        for name in ("rope_base", "norm_eps"):
+        for name in ("rope_base", "norm_eps", "embedding_scale", "activation_alpha", "activation_limit"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0")
+        for name in ("rope_base_window", "attention_scale"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0, or 0")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: {self.heads} query heads are not divisible by {self.kv_heads} KV heads; "
@@ -87,32 +116,132 @@ class ModelShape:
             )
         if self.head_dim % 2:
             raise ValueError(f"model {self.name}: head_dim {self.head_dim} is odd; RoPE needs an even head_dim")
+        if self.rope_scaling != "none":
+            self._check_rope(parse_rope(self.rope_scaling))
+        if self.activation == "clamped_silu" and not self.gated:
+            raise ValueError(f"model {self.name}: activation clamped_silu needs a gated MLP; set gated: true")
+        if not 0 <= self.window <= MAX_TOKENS:
+            raise ValueError(f"model {self.name}: window is {self.window}; give a number of tokens, or 0 for none")
+        if not re.fullmatch("[wf]+", self.window_pattern):
+            raise ValueError(
+                f"model {self.name}: window_pattern is {self.window_pattern[:40]!r}; give a letter for each "
+                "layer, w with the window and f without, such as wf"
+            )
+
+    def _check_rope(self, scaling: RopeScaling) -> None:
+        if scaling.partial_rotary_factor != 1:
+            raise ValueError(
+                f"model {self.name}: partial_rotary_factor is {scaling.partial_rotary_factor:g}; expected 1: "
+                "RoPE turns whole heads here"
+            )
+        if (reason := scaling.unsupported_reason(self.head_dim)) is not None:
+            raise ValueError(f"model {self.name}: {reason}")
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Of each layer, whether it attends within the window alone."""
+        pattern = self.window_pattern
+        return tuple(self.window > 0 and pattern[layer % len(pattern)] == "w" for layer in range(self.layers))
+
+    @property
+    def window_mask(self) -> str:
+        """The mask of a layer with the window, as experiment files write it."""
+        return f"sliding_window:{self.window - 1}"
+
+    @property
+    def feature_beyond_llama(self) -> str:
+        """The first field, of those by which architectures differ, that is not as in Llama 2; empty where all are."""
+        found = (name for name, of_llama in LLAMA_FEATURES.items() if getattr(self, name) != of_llama)
+        return next(found, "")
+
+    @property
+    def mlp_activation(self) -> Activation:
+        """The activation, `auto` resolved."""
+        return self.activation if self.activation != "auto" else "silu" if self.gated else "gelu"
+
+    @property
+    def plain_projection(self) -> bool:
+        """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
+        return self.norms == "before" and not self.qkv_bias and not (self.qk_norm and self.qk_norm_whole)
+
+    @property
+    def plain_mlp(self) -> bool:
+        """Whether the MLP has a hand-written backward (`engine.layers.tiled_mlp`)."""
+        own = "silu" if self.gated else "gelu"
+        return self.norms == "before" and not self.mlp_bias and self.mlp_activation == own
+
+    def layer_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Size of every parameter of one layer by its name in `engine.models.decoder.Block`, in the module's order."""
+        hidden, ffn = self.hidden, self.ffn
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes: dict[str, tuple[int, ...]] = {}
+
+        def linear(name: str, inputs: int, outputs: int, bias: bool) -> None:
+            sizes[f"{name}.weight"] = (outputs, inputs)
+            if bias:
+                sizes[f"{name}.bias"] = (outputs,)
+
+        if self.norms != "after":
+            sizes["attention_norm.weight"] = (hidden,)
+        if self.sinks:
+            sizes["attention.sinks"] = (self.heads,)
+        for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            linear(f"attention.{name}", hidden, outputs, self.qkv_bias)
+        linear("attention.output", queries, hidden, self.output_bias)
+        if self.qk_norm:
+            sizes["attention.q_norm.weight"] = (queries if self.qk_norm_whole else self.head_dim,)
+            sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
+        if self.norms != "before":
+            sizes["attention.post_norm.weight"] = (hidden,)
+        if self.norms != "after":
+            sizes["mlp_norm.weight"] = (hidden,)
+        if self.gated:
+            linear("mlp.gate", hidden, ffn, self.mlp_bias)
+        linear("mlp.up", hidden, ffn, self.mlp_bias)
+        linear("mlp.down", ffn, hidden, self.mlp_bias)
+        if self.norms != "before":
+            sizes["mlp.post_norm.weight"] = (hidden,)
+        return sizes
+
+    def parameter_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Size of every parameter by its name in `engine.models.decoder.Decoder`, in the model's order."""
+        table, layer = (self.vocab, self.hidden), self.layer_sizes()
+        layers = {f"blocks.{index}.{name}": size for index in range(self.layers) for name, size in layer.items()}
+        head = {} if self.tied else {"head.weight": table}
+        return {"embedding.weight": table} | layers | {"norm.weight": (self.hidden,)} | head
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention projections, MLP, norms."""
-        output = self.hidden * self.heads * self.head_dim
-        return self.projection_parameters + output + self.mlp_parameters + self.layer_norm_parameters
+        """Parameters of one decoder layer."""
+        return sum(map(math.prod, self.layer_sizes().values()))
 
     @property
     def projection_parameters(self) -> int:
-        """Of the projections of one layer to queries, keys and values."""
+        """Of the matrices of one layer that form queries, keys and values."""
         return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer's MLP."""
+        """Of the matrices of one layer's MLP."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
-    def layer_norm_parameters(self) -> int:
-        """Weights of one layer's norms: one over the hidden states before each half, and of each head's q and k."""
-        return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+    def layer_matrices(self) -> int:
+        """Parameters of one layer that take part in a matrix multiplication: all but norms and biases."""
+        return self.projection_parameters + self.hidden * self.heads * self.head_dim + self.mlp_parameters
 
     @property
     def parameters(self) -> int:
-        """All trainable parameters; embedding and LM head are untied."""
-        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden + self.hidden
+        """All trainable parameters."""
+        tables = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.layers * self.layer_parameters + tables + self.hidden
+
+
+# The fields after `architecture`, by their defaults: those of Llama 2.
+LLAMA_FEATURES: Mapping[str, object] = {
+    each.name: each.default
+    for each in fields(ModelShape)[[each.name for each in fields(ModelShape)].index("architecture") + 1 :]
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +410,34 @@ class TrialSettings:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
         if self.memory:
             size_in_bytes(self.memory, "memory")
+        if self.task == "train" and any(self.model.windowed):
+            self._set_window()
+
+    def _set_window(self) -> None:
+        """The mask is that of layers without the window, or where all have it the window's own."""
+        model = self.model
+        alone = model.window_mask if all(model.windowed) else "causal"
+        if self.mask not in ("causal", alone):
+            raise ValueError(
+                f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
+                f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
+                "which each of them cuts to its window"
+            )
+        object.__setattr__(self, "mask", alone)
+
+    @property
+    def layer_masks(self) -> tuple[str, ...]:
+        """The mask of each layer."""
+        windowed, model = self.of_windowed_layers(), self.model
+        inside = self.mask if windowed is None else windowed.mask
+        return tuple(inside if within else self.mask for within in model.windowed)
+
+    def of_windowed_layers(self) -> TrialSettings | None:
+        """The trial as the attention of the layers with a window has it, where others have none; else None."""
+        windowed = self.model.windowed
+        if self.task != "train" or not any(windowed) or all(windowed):
+            return None
+        return replace(self, mask=self.model.window_mask, model=replace(self.model, window=0))
 
     @property
     def dp_size(self) -> int:

@@ -49,7 +49,7 @@ from engine.measurement import (
     write_json,
     write_measurement,
 )
-from engine.method import NativeMethod, in_worker
+from engine.method import NativeMethod, in_worker, method_unsupported_reason
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.settings import TrialSettings, from_json
 from engine.tasks.attention import AttentionTask
@@ -181,7 +181,7 @@ def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfi
 
 def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> World:
     """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
-    unsupported_reason = method.refuse(settings)
+    unsupported_reason = method_unsupported_reason(method, settings)
     if unsupported_reason:
         raise ValueError(unsupported_reason)
     check_world_size(settings)

@@ -18,7 +18,7 @@ from baselines.fidelity.ranks import run_ranks
 from baselines.fidelity.rows import Error, Row, verdict_of
 from baselines.fidelity.training_cases import TrainingCase, TrainingSystem
 from baselines.install.places import Place
-from engine.hf.names import hugging_face_name, parameter_sizes
+from engine.models.architecture import architecture_named
 from engine.settings import ModelShape, TrialSettings
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def reference(parameters: Tensors, drawn: Tensor, steps: int) -> tuple[list[floa
     """Losses of `steps` steps of our model in float64 on one process, and the gradients of the first, by our names."""
     import torch
 
-    from engine.model import Decoder
+    from engine.models.decoder import Decoder
 
     model = Decoder(SHAPE).double()
     model.load_state_dict({name: tensor.double() for name, tensor in parameters.items()})
@@ -119,7 +119,8 @@ def reference(parameters: Tensors, drawn: Tensor, steps: int) -> tuple[list[floa
 
 def _from_hugging_face(left: Sequence[Mapping[str, Any]], kind: Literal["parameters", "gradients"]) -> Tensors:
     """Our names for those of transformers; rank 0 left all of them whole."""
-    return {name: left[0][kind][hugging_face_name(name)] for name in parameter_sizes(SHAPE)}
+    stored_name = architecture_named(SHAPE.architecture).stored_name
+    return {name: left[0][kind][stored_name(name)] for name in SHAPE.parameter_sizes()}
 
 
 def _from_megatron(left: Sequence[Mapping[str, Any]], kind: Literal["parameters", "gradients"]) -> Tensors:

@@ -36,6 +36,8 @@ class TorchContextParallel(EngineCommand):
             return f"torch_cp runs without tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
         if settings.mask not in ("causal", "full"):
             return f"torch_cp knows the masks full and causal, found {settings.mask}; choose one of them"
+        if settings.model.sinks:
+            return f"torch_cp has no sinks, which model {settings.model.name} has; choose a model without them"
         if settings.grad_comm_dtype not in ("auto", "fp32"):
             return (
                 f"torch_cp always sends gradients in fp32, found grad_comm_dtype {settings.grad_comm_dtype}; set it to "

@@ -44,9 +44,16 @@ class TorchRing:
         self._sent: tuple[Sent, Sent] | None = None
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Outputs that were saved whole are used; with a part of them torch's ring computes all of them again."""
+        assert sinks_N is None, "the method refuses models with sinks"
         self.kernel = self._kernel(q_BLND, k_BLKD)
         self._sent = self._volume(k_BLKD)
         whole = saved.tensors if saved is not None and saved.cut == 0 else (None, None)

@@ -81,9 +81,16 @@ class RepeatingHeads:
         self.keep, self.resolved, self.computed_sent = attend.keep, attend.resolved, attend.computed_sent
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._attend(q_BLND, repeated(k_BLKD, self._ranks), repeated(v_BLKD, self._ranks), saved=saved)
+        k_BLND, v_BLND = repeated(k_BLKD, self._ranks), repeated(v_BLKD, self._ranks)
+        return self._attend(q_BLND, k_BLND, v_BLND, sinks_N=sinks_N, saved=saved)
 
 
 def repeated(kv_BLKD: Tensor, heads: int) -> Tensor:

@@ -24,9 +24,16 @@ class BoundAttention:
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out_BLND, lse_BNL = self.prepared(q_BLND, k_BLKD)(q_BLND, k_BLKD, v_BLKD, saved=saved)
+        attend = self.prepared(q_BLND, k_BLKD)
+        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved)
         return out_BLND, lse_BNL
 
     def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:

@@ -19,8 +19,9 @@ from __future__ import annotations
 from functools import cache
 
 from engine.attention.geometry.layout import tail_cut
-from engine.attention.masks.mask import FirstRows, Mask
-from engine.settings import Checkpoint, ModelShape
+from engine.attention.masks import parse_mask
+from engine.attention.masks.mask import FirstRows
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 
 def kept_places(first: int, place: int) -> list[int]:
@@ -75,22 +76,34 @@ def _bisected(places: int) -> int:
 
 def matmul_parameters(model: ModelShape) -> int:
     """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
-    return model.layer_parameters - model.layer_norm_parameters
+    return model.layer_matrices
 
 
 def repeated_products(
-    model: ModelShape, checkpoint: Checkpoint, projection_tiles: int, tokens: float, rank_tokens: int
+    model: ModelShape,
+    checkpoint: Checkpoint,
+    *,
+    projection_tiles: int,
+    mlp_tiles: int,
+    tokens: float,
+    rank_tokens: int,
 ) -> float:
     """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once
     (none where there are more ranks than tokens; such a trial is refused).
 
-    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input.
+    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input. What
+    autograd recomputes in tiles is repeated whole, and so is the MLP's last matrix where a norm comes after it.
     """
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
-    weights = float(runs * matmul_parameters(model) - again * model.ffn * model.hidden)
+    last = model.ffn * model.hidden
+    weights = float(runs * matmul_parameters(model))
+    if model.norms == "before" and (model.plain_mlp or mlp_tiles == 1):
+        weights -= again * last
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
-    weights += (model.layers - again) * (1 - kept) * (2 if model.gated else 1) * model.hidden * model.ffn
-    if model.qk_norm and projection_tiles > 1:
+    weights += (model.layers - again) * (1 - kept) * (model.mlp_parameters - (last if model.plain_mlp else 0))
+    if projection_tiles > 1 and not model.plain_projection:
+        weights += model.layers * model.projection_parameters
+    elif projection_tiles > 1 and model.qk_norm:
         weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return 2.0 * tokens * weights
 
@@ -115,10 +128,20 @@ def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -
     return head_share * (again + (_for_inputs(checkpoint, again) if checkpoint.replay == "bisect" else 0))
 
 
-def head_share(mask: Mask, tail: float, seq_len: int, cp_size: int) -> float:
-    """Visible pairs of the queries whose outputs are not kept, as a share of all."""
-    cut = tail_cut(tail, seq_len, cp_size)
-    return FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
+def layer_pairs(settings: TrialSettings) -> float:
+    """Visible pairs of one sequence in a layer, on average over all."""
+    masks = settings.layer_masks
+    areas = {mask: parse_mask(mask).area(settings.seq_len) for mask in set(masks)}
+    return sum(areas[mask] for mask in masks) / len(masks)
+
+
+def head_share(settings: TrialSettings, tail: float) -> float:
+    """Visible pairs of the queries whose outputs are not kept, as a share of `layer_pairs`, on average over all layers:
+    also where only some of them are computed again, of which more than others may have a window."""
+    masks = settings.layer_masks
+    cut = tail_cut(tail, settings.seq_len, settings.cp_size)
+    areas = {mask: FirstRows(parse_mask(mask), cut).area(settings.seq_len) for mask in set(masks)}
+    return sum(areas[mask] for mask in masks) / len(masks) / max(1, layer_pairs(settings))
 
 
 def _for_inputs(checkpoint: Checkpoint, again: int) -> int:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.attention.algorithms.saved import SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
-from engine.model import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.models.decoder import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
 
@@ -51,22 +51,22 @@ class AttendOnce:
         self._saved: SavedTensors | None = None
         self._ahead: SavedOutput | None = None
 
-    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse): computed and saved by the first call, recomputed from the saved part by the others."""
         if not self._called:
             self._called = True
             if q_BLND.requires_grad:
                 passed = self._passed  # the hook is held by the graph, which holds this object: no cycle
                 q_BLND.register_hook(lambda dq_BLND: passed())
-            out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD)
+            out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, **sinks)
             self._save(self._attend.keep(out_BLND, lse_BNL, self._tail))
             return out_BLND, lse_BNL
         saved, self._ahead = self._ahead or self._fetched(), None
-        return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved)
+        return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks)
 
-    def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+    def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
         """A recomputation whose whole result is held for the next call, so that two in a row compute attention once."""
-        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched())
+        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched(), **sinks)
         self._ahead = SavedOutput(out_BLND.detach(), lse_BNL.detach())
         return out_BLND, lse_BNL
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.atomic import flush_to_disk
-from engine.hf.config import config_of
-from engine.hf.names import hugging_face_name, parameter_sizes
 from engine.hf.shards import INDEX, safetensors
+from engine.models.architecture import Stored, architecture_named, config_of
 from engine.settings import ModelShape
 
 SHARD_BYTES = 5_000_000_000  # the hub's own tools long used this limit
@@ -36,9 +35,9 @@ def export_hugging_face(
     """Write `config.json`, safetensors shards and their index; the folder appears whole or not at all.
 
     Args:
-        state: every parameter of `engine.model.Decoder(shape)`, whole (not sharded over ranks), by its name. Pairs may
-            be made one by one: in the model's order no more than one shard is held at a time.
-        shape: of the model; one with a gated MLP.
+        state: every parameter of `engine.models.decoder.Decoder(shape)`, whole (not sharded over ranks), by its name.
+            Pairs may be made one by one: in the model's order no more than one shard is held at a time.
+        shape: of the model.
         directory: a new or empty folder.
         dtype: of the saved tensors; the default keeps fp32 master weights to the bit.
         max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
@@ -52,8 +51,10 @@ def export_hugging_face(
     config = config_of(shape, str(dtype).removeprefix("torch."), max_positions)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{directory} exists already; give a new folder, or move the old one away")
-    sizes = parameter_sizes(shape)
-    shards = shards_of({name: math.prod(size) * dtype.itemsize for name, size in sizes.items()}, shard_bytes)
+    sizes = shape.parameter_sizes()
+    stored = {each.name: each for each in architecture_named(shape.architecture).stored(shape)}
+    held = {name: math.prod(each.size(sizes)) * dtype.itemsize for name, each in stored.items()}
+    shards = shards_of(held, shard_bytes)
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,15 +62,12 @@ def export_hugging_face(
     aside.mkdir()
     try:
         _write_json(aside / "config.json", config)
-        for number, tensors in _filled(_checked(state, sizes, dtype), shards):
+        for number, tensors in _filled(_joined(_checked(state, sizes), stored, dtype), shards):
             _save(library, tensors, aside / files[number])
             # The library makes files that only their owner can read; the weights get the mode of config.json.
             shutil.copymode(aside / "config.json", aside / files[number])
-        weight_map = {
-            hugging_face_name(name): file for file, names in zip(files, shards, strict=True) for name in names
-        }
-        total = sum(map(math.prod, sizes.values())) * dtype.itemsize
-        _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(aside / INDEX, {"metadata": {"total_size": sum(held.values())}, "weight_map": weight_map})
         for path in (*aside.iterdir(), aside):
             flush_to_disk(path)
         os.replace(aside, target)
@@ -106,9 +104,8 @@ def shards_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 def _checked(
     state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     sizes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors ready to be saved, in the order of `state`. Raises ValueError for a state that is not the model's."""
+    """The parameters on the CPU, in the order of `state`. Raises ValueError for a state that is not the model's."""
     missing = set(sizes)
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
         if name not in missing:
@@ -118,19 +115,37 @@ def _checked(
         if tensor.shape != sizes[name]:
             raise ValueError(f"{name} has size {list(tensor.shape)}; the shape makes it {list(sizes[name])}")
         missing.remove(name)
-        yield name, tensor.detach().to("cpu", dtype).contiguous()
+        yield name, tensor.detach().cpu()
     if missing:
         raise ValueError(f"the state lacks {len(missing)} parameters, {min(missing)} among them; pass the whole model")
 
 
+def _joined(
+    parameters: Iterable[tuple[str, Tensor]], stored: Mapping[str, Stored], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files, each once all parameters that it holds have been yielded."""
+    tensor_of = {part: each for each in stored.values() for part in each.parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in parameters:
+        each = tensor_of[name]
+        parts = waiting.setdefault(each.name, {})
+        parts[name] = parameter
+        if len(parts) == len(each.parts):
+            del waiting[each.name]
+            yield each.name, each.join([parts[part] for part in each.parts]).to(dtype).contiguous()
+    for each in stored.values():
+        if not each.parts:
+            yield each.name, torch.zeros(each.unused, dtype=dtype)
+
+
 def _filled(tensors: Iterable[tuple[str, Tensor]], shards: list[list[str]]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each shard's number and tensors, by their Hugging Face names, once all of them have been yielded."""
+    """Each shard's number and tensors once all of them have been yielded."""
     number_of = {name: number for number, names in enumerate(shards) for name in names}
     waiting: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         number = number_of[name]
         shard = waiting.setdefault(number, {})
-        shard[hugging_face_name(name)] = tensor
+        shard[name] = tensor
         if len(shard) == len(shards[number]):
             yield number, waiting.pop(number)
 

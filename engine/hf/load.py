@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.hf.config import is_tied, shape_of
-from engine.hf.names import EMBEDDING, HEAD, hugging_face_name, parameter_sizes
 from engine.hf.shards import Shards, read_json, safetensors
+from engine.models.architecture import Stored, architecture_named, shape_of
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
@@ -20,15 +19,16 @@ READABLE = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str, Tensor]]]:
     """The model in `directory`: its shape, named after the folder, and its tensors under this engine's names.
 
-    The iterator yields every parameter of `engine.model.Decoder(shape)` once, in the model's order, on the CPU and in
-    the dtype of the file; one tensor is read at a time. Everything is checked before this returns, so all
-    tensors fit. A tied LM head is a copy of the embedding: training continues with two.
+    The iterator yields every parameter of `engine.models.decoder.Decoder(shape)` once, on the CPU and in the dtype of
+    the file (one stored without its offset in fp32 or wider); one tensor is read at a time. Everything is checked
+    before this returns, so all tensors fit.
 
-    Raises ValueError: one sentence that names the file, for anything but a whole Llama or Qwen3 with plain RoPE.
+    Raises ValueError: one sentence that names the file, for anything but a whole model of an architecture of
+    `engine.models`.
     """
     safetensors()
-    shape, shards, source = _checked(directory)
-    return shape, _tensors(shards, source)
+    shape, shards, stored = _checked(directory)
+    return shape, _tensors(shape, shards, stored)
 
 
 def hugging_face_shape(directory: Path) -> ModelShape:
@@ -39,62 +39,66 @@ def hugging_face_shape(directory: Path) -> ModelShape:
     return _checked(directory)[0]
 
 
-def ties_head(directory: Path) -> bool:
-    """Whether the model in `directory` has one matrix for the embedding and the LM head. Raises OSError, ValueError."""
-    return is_tied(read_json(directory / "config.json"))
+def configured_shape(directory: Path) -> ModelShape:
+    """The shape that `config.json` in `directory` describes, named after the folder; weights are not looked at.
 
-
-def _checked(directory: Path) -> tuple[ModelShape, Shards, dict[str, str]]:
-    """The model's shape, its files, and the name of the tensor that fills each parameter. Raises ValueError."""
+    Needs no torch. Raises ValueError.
+    """
     path = directory / "config.json"
     config = read_json(path)
     try:
-        shape, tied = shape_of(config, directory.resolve().name), is_tied(config)
+        return shape_of(config, directory.resolve().name)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    shards = Shards(directory)
-    return shape, shards, _sources(shape, shards, directory, tied)
 
 
-def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> dict[str, str]:
-    """Name of the tensor that fills each parameter. Raises ValueError unless all fit and none is left over."""
+def _checked(directory: Path) -> tuple[ModelShape, Shards, list[Stored]]:
+    """The model's shape, its files, and the tensors that fill its parameters. Raises ValueError unless all fit and none
+    is left over."""
+    shape, shards = configured_shape(directory), Shards(directory)
     if shape.layers > len(shards.names):  # before a damaged file makes this list very many layers
         raise ValueError(
             f"{directory}: has {len(shards.names)} tensors, too few for {shape.layers} layers; fetch it again"
         )
-    sizes = parameter_sizes(shape)
-    source = {name: hugging_face_name(EMBEDDING if tied and name == HEAD else name) for name in sizes}
-    missing = sorted(set(source.values()) - shards.names)
+    sizes, architecture = shape.parameter_sizes(), architecture_named(shape.architecture)
+    stored = architecture.stored(shape)
+    names = {each.name for each in stored}
+    missing = sorted(names - shards.names)
     if missing:
         raise ValueError(f"{directory}: lacks {_some(missing)}; fetch the missing files")
     # Older exports hold RoPE's frequencies, which follow from the base, and a tied head beside the embedding.
-    spare = {name for name in shards.names if name.endswith("rotary_emb.inv_freq")} | {hugging_face_name(HEAD)}
-    surplus = sorted(shards.names - set(source.values()) - spare)
+    spare = {name for name in shards.names if name.endswith("rotary_emb.inv_freq")}
+    surplus = sorted(shards.names - names - spare - {architecture.stored_name("head.weight")})
     if surplus:
         raise ValueError(
             f"{directory}: holds {_some(surplus)}, which this model has no place for; choose a plain model"
         )
-    for name, size in sizes.items():
-        found, dtype = shards.described(source[name])
-        if found != tuple(size):
+    for each in stored:
+        size = each.size(sizes)
+        found, dtype = shards.described(each.name)
+        if found != size:
             raise ValueError(
-                f"{directory}: {source[name]} has size {list(found)}, but config.json makes it {list(size)}; "
+                f"{directory}: {each.name} has size {list(found)}, but config.json makes it {list(size)}; "
                 "fetch both from one place"
             )
         if dtype not in READABLE:
             raise ValueError(
-                f"{directory}: {source[name]} is saved as {dtype}; expected one of {', '.join(READABLE)}: "
+                f"{directory}: {each.name} is saved as {dtype}; expected one of {', '.join(READABLE)}: "
                 "choose a model that is not quantized"
             )
-    return source
+    return shape, shards, stored
 
 
-def _tensors(shards: Shards, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shape: ModelShape, shards: Shards, stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
     import torch
 
-    for name, external in source.items():
-        # Cloned: the library may return a view of the mapped file, and a tied head needs memory of its own.
-        yield name, shards.read(external).clone(memory_format=torch.contiguous_format)
+    sizes = shape.parameter_sizes()
+    for each in stored:
+        if not each.parts:
+            continue
+        for name, part in zip(each.parts, each.split(shards.read(each.name), sizes), strict=True):
+            # Cloned: the library may return a view of the mapped file.
+            yield name, part.clone(memory_format=torch.contiguous_format)
 
 
 def _some(names: list[str]) -> str:

@@ -22,6 +22,15 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
                 f"{settings.method} divides {label} among tp_size {ranks} ranks, found {count} of model {model.name}; "
                 f"choose a tp_size that divides {count}"
             )
+    divisible = {
+        "output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0, "sinks": False,
+    }  # fmt: skip
+    for name, of_llama in divisible.items():
+        if getattr(model, name) != of_llama:
+            return (
+                f"{settings.method} cannot divide {name} {getattr(model, name)} of model {model.name} among tp_size "
+                f"{ranks} ranks; choose a model without it, or a method with tp_size 1"
+            )
     for name, found, alone in (
         ("mlp_tiles", settings.mlp_tiles, 1),
         ("projection_tiles", settings.projection_tiles, 1),

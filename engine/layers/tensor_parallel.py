@@ -25,7 +25,7 @@ from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
 from engine.lm_head.tiles import check_labels
-from engine.model import MLP, Attend, Attention, Decoder, Projected, Rotary, rotary_angles
+from engine.models.decoder import MLP, Attend, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
 from engine.settings import ModelShape, TrialSettings
@@ -35,6 +35,7 @@ _TILE_LOGITS = 1 << 26  # of a rank's tile of the fused loss, 256 MiB in fp32
 # Which dimension of a matrix is divided: rows (0) where results stay apart, columns (1) where they are summed.
 _DIVIDED = {
     "embedding.weight": 0, "head.weight": 0, "attention.q.weight": 0, "attention.k.weight": 0, "attention.v.weight": 0,
+    "attention.q.bias": 0, "attention.k.bias": 0, "attention.v.bias": 0,
     "attention.output.weight": 1, "mlp.gate.weight": 0, "mlp.up.weight": 0, "mlp.down.weight": 1,
 }  # fmt: skip
 
@@ -99,20 +100,20 @@ class TensorParallel:
             (own,) = self.gather.reduced((by_owner,))
         return own.to(whole_BSE.dtype)
 
-    def _project(self, norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
-        """An `engine.model.Project`: queries, keys and values are those of this rank's heads, all tokens."""
-        x_BSE = self.gathered(norm(x_BLE))
+    def _project(self, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+        """An `engine.models.decoder.Project`: queries, keys and values are those of this rank's heads, all tokens."""
+        x_BSE = self.gathered(normed(norm, x_BLE))
         key = (x_BSE.shape[1], x_BSE.device, rotary[0].dtype)
         if key not in self._rotary:
             positions_S = torch.arange(x_BSE.shape[1], device=x_BSE.device)
-            angles = rotary_angles(positions_S, self._whole.head_dim, self._whole.rope_base, rotary[0].dtype)
+            angles = rotary_of(self._whole, False, positions_S, rotary[0].dtype, len(positions_S))
             self._rotary = {key: angles}
         return (*attention.project(x_BSE, self._rotary[key]), x_BLE)
 
-    def _add_mlp(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
-        """An `engine.model.AddMLP`."""
+    def _add_mlp(self, norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+        """An `engine.models.decoder.AddMLP`."""
         x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
-        return x_BLE + self.summed(mlp(self.gathered(norm(x_BLE))))
+        return x_BLE + self.summed(mlp(self.gathered(normed(norm, x_BLE))))
 
     def _loss_sum(
         self, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, z_loss: float, tiled: bool

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
-from engine.model import MLP, AddMLP, activate, add_whole_mlp
+from engine.layers.recomputed_runs import in_runs
+from engine.models.decoder import MLP, AddMLP, Norm, activate, add_whole_mlp
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
 from engine.ops.ranges import RECOMPUTE
@@ -37,11 +38,17 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
 
     `saved` is the fraction of the tokens, the last ones, whose gate and up are saved; the others' are computed again.
     None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch.
+
+    An MLP with other features than the hand-written backward has (`ModelShape.plain_mlp`) is recomputed by autograd,
+    and torch saves what it wants of the tokens that are kept.
     """
     if tiles == 1 and saved is None:
         return add_whole_mlp
 
-    def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+    def add_tiled_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+        if not mlp.plain:
+            return _add_by_autograd(tiles, saved, norm, mlp, x_BLE, branch_BLE)
+        assert norm is not None, "a plain MLP has a norm before"
         x_TE = x_BLE.flatten(0, -2)
         branch_TE = None if branch_BLE is None else branch_BLE.flatten(0, -2)
         tokens = x_TE.shape[0]
@@ -59,6 +66,23 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
         return _TiledMLP.apply(x_TE, branch_TE, saver, x_BLE.shape, norm.eps, run, cut, *weights, *values)
 
     return add_tiled_mlp
+
+
+def _add_by_autograd(
+    tiles: int, saved: float | None, norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None
+) -> Tensor:
+    """The residual branch of any MLP: the first tokens in runs that are recomputed, the saved ones at once."""
+    x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
+    tokens = x_BLE.shape[1]
+    cut = tokens - round((saved or 0.0) * tokens)
+    parameters = [*mlp.parameters(), *([] if norm is None else norm.parameters())]
+
+    def compute(run_BTE: Tensor, _: slice) -> tuple[Tensor]:
+        return (add_whole_mlp(norm, mlp, run_BTE),)
+
+    parts = [*(in_runs(compute, parameters, x_BLE[:, :cut], tiles) if cut else ())]
+    parts += [add_whole_mlp(norm, mlp, x_BLE[:, cut:])] if cut < tokens else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -105,7 +129,8 @@ class _TiledMLP(torch.autograd.Function):
             else:
                 _, normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
             projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-            torch.add(total_TE[tokens], F.linear(activate(*projected_TF), down_EF), out=out_TE[tokens])
+            hidden_TF = activate("gelu" if len(projected_TF) == 1 else "silu", *projected_TF)
+            torch.add(total_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
             if tokens.start >= cut:
                 saved += projected_TF
         ctx.save_for_backward(*([total_TE, *values] if saver is None else []), *saved)

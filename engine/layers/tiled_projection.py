@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.model import Attention, Project, Projected, Rotary, project_whole
+from engine.layers.recomputed_runs import in_runs
+from engine.models.decoder import Attention, Norm, Project, Projected, Rotary, normed, project_whole
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.rotary import rotate_into
@@ -36,12 +37,18 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
 
     `recomputed`: backward recomputes the layer as a whole, so what torch saves here is not held for long, and one tile
     is left to torch. So is one tile of normed queries and keys (Qwen3): torch keeps them as they were before their
-    norm, which would otherwise be projected again.
+    norm, which would otherwise be projected again. Projections with other features than the hand-written backward has
+    (`ModelShape.plain_projection`) are recomputed by autograd, and one tile of them is left to torch as well.
     """
     if tiles == 1 and recomputed:
         return project_whole
 
-    def project_tiled(norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+    def project_tiled(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+        if not attention.plain:
+            if tiles == 1:
+                return project_whole(norm, attention, x_BLE, rotary)
+            return _project_by_autograd(tiles, norm, attention, x_BLE, rotary)
+        assert norm is not None, "plain projections have a norm before"
         head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
         if tiles == 1 and head_norms:
             return project_whole(norm, attention, x_BLE, rotary)
@@ -55,6 +62,18 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
         return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, *weights, *values)
 
     return project_tiled
+
+
+def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+    """Queries, keys and values of any form, in runs of tokens that are recomputed."""
+    parts = (norm, attention.q, attention.k, attention.v, attention.q_norm, attention.k_norm)
+    parameters = [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+    def compute(run_BTE: Tensor, tokens: slice) -> tuple[Tensor, ...]:
+        return attention.project(normed(norm, run_BTE), (rotary[0][tokens], rotary[1][tokens]))
+
+    q_BLND, k_BLKD, v_BLKD = in_runs(compute, parameters, x_BLE, tiles)
+    return q_BLND, k_BLKD, v_BLKD, x_BLE
 
 
 class _TiledProjection(torch.autograd.Function):

@@ -10,7 +10,7 @@ it is. Shape letters: T tokens, I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,14 +93,16 @@ class _Computed(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def linear(x: Tensor, matrices_OI: list[Tensor]) -> Tensor:
-    """`x @ matrix^T` of several matrices beside one another, as one product.
+def linear(x: Tensor, matrices_OI: list[Tensor], biases_O: Sequence[Tensor] = ()) -> Tensor:
+    """`x @ matrix^T` of several matrices beside one another, as one product, and where given plus their biases.
 
     The gradient of a matrix that has a copy is formed in the matrix's own dtype.
     """
+    bias_O = torch.cat([computed(bias) for bias in biases_O]) if biases_O else None
     if copy_of(matrices_OI[0]) is None:
-        return F.linear(x, matrices_OI[0] if len(matrices_OI) == 1 else torch.cat(matrices_OI))
-    return _Linear.apply(x, len(matrices_OI), *matrices_OI, *map(values_of, matrices_OI))
+        return F.linear(x, matrices_OI[0] if len(matrices_OI) == 1 else torch.cat(matrices_OI), bias_O)
+    out = _Linear.apply(x, len(matrices_OI), *matrices_OI, *map(values_of, matrices_OI))
+    return out if bias_O is None else out.add_(bias_O)
 
 
 class _Linear(torch.autograd.Function):

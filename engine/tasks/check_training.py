@@ -42,7 +42,7 @@ from engine.initialise import STD, held_rows, initialise
 from engine.lm_head.plain import plain_loss_sum
 from engine.measurement import NOT_FINITE, UNCHECKED, ErrorPlace, Extra
 from engine.method import NativeMethod
-from engine.model import Decoder, DenseAttention
+from engine.models.decoder import Decoder, DenseAttention
 from engine.settings import (
     Backward,
     ExchangeName,
@@ -144,6 +144,9 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
     tokens = -(-max(TOKENS, 4 * unit) // unit) * unit
     if settings.seq_len <= tokens:
         return problem
+    if any(model.windowed):
+        window = min(model.window, max(_SHORTEST_RUN, round(model.window * tokens / settings.seq_len)))
+        return replace(problem, seq_len=tokens, mask="causal", model=replace(model, window=window))
     mask, tokens = _scaled(parse_mask(settings.mask), settings.seq_len, tokens, unit)
     return replace(problem, seq_len=tokens, mask=str(mask))
 
@@ -238,7 +241,8 @@ def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
         model = Decoder(settings.model)
     initialise(model, settings.seed, device)
     for block in model.blocks:
-        block.attend = DenseAttention(parse_mask(settings.mask))
+        if not block.windowed:
+            block.attend = DenseAttention(parse_mask(settings.mask))
     model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
     return model
 

@@ -23,7 +23,7 @@ from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measure
 from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import AttentionFn, NativeMethod
-from engine.model import AttendCall, Block, LayerFn, Rotary
+from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
 from engine.settings import TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in
@@ -74,10 +74,10 @@ class RefusingAttention:
         self._attend = attend
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None, **sinks: Tensor
     ) -> tuple[Tensor, Tensor]:
         try:
-            return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved)
+            return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks)
         except ValueError as error:
             raise Refused(str(error)) from error
 

@@ -30,7 +30,7 @@ from engine.lm_head.plain import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
-from engine.model import Block
+from engine.models.decoder import Block
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
@@ -88,7 +88,14 @@ class TrainTask:
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
         self.inside = InsideStep(world.device, world.rank)
-        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh, self._tensor_parallel)
+        windowed = settings.of_windowed_layers()
+        self.model, self._recompute = build_model(
+            settings,
+            self.attend,
+            world.fsdp_mesh,
+            self._tensor_parallel,
+            windowed=None if windowed is None else RefusingAttention(method.attention(self.cp, windowed)),
+        )
         self.inside.watch([block for block in self.model.blocks if isinstance(block, Block)])
         self.optimizer = adamw(
             self.model,

@@ -33,7 +33,7 @@ from engine.lm_head.plain import IGNORE
 from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import from_json
 from engine.tasks.task import OnProgress, Refused, progress_to
 from engine.tasks.train import TrainTask
@@ -114,7 +114,7 @@ class TrainingRun:
             check_steps(config, self.steps_done)
         elif config.init_from:
             agreed(world, lambda: check_weights(config, store.header))
-            self.notes += start_from(self.task.model, Path(config.init_from))
+            start_from(self.task.model, Path(config.init_from))
         self.writer = (
             MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
             if world.rank == 0
@@ -236,13 +236,12 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
 
 
-def start_from(model: Decoder, directory: Path) -> list[str]:
+def start_from(model: Decoder, directory: Path) -> None:
     """Put the weights of `directory` into a model, sharded or not; at most one whole tensor exists at a time.
 
-    Returns sentences for the user on what training makes of them. Raises ValueError when they cannot be read or belong
-    to another shape.
+    Raises ValueError when they cannot be read or belong to another shape.
     """
-    from engine.hf import import_hugging_face, ties_head
+    from engine.hf import import_hugging_face
 
     found, tensors = import_hugging_face(directory)
     check_shape(directory, found, model.shape)
@@ -256,12 +255,6 @@ def start_from(model: Decoder, directory: Path) -> list[str]:
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
     assert not parameters, f"no weights for {sorted(parameters)}"
-    if not ties_head(directory):
-        return []
-    return [
-        f"{directory} has one matrix for the embedding and the LM head: both start from it here, each is trained by "
-        "itself, and an export holds both"
-    ]
 
 
 class Evaluator:

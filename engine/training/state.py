@@ -35,7 +35,7 @@ from torch.futures import Future
 from engine.atomic import flush_to_disk
 from engine.distributed import World
 from engine.memory.resources import software
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import ModelShape, from_json
 from engine.training.manifest import (
     FileFacts,

@@ -12,7 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import parse_mask
-from engine.checkpoint.counts import head_share, matmul_parameters, repeated_attention, repeated_products
+from engine.checkpoint.counts import (
+    head_share,
+    layer_pairs,
+    matmul_parameters,
+    repeated_attention,
+    repeated_products,
+)
 from engine.settings import TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
@@ -67,7 +73,11 @@ def counted_flops(settings: TrialSettings, work: Work) -> float:
 
 def attention_forward(settings: TrialSettings) -> float:
     """FLOPs of one attention forward over all replicas: 4 x N x D x visible pairs x sequences, whatever K is."""
-    pairs = visible_pairs(settings.mask, settings.seq_len)
+    return _attention_flops(settings, visible_pairs(settings.mask, settings.seq_len))
+
+
+def _attention_flops(settings: TrialSettings, pairs: float) -> float:
+    """Of one layer whose mask shows so many pairs of a sequence."""
     return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences_per_step(settings)
 
 
@@ -82,18 +92,23 @@ def work_of(settings: TrialSettings) -> Work:
     head = 2.0 * tokens * model.vocab * model.hidden
     if settings.task == "lm_head":
         return Work(layers=0.0, head=head, attention=0.0)
-    attention = attention_forward(settings)
     if settings.task == "attention":
-        return Work(layers=0.0, head=0.0, attention=attention)
-    share = head_share(parse_mask(settings.mask), checkpoint.tail, settings.seq_len, settings.cp_size)
+        return Work(layers=0.0, head=0.0, attention=attention_forward(settings))
+    attention = _attention_flops(settings, layer_pairs(settings))
     return Work(
         layers=2.0 * tokens * model.layers * matmul_parameters(model),
         head=head,
         attention=attention * model.layers,
         recomputed_layers=repeated_products(
-            model, checkpoint, settings.projection_tiles, tokens, tokens_of_rank(settings)
+            model,
+            checkpoint,
+            projection_tiles=settings.projection_tiles,
+            mlp_tiles=settings.mlp_tiles,
+            tokens=tokens,
+            rank_tokens=tokens_of_rank(settings),
         ),
-        recomputed_attention=attention * repeated_attention(checkpoint, model.layers, share),
+        recomputed_attention=attention
+        * repeated_attention(checkpoint, model.layers, head_share(settings, checkpoint.tail)),
     )
 
 

@@ -22,7 +22,7 @@ from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
 from engine.lm_head import loss_kernel
 from engine.measurement import Forecast
-from engine.method import schedule_unsupported_reason_on, unavailable_reason
+from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.settings import (
     BYTE_VOCABULARY,
     Checkpoint,
@@ -139,7 +139,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or missing_entry_reason(settings.method, settings.settings)
         or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
         or _data_unsupported_reason(settings)
-        or method.refuse(settings)
+        or method_unsupported_reason(method, settings)
         or _layout_unsupported_reason(settings)
         or _schedule_unsupported_reason(settings, machine)
         or _head_unsupported_reason(settings, machine)

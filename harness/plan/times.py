@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.method import method_unsupported_reason
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for
@@ -14,7 +15,7 @@ def time_or_reason(
     settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
 ) -> tuple[StepTime | None, str]:
     """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: see `ranks_per_node`."""
-    if reason := method_named(settings.method).refuse(settings):
+    if reason := method_unsupported_reason(method_named(settings.method), settings):
         return None, reason
     if settings.dtype != "bf16":
         return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"

@@ -74,6 +74,8 @@ def step_time(
         phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
         return StepTime(phases=phases, exchange=exchange, attention_forward=0.0)
     forward, backward = attention_passes(problem, exchange, speeds)
+    windowed = settings.of_windowed_layers()
+    inside = None if windowed is None else attention_passes(attention_problem(windowed, node_size), exchange, speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
         _add(phases, "attention forward", forward, 1.0)
@@ -81,9 +83,11 @@ def step_time(
         return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
     layers = settings.model.layers * calls
     again = work.recomputed_attention / work.attention if work.attention else 0.0
-    _add(phases, "attention forward", forward, layers)
-    _add(phases, "attention again", forward, layers * again)
-    _add(phases, "attention backward", backward, layers)
+    within = sum(settings.model.windowed) * calls if inside is not None else 0
+    for (ahead, back), count in (((forward, backward), layers - within), (inside or (forward, backward), within)):
+        _add(phases, "attention forward", ahead, count)
+        _add(phases, "attention again", ahead, count * again)
+        _add(phases, "attention backward", back, count)
     across = exchange.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     gemm = speeds.gemm_tflops * TERA * ranks
@@ -134,7 +138,7 @@ _ORDER = (
 
 def _add(phases: dict[str, float], name: str, one: Pass, count: float) -> None:
     """Add a pass of attention, `count` times: the time of its kernels under `name`, each wait under its own name."""
-    phases[name] = one.kernels * count
+    phases[name] = phases.get(name, 0.0) + one.kernels * count
     _add_waiting(phases, one, count)
 
 

@@ -1,10 +1,11 @@
-"""Model shapes by name, from `experiments/models/`, or written inline in an experiment."""
+"""Model shapes: by name, from `experiments/models/`, written inline in an experiment, or a folder with config.json."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from cluster.files.document import Node, read_yaml
+from engine.hf import configured_shape
 from engine.settings import ModelShape
 from harness.base.errors import UsageError, nearest
 from harness.spec.schema import build, convert
@@ -13,7 +14,8 @@ MODELS_DIR = Path(__file__).parents[2] / "experiments" / "models"
 
 
 def read_model(node: Node, experiment_dir: Path) -> ModelShape:
-    """The shape a `model:` value means: a name, a path relative to the experiment's folder, or an inline mapping.
+    """The shape a `model:` value means: a name, a mapping, or relative to the experiment's folder the path of a model
+    file or of a folder with a `config.json`.
 
     Raises UsageError.
     """
@@ -22,7 +24,23 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     name = convert(node, str, "model")
     if name.endswith((".yaml", ".yml")):
         return load_model(experiment_dir / name, node.place)
+    if model_name(name, experiment_dir) not in _known(experiment_dir) and (
+        "/" in name or (experiment_dir / name).is_dir()
+    ):
+        return configured_model(experiment_dir / name, node.place)
     return named_model(name, experiment_dir, node.place)
+
+
+def configured_model(folder: Path, place: str) -> ModelShape:
+    """The shape that a folder's `config.json` describes, named after the folder. Raises UsageError with the key."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{place}: the model folder {folder} does not exist; give a name, or a path relative to the experiment file"
+        )
+    try:
+        return configured_shape(folder)
+    except ValueError as error:
+        raise UsageError(f"{place}: {error}") from error
 
 
 def named_model(name: str, experiment_dir: Path = MODELS_DIR, place: str = "") -> ModelShape:

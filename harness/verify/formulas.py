@@ -128,10 +128,17 @@ def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
     """QK^T and PV, two each per pair, head and dimension, of the first `rows` queries (all) in all layers."""
     if settings.task == "lm_head":
         return 0.0
-    model = settings.model
-    pairs = visible_pairs(settings.mask, settings.seq_len, settings.seq_len if rows is None else rows)
-    layers = model.layers if settings.task == "train" else 1
-    return 4.0 * pairs * model.heads * model.head_dim * layers * _sequences(settings)
+    model, rows = settings.model, settings.seq_len if rows is None else rows
+    pairs = float(visible_pairs(settings.mask, settings.seq_len, rows))
+    if settings.task == "train":
+        inside = pairs
+        if model.window:  # a query and the window - 1 tokens before it
+            inside = sum(min(model.window, query + 1) for query in range(rows))
+        pairs = sum(
+            inside if model.window and model.window_pattern[layer % len(model.window_pattern)] == "w" else pairs
+            for layer in range(model.layers)
+        )
+    return 4.0 * pairs * model.heads * model.head_dim * _sequences(settings)
 
 
 def _repeated_flops(settings: TrialSettings) -> float:
@@ -148,13 +155,17 @@ def _repeated_flops(settings: TrialSettings) -> float:
     if again:
         # Each of these layers once for its activations, and some again for the inputs that are not kept.
         runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
-        repeated += per_weight * (runs * (projections + matrices * matrix) - again * matrix)
+        ends = model.norms == "before" and (model.plain_mlp or settings.mlp_tiles == 1)
+        repeated += per_weight * (runs * (projections + matrices * matrix) - (again * matrix if ends else 0))
         head = _attention_flops(settings, settings.seq_len - _kept_rows(settings)) / model.layers
         repeated += head * (runs if checkpoint.replay == "bisect" else again)
     tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
     not_kept = tokens - round(checkpoint.mlp * tokens)
-    repeated += per_weight * whole * (matrices - 1) * matrix * not_kept / tokens
-    if settings.projection_tiles > 1 and model.qk_norm:
+    first = matrices - 1 if model.plain_mlp else matrices
+    repeated += per_weight * whole * first * matrix * not_kept / tokens
+    if settings.projection_tiles > 1 and not model.plain_projection:
+        repeated += per_weight * model.layers * model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+    elif settings.projection_tiles > 1 and model.qk_norm:
         repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return repeated
 

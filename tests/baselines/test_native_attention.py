@@ -81,6 +81,13 @@ def test_torch_cp_refuses_masks_that_torch_does_not_know() -> None:
     )
 
 
+def test_torch_cp_refuses_a_model_with_sinks() -> None:
+    settings = settings_for("torch_cp", 2)
+    with_sinks = replace(settings, model=replace(settings.model, sinks=True))
+    refused = method_named("torch_cp").refuse(with_sinks)
+    assert refused == f"torch_cp has no sinks, which model {settings.model.name} has; choose a model without them"
+
+
 @pytest.mark.parametrize("name", ["ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtrain_usp"])
 def test_a_baseline_refuses_settings_that_its_system_does_not_have(name: str) -> None:
     refuse = method_named(name).refuse

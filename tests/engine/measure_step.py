@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import engine.model
+import engine.models.decoder
 from engine.attention.kernels import kernel_named
 from engine.burst import METHOD
 from engine.distributed import World, join
 from engine.lm_head import fused
-from engine.model import project_whole
+from engine.models.decoder import project_whole
 from engine.ops import norm, residual_norm, swiglu
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
@@ -114,7 +114,8 @@ def compiled() -> Iterator[None]:
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    def plain_linear(x: Tensor, matrices: list[Tensor]) -> Tensor:
+    def plain_linear(x: Tensor, matrices: list[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+        assert not biases, "the shapes here have none"
         return F.linear(x, torch.cat([matrix.to(x.dtype) for matrix in matrices]))
 
     def rest(block: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
@@ -132,12 +133,12 @@ def compiled() -> Iterator[None]:
     low = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     with contextlib.ExitStack() as stack:
         for holder, name, value in (
-            (engine.model, "rotate", plain_rotate),
-            (engine.model, "linear", plain_linear),
-            (engine.model, "computed", lambda parameter: parameter.to(low)),
+            (engine.models.decoder, "rotate", plain_rotate),
+            (engine.models.decoder, "linear", plain_linear),
+            (engine.models.decoder, "computed", lambda parameter: parameter.to(low)),
             (norm, "computed", lambda parameter: parameter.to(low)),
-            (engine.model, "swiglu", lambda gate, up: F.silu(gate) * up),
-            (engine.model.Block, "layer", layer),
+            (engine.models.decoder, "swiglu", lambda gate, up: F.silu(gate) * up),
+            (engine.models.decoder.Block, "layer", layer),
         ):
             stack.enter_context(replaced(holder, name, value))
         yield

@@ -21,9 +21,11 @@ from harness.spec.methods import method_named
 Result = dict[str, Any]
 
 
-def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
-    """The same step in one process."""
-    model = dense_model(settings, torch.device("cpu")).to(dtype)
+def dense_run(
+    settings: TrialSettings, dtype: torch.dtype = torch.float32, model: torch.nn.Module | None = None
+) -> Result:
+    """The same step in one process, by the trial's dense model or by `model`."""
+    model = (dense_model(settings, torch.device("cpu")) if model is None else model).to(dtype)
     store = open_tokens(settings.data)
     batches = [
         store.batch(
@@ -58,7 +60,7 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
         torch.distributed.all_reduce(total)
         gradients = {}
         for parameter_name, parameter in task.model.named_parameters():
-            gradients[parameter_name] = whole_of(parameter.grad).double().numpy()
+            gradients[parameter_name] = whole_of(parameter.grad).double().numpy().copy()  # clipping scales it
         results[name] = {
             "loss": total.item(),
             "gradients": gradients if world.rank == 0 else {},

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 
 GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)
-SHAPES = (GATED, dataclasses.replace(GATED, gated=False), dataclasses.replace(GATED, qk_norm=True))
+SHAPES = {
+    "gated": GATED,
+    "ungated": dataclasses.replace(GATED, gated=False),
+    "normed": dataclasses.replace(GATED, qk_norm=True),
+    "biased, tied": dataclasses.replace(GATED, qkv_bias=True, tied=True),
+    "biased throughout": dataclasses.replace(GATED, output_bias=True, mlp_bias=True),
+    "norms on both sides": dataclasses.replace(GATED, norms="both", qk_norm=True, activation="gelu_tanh"),
+    "norms after": dataclasses.replace(GATED, norms="after", qk_norm=True, qk_norm_whole=True),
+}
 CHECKPOINTS = (
     Checkpoint(every=0),
     Checkpoint(every=0, mlp=0.4),
@@ -28,7 +36,12 @@ CHECKPOINTS = (
     Checkpoint(every=9, offload="inputs", replay="bisect"),
 )
 TOKENS = 10
-FIRST = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.addmm_: 1}  # place of a product's first factor
+FIRST = {
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.addmm_: 1,
+    torch.ops.aten.bmm: 0,
+}  # place of a product's first factor
 
 
 class Products(TorchDispatchMode):
@@ -41,8 +54,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         place = FIRST.get(func.overloadpacket)
         if place is not None:
-            (rows, inner), (_, columns) = args[place].shape, args[place + 1].shape
-            self.flops += 2 * rows * inner * columns
+            self.flops += 2 * args[place].numel() * args[place + 1].shape[-1]
         return func(*args, **(kwargs or {}))
 
 
@@ -56,7 +68,7 @@ class NoProducts:
         return None
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["gated", "ungated", "normed"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
 def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.live_bytes import LiveBytes

@@ -11,7 +11,7 @@ import torch
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.lm_head.fused import fused_loss_sum
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import set_layers
 from engine.settings import AdamWSettings, Checkpoint, ModelShape, TrialSettings

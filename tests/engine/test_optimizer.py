@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.initialise import initialise
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.settings import AdamWSettings, ModelShape
 

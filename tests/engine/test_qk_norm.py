@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from engine.initialise import initialise
-from engine.model import Decoder, rotary_angles, rotate
+from engine.models.decoder import Decoder
+from engine.models.rope import rotary_tables
+from engine.ops.rotary import rotate
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
@@ -42,7 +44,7 @@ def test_every_head_is_normalised_by_itself_before_it_is_rotated() -> None:
         attention.q_norm.weight.copy_(torch.rand(6, generator=generator))
         attention.k_norm.weight.copy_(torch.rand(6, generator=generator))
     x_BLE = torch.randn(2, 5, 18, dtype=torch.float64, generator=generator)
-    rotary = rotary_angles(torch.arange(5), 6, SHAPE.rope_base, torch.float64)
+    rotary = rotary_tables(torch.arange(5), 6, SHAPE.rope_base, torch.float64)
     q_BLND, k_BLKD, v_BLKD = attention.project(x_BLE, rotary)
 
     for found, linear, norm in ((q_BLND, attention.q, attention.q_norm), (k_BLKD, attention.k, attention.k_norm)):

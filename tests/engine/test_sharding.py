@@ -20,7 +20,7 @@ import engine.initialise
 from engine.attention.problem import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.parallelize import parallelize
 from engine.settings import ModelShape, TrialSettings, keeps_whole
 from tests.engine.parity import task_of, whole_of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from cluster.files.document import Node
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import all_hardware, hardware_for, load_hardware
@@ -116,6 +117,46 @@ def test_a_model_beside_the_experiment_is_found_by_name_and_by_path(tmp_path: Pa
     by_name, by_path = (read_model(Node(value, "here"), tmp_path) for value in ("mine", "models/mine.yaml"))
     assert by_name == by_path
     assert by_name.name == "mine"
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_folder_with_a_configuration_is_a_model_named_after_it(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    for written in ("weights", "./weights"):
+        shape = read_model(Node(written, "here"), tmp_path)
+        assert (shape.name, shape.architecture, shape.layers, shape.head_dim) == ("weights", "llama", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": 4096}, r"here: .*config.json: sliding_window is 4096, which .*; expected missing"),
+        ({"hidden_act": "relu"}, r"here: .*config.json: hidden_act is 'relu', which .*; expected 'silu'"),
+        ({"num_key_value_heads": 3}, "4 query heads are not divisible by 3 KV heads"),
+        ({"architectures": ["Other"]}, r"architectures is \['Other'\]; expected a list of one of .*LlamaForCausalLM"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_with_its_key_and_both_values(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(CONFIG | change), encoding="utf-8")
+    with pytest.raises(UsageError, match=words):
+        read_model(Node("weights", "here"), tmp_path)
+
+
+def test_a_folder_that_is_not_there_or_holds_no_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"here: the model folder .*/other does not exist; give a name, or a path"):
+        read_model(Node("./other", "here"), tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"here: .*empty/config.json: cannot be read"):
+        read_model(Node("empty", "here"), tmp_path)
 
 
 def test_every_shipped_experiment_loads_at_all_its_scales() -> None:

@@ -17,9 +17,8 @@ from engine.data import open_tokens
 from engine.data.sequences import spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.hf.config import config_of
-from engine.hf.names import hugging_face_name, parameter_sizes
 from engine.hf.shards import SINGLE
+from engine.models.architecture import architecture_named, config_of
 from engine.settings import ModelShape, TrialSettings
 from engine.training.config import Evaluation, TrainingConfig
 from engine.training.files import RUN_FILE, checkpoints_directory
@@ -90,7 +89,9 @@ def weights(
     save_file = pytest.importorskip("safetensors.numpy", reason="the safetensors library is not installed").save_file
     directory = Path("model")
     directory.mkdir()
-    theirs = {hugging_face_name(name): size for name, size in parameter_sizes(shape).items()} | (sizes or {})
+    theirs = {
+        each.name: each.size(shape.parameter_sizes()) for each in architecture_named(shape.architecture).stored(shape)
+    } | (sizes or {})
     if tied:
         del theirs["lm_head.weight"]
     theirs.pop(without, None)
@@ -118,14 +119,17 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             lambda: weights(replace(MODEL, rope_base=5e5)),
             "holds a model with rope_base 500000.0, but model m has",
         ),
-        (lambda: weights(replace(MODEL, qk_norm=True)), "holds a model with qk_norm True, but model m has False"),
+        (
+            lambda: weights(replace(MODEL, qk_norm=True, architecture="qwen3")),
+            "holds a model with qk_norm True, but model m has False",
+        ),
         (lambda: weights(tied=True, tie_word_embeddings=False), "model: lacks lm_head.weight; fetch the missing files"),
         (lambda: weights(tied=True, without="model.embed_tokens.weight"), "model: lacks model.embed_tokens.weight"),
         (lambda: weights(dtype="I8"), "embed_tokens.weight is saved as I8; expected one of F64, F32, F16, BF16"),
         (lambda: weights(without=Q), f"model: lacks {Q}; fetch the missing files"),
         (lambda: weights(sizes={Q: (16, 8)}), f"{Q} has size [16, 8], but config.json makes it [16, 16]"),
         (lambda: weights(sizes={"model.layers.0.bias": (2,)}), "holds model.layers.0.bias, which this model has no"),
-        (lambda: weights(rope_scaling={"type": "linear", "factor": 2}), "config.json: rope_scaling is"),
+        (lambda: weights(rope_scaling={"type": "linear"}), "config.json: factor is missing"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_nothing_is_left(place: Path, made: Any, words: str) -> None:
@@ -182,7 +186,7 @@ def test_a_store_of_a_larger_vocabulary_than_the_models_is_refused(place: Path) 
 
 @pytest.mark.parametrize(("tied", "tokens"), [(False, 0), (True, 0), (False, 256)])
 def test_weights_that_fit_are_started_from(place: Path, tied: bool, tokens: int) -> None:
-    case = config(init_from=weights(tied=tied))
+    case = config(init_from=weights(tied=tied), model=replace(MODEL, tied=tied))
     if tokens:
         tokenizer(tokens, 0)
     start = Start(machine=CPU, launcher=NoLauncher(), run_dir=Path("run"), resume=False, commit="abc", again=["burst"])

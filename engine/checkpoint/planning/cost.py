@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import (
     added_weights,
     group_starts,
     head_share,
+    layer_pairs,
     layers_run_again,
     matmul_parameters,
     repeated_attention,
@@ -45,12 +45,11 @@ class CostModel:
 
     def __init__(self, settings: TrialSettings, speeds: Speeds) -> None:
         self._settings, self._speeds, model = settings, speeds, settings.model
-        self._mask = parse_mask(settings.mask)
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
         self._micro = micro
         self._tokens = self._rank_tokens * micro
-        pairs = self._mask.area(settings.seq_len) * settings.batch_size * micro / settings.cp_size
+        pairs = layer_pairs(settings) * settings.batch_size * micro / settings.cp_size
         self._attention = 4.0 * model.heads * model.head_dim * pairs / speeds.attention  # of one layer's forward
         item = BYTES_OF[settings.dtype]
         wide = max(4, item)
@@ -95,7 +94,14 @@ class CostModel:
     def repeated(self, choice: Choice) -> float:
         """Of it, repeated work, and the copies of what is offloaded."""
         checkpoint, model = choice.checkpoint, self._settings.model
-        products = repeated_products(model, checkpoint, choice.projection_tiles, self._tokens, self._rank_tokens)
+        products = repeated_products(
+            model,
+            checkpoint,
+            projection_tiles=choice.projection_tiles,
+            mlp_tiles=choice.mlp_tiles,
+            tokens=self._tokens,
+            rank_tokens=self._rank_tokens,
+        )
         added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)
         if not again:
@@ -111,6 +117,5 @@ class CostModel:
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:
-            settings = self._settings
-            self._heads[tail] = head_share(self._mask, tail, settings.seq_len, settings.cp_size)
+            self._heads[tail] = head_share(self._settings, tail)
         return self._heads[tail]

@@ -29,6 +29,7 @@ GIB = 1 << 30
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
 _HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
+_AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -101,15 +102,17 @@ class MemoryModel:
             shards = max(1, shards // max(1, settings.emulate_nodes))
         self._parameters = wide * shape.parameters / shards
         self._layer_gradient = wide * shape.layer_parameters / shards
-        self._head_gradient = wide * (shape.vocab + 1) * shape.hidden / shards
-        layer = shape.layer_parameters
+        table, layer = shape.vocab * shape.hidden, shape.layer_parameters
+        # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
+        tied = 2 * item * table if shape.tied else 0.0
+        self._head_gradient = wide * ((0 if shape.tied else table) + shape.hidden) / shards
         # Two layers' parameters, and the gradient of one as computed and as reduced; the first layer has none before.
         sharded = _OfParameters(
             copies=0.0,
-            gathered=(3 * item + wide) * layer,
-            gathered_first=(2 * item + wide) * layer,
-            head=(2 * item + 2 * wide) * shape.vocab * shape.hidden,
-            head_weight=item * shape.vocab * shape.hidden,
+            gathered=(3 * item + wide) * layer + tied,
+            gathered_first=(2 * item + wide) * layer + tied,
+            head=(2 * item + 2 * wide) * table,
+            head_weight=item * table,
             mlp_sums=wide * shape.mlp_parameters,
         )
         # Gradients are formed where they stay, sums over several runs among them.
@@ -117,7 +120,7 @@ class MemoryModel:
             copies=item * shape.parameters if item < wide else 0.0,
             gathered=wide * layer,
             gathered_first=wide * layer,
-            head=(item + 2 * wide) * shape.vocab * shape.hidden,
+            head=(item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
         )
@@ -246,9 +249,17 @@ class MemoryModel:
         """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values,
         attention's results, and the kept products of the MLP's first matrices."""
         kept = 2 * self._state + 2 * self._query + self._keys + self._lse
-        if self._shape.qk_norm and choice.projection_tiles == 1:  # torch's: normed input, q and k before the norm
-            kept += self._state + self._query + self._keys / 2
-        return kept + choice.checkpoint.mlp * self._gates * self._mlp_state
+        shape = self._shape
+        if choice.projection_tiles == 1 and (shape.qk_norm or not shape.plain_projection):  # torch's: normed input
+            kept += 0.0 if shape.norms == "after" else self._state
+        if choice.projection_tiles == 1 and shape.qk_norm:  # q and k before the norm
+            kept += self._query + self._keys / 2
+        if shape.norms != "before":
+            kept += self._state  # attention's branch before its norm
+        if shape.plain_mlp:
+            return kept + choice.checkpoint.mlp * self._gates * self._mlp_state
+        # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
+        return kept + choice.checkpoint.mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
 
     def _whole_layer(self, choice: Choice, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
@@ -257,6 +268,8 @@ class MemoryModel:
         # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
         # three: in a gated MLP their product takes the place of its gradient.
         held = max((1 + self._gates) * min(run, 1 - mlp), 3 * min(run, mlp)) * self._mlp_state
+        if not self._shape.plain_mlp:
+            held = max(_AUTOGRAD_MLP * self._gates * min(run, 1 - mlp), (1 + self._gates) * mlp) * self._mlp_state
         if tiles > 1 or 0 < mlp < 1:
             held += mlp_sums
         if least:
@@ -277,7 +290,12 @@ class MemoryModel:
         if checkpoint.replay == "hold" and checkpoint.every > 1:
             outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
             held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
-        if choice.mlp_tiles > 1:
+        if self._shape.norms != "before":
+            held += 2 * self._state  # the branches before their norms
+        if not self._shape.plain_mlp:
+            mlp = _AUTOGRAD_MLP * self._gates * self._mlp_state / choice.mlp_tiles
+            mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
+        elif choice.mlp_tiles > 1:
             mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
         else:
             # torch's own: products, then their gradients, and the gradient of what the last matrix takes.

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.recompute import Recompute, set_activations
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 LAYERS = 5  # groups of 2 and of 3 leave a shorter one at the end

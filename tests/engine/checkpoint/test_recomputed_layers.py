@@ -16,7 +16,7 @@ from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
 from engine.checkpoint.recompute import AttendOnce, Recompute, set_activations
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 LAYERS = 11  # groups of 2, 3, 5 and 8 leave a shorter one at the end

@@ -13,7 +13,7 @@ from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_mlp import add_mlp_in
-from engine.model import MLP, AddMLP, Decoder, add_whole_mlp
+from engine.models.decoder import MLP, AddMLP, Decoder, add_whole_mlp
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 

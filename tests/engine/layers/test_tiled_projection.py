@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_projection import project_in
-from engine.model import Attention, Decoder, Project, project_whole, rotary_angles
+from engine.models.decoder import Attention, Decoder, Project, project_whole
+from engine.models.rope import rotary_tables
 from engine.ops.norm import RMSNorm
 from engine.ops.rotary import rotate, rotate_into
 from engine.settings import Checkpoint, ModelShape
@@ -39,7 +40,7 @@ def projected(
     norm, attention = norm.to(device, dtype), attention.to(device, dtype)
     x_BLE = torch.randn(SEQUENCES, TOKENS, shape.hidden).to(device, dtype).requires_grad_()
     wide = torch.promote_types(dtype, torch.float32)
-    rotary = rotary_angles(torch.arange(50, 50 + TOKENS, device=device), shape.head_dim, 100.0, wide)
+    rotary = rotary_tables(torch.arange(50, 50 + TOKENS, device=device), shape.head_dim, 100.0, wide)
     outs = project(norm, attention, x_BLE, rotary)
     sum((out * torch.randn(out.shape).to(device, dtype)).sum() for out in outs).backward()
     weights = (*norm.parameters(), *(weight for name, weight in attention.named_parameters() if "output" not in name))
@@ -84,7 +85,7 @@ def test_one_projection_may_go_without_a_gradient() -> None:
     torch.manual_seed(0)
     norm, attention = RMSNorm(SHAPE.hidden), Attention(SHAPE)
     x_BLE = torch.randn(1, TOKENS, SHAPE.hidden)
-    rotary = rotary_angles(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
+    rotary = rotary_tables(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
     gradients = []
     for project in (project_in(3), project_whole):
         attention.zero_grad()
@@ -98,7 +99,7 @@ def test_one_projection_may_go_without_a_gradient() -> None:
 def test_rotation_into_given_memory_is_the_rotation(inverse: bool) -> None:
     torch.manual_seed(0)
     x_TND = torch.randn(5, 3, 8)
-    rotary = rotary_angles(torch.arange(7, 12), 8, 100.0, torch.float32)
+    rotary = rotary_tables(torch.arange(7, 12), 8, 100.0, torch.float32)
     out_TND = torch.empty_like(x_TND)
     rotate_into(out_TND, x_TND, rotary, inverse=inverse)
     turned = (rotary[0], -rotary[1]) if inverse else rotary
@@ -146,7 +147,7 @@ def test_only_the_layers_input_is_saved() -> None:
     torch.manual_seed(0)
     norm, attention = RMSNorm(SHAPE.hidden), Attention(SHAPE)
     x_BLE = torch.randn(SEQUENCES, TOKENS, SHAPE.hidden, requires_grad=True)
-    rotary = rotary_angles(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
+    rotary = rotary_tables(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         project_in(2)(norm, attention, x_BLE, rotary)

@@ -17,7 +17,7 @@ from engine.data.sequences import Sequences
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.lm_head.plain import IGNORE, plain_loss_sum
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import ModelShape, TrialSettings
 from engine.tasks.train import TrainTask
 from tests.engine.parity import whole_of

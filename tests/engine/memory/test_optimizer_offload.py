@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import engine.optimizer
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.optimizer import BUFFERS, MOMENTS, OffloadedAdamW, adamw
 from engine.settings import AdamWSettings, ModelShape
 from tests.ranks import run_on_ranks

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.tiled_mlp import add_mlp_in
-from engine.model import MLP, add_whole_mlp, rotary_angles
+from engine.models.decoder import MLP, add_whole_mlp
+from engine.models.rope import rotary_tables
 from engine.ops.residual_norm import add_norm, norm_gradients
 from engine.ops.rotary import rotate, rotate_into
 from engine.ops.swiglu import swiglu, swiglu_again, swiglu_saved
@@ -94,8 +95,8 @@ def rotary_faults(device: str) -> Iterator[str]:
     for dtype, shape, wide in itertools.product(DTYPES, ROTATIONS, (torch.float32, torch.float64)):
         tokens, head_dim = shape[1], shape[3]
         positions = 1_000_000 + 3 * torch.arange(tokens, device=device)
-        exact_angles = rotary_angles(positions, head_dim, 10000.0, torch.float64)
-        angles = rotary_angles(positions, head_dim, 10000.0, wide)
+        exact_angles = rotary_tables(positions, head_dim, 10000.0, torch.float64)
+        angles = rotary_tables(positions, head_dim, 10000.0, wide)
         x, gradient = (normal(*shape, seed=seed, dtype=dtype, device=device) for seed in range(2))
         truth = truth_of(lambda x, angles=exact_angles: rotate(x, angles), (x,), gradient)
         layouts = {
@@ -127,7 +128,7 @@ def rotary_faults(device: str) -> Iterator[str]:
 def second_derivative_faults(device: str) -> Iterator[str]:
     """A gradient that is differentiated again."""
     x, y = (normal(2, 3, 2, 6, seed=seed, dtype=torch.float32, device=device) for seed in range(2))
-    rotary = rotary_angles(torch.arange(3, device=device), 6, 100.0, torch.float64)
+    rotary = rotary_tables(torch.arange(3, device=device), 6, 100.0, torch.float64)
 
     def squared_gradients(call, *inputs: Tensor) -> list[Tensor]:
         inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model import rotary_angles
+from engine.models.rope import rotary_tables
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import KERNELS, swiglu, swiglu_again
 from engine.ops.triton_kernels import kernels_for
@@ -41,7 +41,7 @@ def test_swiglu_and_its_gradients_are_those_of_the_plain_formula_bit_for_bit(dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_of_a_rotation_turns_back(dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
-    rotary = rotary_angles(torch.arange(70_000, 70_009), 12, 10000.0, wide)
+    rotary = rotary_tables(torch.arange(70_000, 70_009), 12, 10000.0, wide)
     x = normal(2, 9, 3, 12, seed=0, dtype=dtype).requires_grad_()
     rotated = rotate(x, rotary)
     (back,) = torch.autograd.grad(rotated, x, rotated.detach())
@@ -52,7 +52,7 @@ def test_the_gradient_of_a_rotation_turns_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", ["heads first", "every other entry"])
 def test_a_rotation_reads_any_strides(layout: str) -> None:
-    rotary = rotary_angles(torch.arange(5), 8, 100.0, torch.float32)
+    rotary = rotary_tables(torch.arange(5), 8, 100.0, torch.float32)
     x = normal(2, 5, 3, 8, seed=0, dtype=torch.float32)
     laid = x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "every other entry":
@@ -64,7 +64,7 @@ def test_a_rotation_reads_any_strides(layout: str) -> None:
 def test_second_derivatives_are_those_of_the_formulas() -> None:
     gate, up = (normal(2, 3, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(2))
     assert torch.autograd.gradgradcheck(swiglu, (gate, up))
-    rotary = rotary_angles(torch.arange(3), 4, 100.0, torch.float64)
+    rotary = rotary_tables(torch.arange(3), 4, 100.0, torch.float64)
     x = normal(1, 3, 2, 4, seed=0, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: rotate(x, rotary), x)
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.tiled_mlp import add_mlp_in
-from engine.model import MLP, rotary_angles
+from engine.models.decoder import MLP
+from engine.models.rope import rotary_tables
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
 from engine.settings import ModelShape
@@ -87,8 +88,8 @@ def test_a_rotation_rounds_its_result_and_nothing_else(head_dim: int) -> None:
     torch.manual_seed(0)
     positions = torch.arange(16384, device="cuda") * 61
     x, gradient = (on_gpu(1, 16384, 32, head_dim) for _ in range(2))
-    exact_angles = rotary_angles(positions, head_dim, 500_000.0, torch.float64)
-    angles = rotary_angles(positions, head_dim, 500_000.0, torch.float32)
+    exact_angles = rotary_tables(positions, head_dim, 500_000.0, torch.float64)
+    angles = rotary_tables(positions, head_dim, 500_000.0, torch.float32)
     truth = truth_of(lambda x: rotate(x, exact_angles), (x,), gradient)
     found = with_gradients(lambda x: rotate(x, angles), (x,), gradient)
     for tensor, exact in zip(found, truth, strict=True):
@@ -102,7 +103,7 @@ def test_a_rotation_reaches_elements_beyond_32_bits() -> None:
     heads, head_dim = 32, 128
     tokens = (1 << 31) // (heads * head_dim) + 1001
     torch.manual_seed(0)
-    angles = rotary_angles(torch.arange(tokens, device="cuda"), head_dim, 500_000.0, torch.float32)
+    angles = rotary_tables(torch.arange(tokens, device="cuda"), head_dim, 500_000.0, torch.float32)
     token = on_gpu(1, 1, heads, head_dim)
     out = rotate(token.repeat(1, tokens, 1, 1), angles)
     for first in (0, tokens // 2, tokens - 2000):

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.fused import fused_loss_sum
-from engine.model import MLP, Attention, rotary_angles
+from engine.models.decoder import MLP, Attention
+from engine.models.rope import rotary_tables
 from engine.ops.norm import RMSNorm
 from engine.settings import ModelShape
 
@@ -24,7 +25,7 @@ def fused_loss(x_BLE: Tensor) -> Tensor:
 
 
 def tiled_projection(x_BLE: Tensor) -> Tensor:
-    rotary = rotary_angles(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
+    rotary = rotary_tables(torch.arange(TOKENS), SHAPE.head_dim, 100.0, torch.float32)
     return project_in(2)(RMSNorm(SHAPE.hidden), Attention(SHAPE), x_BLE, rotary)[0].sum()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from engine.attention.context import ContextParallel
 from engine.distributed import World, arrange
 from engine.measurement import Measurement
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import ModelShape, Steps, TrialSettings
 from engine.tasks import speeds as speeds_of_trial
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products

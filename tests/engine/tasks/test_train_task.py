@@ -18,7 +18,7 @@ from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
 from engine.initialise import initialise
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks.train import TrainTask
 from tests.engine.parity import task_of, whole_of

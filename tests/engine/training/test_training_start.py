@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from engine.data import open_tokens
 from engine.data.sequences import spans
 from engine.initialise import initialise
-from engine.model import Decoder
+from engine.models.decoder import Decoder
 from engine.training.config import Evaluation
 from engine.training.loop import StopRequest
 from tests.engine.training.training_runs import SHAPE, begin, config, go_on, order, whole
@@ -96,27 +95,6 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
         assert sequences.startswith("evaluate.sequences is 1000000, but the")
         assert "a vocabulary of 100" in vocabulary
         assert nothing.startswith("there is no checkpoint to resume from (checkpoints/ holds none)")
-
-
-def notes_of_a_start(cache: str, folder: str, model: str) -> list[str]:
-    return begin(cache, Path(folder, "noted"), order(config(init_from=model))).notes
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_run_from_weights_with_a_tied_head_says_that_it_trains_two_matrices(tied: bool, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors", reason="the safetensors library is not installed")
-    from engine.hf import export_hugging_face
-
-    with torch.device("meta"):
-        sizes = {name: parameter.shape for name, parameter in Decoder(SHAPE).named_parameters()}
-    model = tmp_path / "model"
-    export_hugging_face({name: torch.ones(size) for name, size in sizes.items()}, SHAPE, model)
-    configuration = model / "config.json"
-    written = json.loads(configuration.read_text()) | {"tie_word_embeddings": tied}
-    configuration.write_text(json.dumps(written))
-    [notes] = run_on_ranks(1, notes_of_a_start, str(tmp_path), str(tmp_path), str(model))
-    assert len(notes) == tied
-    assert not tied or "each is trained by itself" in notes[0]
 
 
 def stop_requests(_: str) -> tuple[bool, bool, object]:

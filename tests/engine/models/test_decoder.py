@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from engine.initialise import initialise
-from engine.model import Decoder, rotary_angles, rotate
+from engine.models.decoder import Decoder
+from engine.models.rope import rotary_tables
+from engine.ops.rotary import rotate
 from engine.settings import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=61)
@@ -69,7 +71,7 @@ def test_rotated_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(q_position: int, k_position: int) -> float:
-        angles = [rotary_angles(torch.tensor([p]), 16, 10000.0, torch.float64) for p in (q_position, k_position)]
+        angles = [rotary_tables(torch.tensor([p]), 16, 10000.0, torch.float64) for p in (q_position, k_position)]
         return (rotate(q, angles[0]) * rotate(k, angles[1])).sum().item()
 
     assert score(5, 3) == pytest.approx(score(1_048_575, 1_048_573), rel=1e-8)
@@ -77,19 +79,19 @@ def test_rotated_scores_depend_on_distance_alone() -> None:
 
 
 def test_angles_keep_their_precision_at_a_million_tokens() -> None:
-    cos, sin = rotary_angles(torch.tensor([1_048_575]), 128, 500_000.0, torch.float32)
-    exact_cos, exact_sin = rotary_angles(torch.tensor([1_048_575]), 128, 500_000.0, torch.float64)
+    cos, sin = rotary_tables(torch.tensor([1_048_575]), 128, 500_000.0, torch.float32)
+    exact_cos, exact_sin = rotary_tables(torch.tensor([1_048_575]), 128, 500_000.0, torch.float64)
     assert (cos.double() - exact_cos).abs().max() < 1e-7
     assert (sin.double() - exact_sin).abs().max() < 1e-7
 
 
 def test_rotation_has_the_gradient_of_its_formula() -> None:
-    rotary = rotary_angles(torch.arange(3), 6, 100.0, torch.float64)
+    rotary = rotary_tables(torch.arange(3), 6, 100.0, torch.float64)
     x = torch.randn(1, 3, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotary), x)
 
 
 def test_bf16_is_rotated_in_fp32() -> None:
-    rotary = rotary_angles(torch.arange(100_000, 100_064), 32, 10000.0, torch.float32)
+    rotary = rotary_tables(torch.arange(100_000, 100_064), 32, 10000.0, torch.float32)
     x = torch.randn(1, 64, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(rotate(x, rotary), rotate(x.float(), rotary).bfloat16())

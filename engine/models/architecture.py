@@ -1,0 +1,316 @@
+"""What a file of this folder says of an architecture: its configuration and its weights, beside Hugging Face's.
+
+A file `NAME.py` defines `ARCHITECTURE` and is found by its name, which is the field `architecture` of a shape. It needs
+no torch: plans and checks before a start read it. The decoder itself is put together from the features of the shape
+(`engine.models.decoder`); a feature that no architecture had before is a new field of `ModelShape`.
+
+Source of keys and names: transformers' documentation of each configuration; defaults are those of its release 5.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.models.rope import read_rope, write_rope
+from engine.settings import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED = ("architecture", "decoder", "rope")  # files of this folder that are no architecture
+
+# Keys that may change the function computed, in every architecture, and the only values with which they do not.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "auto_map": (None,),  # code that comes with the weights
+}
+# Whole numbers of a shape that all configurations have, by their keys.
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+}
+# Names of Llama's modules by those of `Decoder` and, within a layer, of `Block`.
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+IN_LAYER: Mapping[str, str] = {
+    "attention": "self_attn",
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+class Config:
+    """A `config.json`, read key by key. Every method raises ValueError that gives the key, its value and the expected
+    one."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+
+    def whole(self, key: str) -> int:
+        value = self.content.get(key)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{key} is {_shown(value)}; expected a whole number")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.content.get(key)
+        try:
+            number = math.nan if value is None or isinstance(value, bool | str) else float(value)
+        except (TypeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{key} is {_shown(value)}; expected a number")
+        return number
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A truth value; a missing one and null are `default`."""
+        value = self.content.get(key)
+        if not isinstance(value, bool | None):
+            raise _unsupported(key, value, (False, True))
+        return default if value is None else value
+
+    def expect(self, key: str, *accepted: Any) -> None:
+        """The key is missing or has one of these values."""
+        if key in self.content and self.content[key] not in accepted:
+            raise _unsupported(key, self.content[key], accepted)
+
+    def windows(self, layers: int, window: int, *, in_use: bool = True, first_windowed: int = 0) -> dict[str, Any]:
+        """Fields of a shape whose layers have the window that `layer_types` says, or without it those from
+        `first_windowed` on; no field where no layer has one."""
+        kinds = self.content.get("layer_types")
+        if kinds is None:
+            pattern = "f" * min(first_windowed, layers) + "w" * (layers - first_windowed)
+        else:
+            letters = {"full_attention": "f", "sliding_attention": "w"}
+            if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in letters for kind in kinds):
+                raise ValueError(f"layer_types is {_shown(kinds)[:80]}; expected {layers} of {', '.join(letters)}")
+            pattern = "".join(letters[kind] for kind in kinds)
+        if not in_use or not window or "w" not in pattern:
+            if kinds is not None and "w" in pattern:
+                raise ValueError("layer_types has sliding_attention, but no window is in use; expected full_attention")
+            return {}
+        return {"window": window, "window_pattern": shortest_pattern(pattern)}
+
+
+def shortest_pattern(letters: str) -> str:
+    """The shortest beginning of `letters` that, repeated, gives all of them."""
+    size = next(size for size in range(1, len(letters) + 1) if all(map(str.__eq__, letters, letters[size:] or letters)))
+    return letters[:size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One tensor of a file: parameters one above another, each stored as itself minus `offset`.
+
+    `expert` is for a tensor of all experts of a layer, [experts, in, out], where there is one expert: the rows of the
+    parts alternate. A tensor without parts has no effect on what is computed; it is written as zeros of size `unused`.
+    """
+
+    name: str
+    parts: tuple[str, ...] = ()
+    offset: float = 0.0
+    expert: bool = False
+    unused: tuple[int, ...] = ()
+
+    def size(self, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Of the tensor, from those of all parameters."""
+        if not self.parts:
+            return self.unused
+        rows, columns = sum(sizes[part][0] for part in self.parts), sizes[self.parts[0]][1:]
+        return (1, *columns, rows) if self.expert else (rows, *columns)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor that holds these parameters."""
+        import torch
+
+        if self.expert:
+            whole = torch.stack(list(parts), 1).flatten(0, 1)
+            return whole.t().unsqueeze(0) if whole.ndim > 1 else whole.unsqueeze(0)
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return whole - self.offset if self.offset else whole
+
+    def split(self, tensor: Tensor, sizes: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
+        """The parameters in a tensor of a file, as views of it where nothing is added."""
+        import torch
+
+        if self.expert:
+            whole = tensor[0].t() if tensor.ndim > 2 else tensor[0]
+            return list(whole.unflatten(0, (-1, len(self.parts))).unbind(1))
+        if self.offset:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + self.offset
+        return list(tensor.split([sizes[part][0] for part in self.parts]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A family of models under one class of transformers."""
+
+    class_name: str  # under `architectures` of config.json
+    model_type: str
+    read: Callable[[Config], Mapping[str, Any]]  # fields of the shape beyond those that all architectures share
+    write: Callable[[ModelShape], Mapping[str, Any]]  # keys of the configuration beyond the shared ones; the inverse
+    # Values of keys with which the function computed is the decoder's; other values are refused.
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Names of weights that differ from Llama's. Modules under one name are one tensor, one above another.
+    names: Mapping[str, str] = field(default_factory=dict)
+    offsets: Mapping[str, float] = field(default_factory=dict)  # of norms whose weight is stored without its 1
+    # Names of tensors that hold one expert's weights, by the names of parameters in a layer.
+    experts: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of a layer that have no effect, and their sizes.
+    unused: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda _: {}
+    tied: bool = False  # what a configuration without `tie_word_embeddings` means
+
+    def stored(self, shape: ModelShape) -> list[Stored]:
+        """The tensors of a model's files, in the model's order."""
+        found: dict[str, list[str]] = {}
+        for name in shape.parameter_sizes():
+            found.setdefault(self.stored_name(name), []).append(name)
+        stored = [
+            Stored(
+                name=name,
+                parts=tuple(parts),
+                offset=self.offsets.get(module_of(parts[0]), 0.0),
+                expert=in_layer(parts[0]) in self.experts,
+            )
+            for name, parts in found.items()
+        ]
+        unused = self.unused(shape).items()
+        layers = range(shape.layers)
+        return stored + [Stored(name=f"model.layers.{n}.{name}", unused=size) for n in layers for name, size in unused]
+
+    def stored_name(self, parameter: str) -> str:
+        """Name of the tensor that holds a parameter of `Decoder`."""
+        module, kind = module_of(parameter), parameter.rpartition(".")[2]
+        if module in OUTSIDE:
+            return f"{OUTSIDE[module]}.{kind}"
+        layer, own = parameter.split(".", 2)[1:]
+        if own in self.experts:
+            return f"model.layers.{layer}.{self.experts[own]}"
+        return f"model.layers.{layer}.{self.names.get(module) or IN_LAYER[module]}.{kind}"
+
+
+def in_layer(parameter: str) -> str:
+    """The name of a parameter of `Decoder`, a layer's without its place: `mlp.up.bias` of blocks.3.mlp.up.bias."""
+    return parameter.split(".", 2)[2] if parameter.startswith("blocks.") else parameter
+
+
+def module_of(parameter: str) -> str:
+    """The module that holds a parameter of `Decoder`, a layer's without its place: `mlp.up` of blocks.3.mlp.up.bias."""
+    return in_layer(parameter).rpartition(".")[0]
+
+
+def architecture_named(name: str) -> Architecture:
+    """The architecture of that file. Raises ValueError with the known names."""
+    known = architectures()
+    if name not in known:
+        raise ValueError(f"architecture is {name!r}; expected one of {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def architectures() -> Mapping[str, Architecture]:
+    """All architectures by name, found in this folder."""
+    names = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return {name: importlib.import_module(f"engine.models.{name}").ARCHITECTURE for name in names if name not in SHARED}
+
+
+def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that a `config.json` describes, under the given name. Raises ValueError for an unknown feature."""
+    config = Config(content)
+    architecture_name, architecture = _architecture_of(content)
+    for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
+        config.expect(key, *accepted)
+    sizes = {field_name: config.whole(key) for field_name, key in SIZES.items()}
+    shared: dict[str, Any] = {
+        "kv_heads": sizes["heads"]
+        if content.get("num_key_value_heads") is None
+        else config.whole("num_key_value_heads"),
+        "norm_eps": config.number("rms_norm_eps"),
+        "tied": config.flag("tie_word_embeddings", architecture.tied),
+    }
+    own = architecture.read(config)
+    if "rope_base" not in own:
+        base, scaling = read_rope(content)
+        own = {"rope_base": base, "rope_scaling": scaling} | dict(own)
+    if "head_dim" not in own:
+        own = {"head_dim": head_dim_of(config, sizes["hidden"], sizes["heads"])} | dict(own)
+    return ModelShape(name=name, architecture=architecture_name, **sizes | shared | dict(own))
+
+
+def head_dim_of(config: Config, hidden: int, heads: int) -> int:
+    """`head_dim`, or without it the hidden size over the heads."""
+    if config.content.get("head_dim") is not None:
+        return config.whole("head_dim")
+    if heads < 1 or hidden % heads:
+        raise ValueError(f"hidden_size {hidden} does not split into {heads} heads; add head_dim to the configuration")
+    return hidden // heads
+
+
+def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[str, Any]:
+    """The configuration that makes transformers build this shape. Keys are those that releases 4 and 5 both read.
+
+    Args:
+        shape: of an architecture of this folder.
+        dtype: of the exported tensors, by torch's name.
+        max_positions: longest sequence, in tokens, the model was trained for; None leaves it out.
+
+    Raises ValueError, naming the field and both values, for a shape that its architecture does not have.
+    """
+    architecture = architecture_named(shape.architecture)
+    config: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **{key: getattr(shape, field_name) for field_name, key in SIZES.items()},
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": dtype,
+        **({} if max_positions is None else {"max_position_embeddings": max_positions}),
+        **write_rope(shape.rope_base, shape.rope_scaling),
+        **architecture.write(shape),
+    }
+    found = shape_of(config, shape.name)
+    for name in (each.name for each in fields(shape) if each.compare):
+        had, wanted = getattr(found, name), getattr(shape, name)
+        if had != wanted:
+            raise ValueError(
+                f"model {shape.name} has {name} {wanted}, and {architecture.class_name} has {name} {had}; export a "
+                "shape of that architecture"
+            )
+    return config
+
+
+def _architecture_of(content: Mapping[str, Any]) -> tuple[str, Architecture]:
+    named = content.get("architectures")
+    by_class = {each.class_name: (name, each) for name, each in architectures().items()}
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in by_class:
+        raise ValueError(f"architectures is {named!r}; expected a list of one of {', '.join(by_class)}")
+    return by_class[named[0]]
+
+
+def _unsupported(key: str, value: Any, accepted: Iterable[Any]) -> ValueError:
+    expected = " or ".join(_shown(one) for one in accepted)
+    return ValueError(f"{key} is {value!r}, which this model does not have; expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else repr(value)

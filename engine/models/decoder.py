@@ -1,0 +1,323 @@
+"""The decoder of every architecture, put together from the features of its shape and written for one device.
+
+Parallelism is set from outside (`engine.parallelize`) through five attributes, each a plain callable: `Block.attend`
+(attention over the whole sequence), `Block.activations` (which tensors are saved for backward), `Block.project` and
+`Block.add_mlp` (how many tokens the projections before attention, and the MLP, compute at once) and `Head.loss_sum` (LM
+head and loss). With the defaults the model is complete on one device, and the reference of the parallel one. Nothing
+here knows of ranks or names an architecture.
+
+Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from engine.attention.masks import Causal, Mask, parse_mask
+from engine.attention.reference import dense_attention
+from engine.lm_head.plain import LossSum, plain_loss_sum
+from engine.models.rope import rotary_tables
+from engine.ops.autograd import accumulation_dtype
+from engine.ops.copies import computed, linear
+from engine.ops.norm import RMSNorm
+from engine.ops.ranges import LM_HEAD
+from engine.ops.rotary import rotate
+from engine.ops.swiglu import swiglu
+from engine.settings import ModelShape
+
+if TYPE_CHECKING:
+    from engine.attention.algorithms.saved import SavedOutput
+
+Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
+LayerFn = Callable[[Tensor, Rotary, "AttendCall"], Tensor]  # x_BLE -> x_BLE
+Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD, and x_BLE for the residual stream
+Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
+Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
+
+
+class AddMLP(Protocol):
+    """The MLP's residual branch: y + mlp(norm(y)), where y is x, or x + branch."""
+
+    def __call__(self, norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor: ...
+
+
+class AttendCall(Protocol):
+    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks."""
+
+    def __call__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, sinks_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Attend(Protocol):
+    """Attention over the whole sequence, and the part of its result to save. See `engine.method.AttentionFn`."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None: ...
+
+
+def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: torch.dtype, seq_len: int) -> Rotary:
+    """The tables of the layers with the window, or of those without; `seq_len` is of the whole sequence.
+
+    Queries and keys are both turned by them, so a factor of the scores is in them as its square root.
+    """
+    base, scaling = shape.rope_base, shape.rope_scaling
+    if windowed and shape.rope_base_window:
+        base, scaling = shape.rope_base_window, "none"
+    tables = rotary_tables(positions_L, shape.head_dim, base, dtype, scaling, seq_len)
+    if not shape.attention_scale:
+        return tables
+    factor = math.sqrt(shape.attention_scale * math.sqrt(shape.head_dim))
+    return tables[0] * factor, tables[1] * factor
+
+
+class Linear(nn.Linear):
+    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, [self.weight], [] if self.bias is None else [self.bias])
+
+
+class Embedding(nn.Embedding):
+    """Likewise."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, computed(self.weight))
+
+
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    """norm(x), or x where there is none."""
+    return x if norm is None else norm(x)
+
+
+class Attention(nn.Module):
+    """The projections around attention; attention itself is called by the block, between `project` and `forward`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.plain = shape.plain_projection
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q = Linear(shape.hidden, queries, shape.qkv_bias)
+        self.k = Linear(shape.hidden, keys, shape.qkv_bias)
+        self.v = Linear(shape.hidden, keys, shape.qkv_bias)
+        self.output = Linear(queries, shape.hidden, shape.output_bias)
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.sinks else None
+        # One weight for all query heads and one for all key heads, or one norm over all heads at once.
+        self.norms_heads = not shape.qk_norm_whole
+        widths = (shape.head_dim, shape.head_dim) if self.norms_heads else (queries, keys)
+        self.q_norm, self.k_norm = (RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None for width in widths)
+        self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
+
+    def forward(self, out_BLND: Tensor) -> Tensor:
+        """The residual branch [B, L, E] of attention's output."""
+        return normed(self.post_norm, self.output(out_BLND.flatten(-2)))
+
+    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
+        parts = (self.q, self.k, self.v)
+        biases = [part.bias for part in parts if part.bias is not None]
+        joined = linear(x_BLE, [part.weight for part in parts], biases)
+        q_BLF, k_BLF, v_BLF = joined.split([part.out_features for part in parts], -1)
+        v_BLKD = self._in_heads(v_BLF).contiguous()  # a view would keep q and k as they were before their rotation
+        return self._turned(q_BLF, self.q_norm, rotary), self._turned(k_BLF, self.k_norm, rotary), v_BLKD
+
+    def _in_heads(self, x_BLF: Tensor) -> Tensor:
+        return x_BLF.unflatten(-1, (-1, self.head_dim))
+
+    def _turned(self, x_BLF: Tensor, norm: Norm, rotary: Rotary) -> Tensor:
+        """Queries or keys, normalised and rotated."""
+        if self.norms_heads:
+            return rotate(normed(norm, self._in_heads(x_BLF)), rotary)
+        return rotate(self._in_heads(normed(norm, x_BLF)), rotary)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) where the shape is gated (arXiv:2002.05202), else down(act(up(x)))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.activation, self.plain = shape.mlp_activation, shape.plain_mlp
+        self.alpha, self.limit = shape.activation_alpha, shape.activation_limit  # of clamped_silu
+        self.gate = Linear(shape.hidden, shape.ffn, shape.mlp_bias) if shape.gated else None
+        self.up = Linear(shape.hidden, shape.ffn, shape.mlp_bias)
+        self.down = Linear(shape.ffn, shape.hidden, shape.mlp_bias)
+        self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        gate_BLF = None if self.gate is None else self.gate(x_BLE)
+        if self.activation == "clamped_silu":
+            assert gate_BLF is not None, "the shape has a gate"
+            return normed(self.post_norm, self.down(clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)))
+        return normed(self.post_norm, self.down(activate(self.activation, self.up(x_BLE), gate_BLF)))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+def activate(activation: str, up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
+    """Input of the MLP's last matrix: act(up), or act(gate) times up where there is a gate."""
+    if gate_BLF is None:
+        return ACTIVATIONS[activation](up_BLF)
+    return swiglu(gate_BLF, up_BLF) if activation == "silu" else ACTIVATIONS[activation](gate_BLF) * up_BLF
+
+
+def clamped_swiglu(gate_BLF: Tensor, up_BLF: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), with the gate at most `limit` and up within +-`limit`."""
+    gate_BLF = gate_BLF.clamp(max=limit)
+    return gate_BLF * (alpha * gate_BLF).sigmoid() * (up_BLF.clamp(-limit, limit) + 1)
+
+
+class DenseAttention:
+    """The default attention: dense, one device, causal or under another mask. Autograd saves the intermediates, so a
+    recomputation ignores `saved` and computes everything."""
+
+    def __init__(self, mask: Mask | None = None) -> None:
+        self._mask = mask or Causal()
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask, sinks_N=sinks_N)
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:
+        return None
+
+
+def project_whole(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+    """The default beginning of a layer: queries, keys and values of all tokens at once."""
+    return *attention.project(normed(norm, x_BLE), rotary), x_BLE
+
+
+def add_whole_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+    """The default second half of a layer, the MLP's residual branch: all tokens at once."""
+    x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
+    return x_BLE + mlp(normed(norm, x_BLE))
+
+
+def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    """The default activations: autograd saves everything."""
+    return layer(x_BLE, rotary, attend)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    attend: Attend
+    activations: Activations
+    project: Project
+    add_mlp: AddMLP
+    joins_sum: bool  # whether `add_mlp` forms the sum of the residual stream before it, in one pass with its norm
+
+    def __init__(self, shape: ModelShape, windowed: bool = False) -> None:
+        super().__init__()
+        self.windowed = windowed  # attends within the shape's window
+        before = shape.norms != "after"
+        self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
+        self.attention = Attention(shape)
+        self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
+        self.mlp = MLP(shape)
+        self.attend = DenseAttention(parse_mask(shape.window_mask) if windowed else None)
+        self.activations = keep_all
+        self.project = project_whole
+        self.add_mlp = add_whole_mlp
+        self.joins_sum = False
+
+    def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
+        return self.activations(self.layer, x_BLE, rotary, self.attend)
+
+    def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
+        """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
+        *qkv, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
+        sinks_N = self.attention.sinks
+        out_BLND, _lse = attend(*qkv) if sinks_N is None else attend(*qkv, sinks_N=computed(sinks_N))
+        del qkv
+        if self.joins_sum:
+            return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, self.attention(out_BLND))
+        x_BLE = x_BLE + self.attention(out_BLND)
+        return self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
+
+
+class Head(nn.Module):
+    """LM head and loss in one module, so that the logits of a long sequence need never exist."""
+
+    loss_sum: LossSum
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.loss_sum = plain_loss_sum
+
+    def forward(self, x_BLE: Tensor, labels_BL: Tensor | None, tied_VE: Tensor | None = None) -> Tensor:
+        """The sum of the losses, or without labels the logits; `tied_VE` is the embedding of a head without weight."""
+        weight_VE = self.weight if tied_VE is None else tied_VE
+        assert weight_VE is not None, "a tied head is called with the embedding"
+        if labels_BL is None:
+            return linear(x_BLE, [weight_VE])
+        with record_function(LM_HEAD):
+            return self.loss_sum(x_BLE.flatten(0, 1), computed(weight_VE), labels_BL.flatten())
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, LM head."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.shards = 1  # that a sequence is divided into, of equal length; one of them is here
+        self.embedding = Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape, windowed) for windowed in shape.windowed)
+        self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.head = Head(shape)
+
+    def forward(self, tokens_BL: Tensor, positions_L: Tensor, labels_BL: Tensor | None = None) -> Tensor:
+        """Sum of the tokens' losses in fp32 or wider; without labels, the logits [B, L, V].
+
+        Args:
+            tokens_BL: token ids held here.
+            positions_L: their positions in the whole sequence, for RoPE.
+            labels_BL: the token to predict after each; -100 where there is none.
+        """
+        shape = self.shape
+        x_BLE = self.embedding(tokens_BL)
+        if shape.embedding_scale != 1:
+            x_BLE = x_BLE * shape.embedding_scale
+        dtype = accumulation_dtype(x_BLE.dtype)
+        kinds = set(shape.windowed) if shape.rope_base_window else {False}
+        seq_len = len(positions_L) * self.shards
+        tables = {windowed: rotary_of(shape, windowed, positions_L, dtype, seq_len) for windowed in kinds}
+        for block, windowed in zip(self.blocks, shape.windowed, strict=True):
+            x_BLE = block(x_BLE, tables[windowed and windowed in kinds])
+        return self.head(self.norm(x_BLE), labels_BL, self.embedding.weight if shape.tied else None)

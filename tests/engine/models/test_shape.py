@@ -1,0 +1,142 @@
+"""What follows from the features of a shape: parameters, masks of layers, FLOPs, memory, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.planning.memory import memory_of
+from engine.layers.divisible import tensor_parallel_unsupported_reason
+from engine.method import method_unsupported_reason
+from engine.models.architecture import shortest_pattern
+from engine.models.decoder import Decoder
+from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json, to_json
+from harness.metrics.flops import work_of
+from harness.spec.methods import method_named
+from harness.spec.trial import id_of
+from harness.verify import formulas
+
+LLAMA = ModelShape(name="m", layers=5, hidden=24, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=257)
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tied": {"tied": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "not gated, biased": {"gated": False, "mlp_bias": True},
+    "norms after": {"norms": "after", "qk_norm": True, "qk_norm_whole": True},
+    "norms on both sides": {"norms": "both", "qk_norm": True},
+}
+
+
+def trial(shape: ModelShape, **settings: Any) -> TrialSettings:
+    return TrialSettings(**{"task": "train", "method": "burst", "model": shape, "seq_len": 64} | settings)
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=list(FEATURES))
+def test_sizes_said_without_the_model_are_those_of_the_model_in_its_order(features: dict[str, Any]) -> None:
+    shape = replace(LLAMA, **features)
+    with torch.device("meta"):
+        built = {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}
+    assert list(shape.parameter_sizes().items()) == list(built.items())
+    assert shape.parameters == sum(torch.Size(size).numel() for size in built.values())
+
+
+def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
+    assert [shortest_pattern(text) for text in ("wwww", "wfwfw", "wwf", "wwwwwfww", "f")] == [
+        "w", "wf", "wwf", "wwwwwf", "f",
+    ]  # fmt: skip
+    assert replace(LLAMA, window=8, window_pattern="wwf").windowed == (True, True, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window": -1}, "window is -1"),
+        ({"window": 8, "window_pattern": "wx"}, "window_pattern is 'wx'; give a letter for each layer"),
+        ({"rope_scaling": "linear"}, "factor is missing"),
+        ({"rope_scaling": "linear:factor=2,partial_rotary_factor=0.5"}, "partial_rotary_factor is 0.5; expected 1"),
+        ({"attention_scale": -1.0}, "attention_scale is -1"),
+    ],
+)
+def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(LLAMA, **changes)
+
+
+def test_a_trial_of_windows_alone_has_their_mask_and_one_of_both_kinds_that_of_the_others() -> None:
+    alone, mixed = replace(LLAMA, window=8), replace(LLAMA, window=8, window_pattern="wwf")
+    assert trial(alone).mask == "sliding_window:7"
+    assert trial(alone).of_windowed_layers() is None
+    assert trial(mixed).mask == "causal"
+    assert trial(mixed).layer_masks == (*["sliding_window:7"] * 2, "causal", *["sliding_window:7"] * 2)
+    inside = trial(mixed).of_windowed_layers()
+    assert inside is not None
+    assert (inside.mask, inside.model.window) == ("sliding_window:7", 0)
+    for shape in (alone, mixed):
+        assert from_json(TrialSettings, to_json(trial(shape))) == trial(shape)
+        with pytest.raises(ValueError, match=r"mask is full, but model m has a window of 8 tokens in . of 5 layers"):
+            trial(shape, mask="full")
+    assert trial(mixed, task="attention", mask="full").mask == "full"
+
+
+@pytest.mark.parametrize("pattern", ["w", "wwf", "f"])
+@pytest.mark.parametrize("checkpoint", [Checkpoint(every=0), Checkpoint(every=2, tail=0.5)], ids=str)
+def test_attention_is_counted_layer_by_layer(pattern: str, checkpoint: Checkpoint) -> None:
+    shape, seq_len = replace(LLAMA, window=8, window_pattern=pattern), 64
+    inside = sum(min(8, query + 1) for query in range(seq_len))
+    pairs = sum(inside if windowed else seq_len * (seq_len + 1) // 2 for windowed in shape.windowed)
+    settings = trial(shape, checkpoint=checkpoint)
+    work = work_of(settings)
+    assert work.attention == pytest.approx(4 * 4 * 6 * pairs)
+    if checkpoint.every == 0:
+        assert work.recomputed_attention == 0
+    assert work.model == pytest.approx(3 * formulas._forward_flops(settings))
+    assert work.recomputed_layers + work.recomputed_attention == pytest.approx(formulas._repeated_flops(settings))
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=list(FEATURES))
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_verify_counts_repeated_products_as_the_engine_does(features: dict[str, Any], tiles: int) -> None:
+    shape = replace(LLAMA, **features)
+    checkpoint = Checkpoint(every=2, whole_layers=2, mlp=0.5)
+    settings = trial(shape, checkpoint=checkpoint, mlp_tiles=tiles, projection_tiles=tiles)
+    assert work_of(settings).recomputed_layers == pytest.approx(
+        formulas._repeated_flops(settings) - work_of(settings).recomputed_attention
+    )
+
+
+def test_a_tied_model_holds_its_table_once() -> None:
+    wide = replace(LLAMA, vocab=100_000)
+    table = wide.vocab * wide.hidden
+    apart, tied = (memory_of(trial(shape, cuda_graph="none")).allocated for shape in (wide, replace(wide, tied=True)))
+    assert apart - tied == pytest.approx(3 * 4 * table + 2 * table, rel=0.01)  # master, moments, and the copy in bf16
+
+
+def test_a_feature_makes_another_trial() -> None:
+    assert id_of(trial(LLAMA)) != id_of(trial(replace(LLAMA, tied=True)))
+
+
+@pytest.mark.parametrize(
+    ("feature", "value"),
+    [("output_bias", True), ("mlp_bias", True), ("qk_norm_whole", True), ("norms", "after"), ("window", 8)],
+)
+def test_tensor_parallelism_refuses_what_it_cannot_divide(feature: str, value: Any) -> None:
+    shape = replace(LLAMA, qk_norm=True, vocab=256, **{feature: value})
+    reason = tensor_parallel_unsupported_reason(trial(shape, method="megatron_tp", tp_size=2, world_size=2))
+    assert reason is not None
+    assert f"cannot divide {feature} {value} of model m" in reason
+
+
+def test_methods_refuse_layers_and_features_that_they_lack() -> None:
+    mixed = trial(replace(LLAMA, window=8, window_pattern="wf"), cp_size=2)
+    assert method_unsupported_reason(method_named("burst"), mixed) is None
+    assert method_named("torch_cp").refuse(replace(mixed, method="torch_cp")) is None
+    assert "sliding_window:7" in (
+        method_unsupported_reason(method_named("torch_cp"), replace(mixed, method="torch_cp")) or ""
+    )
+    biased = trial(replace(LLAMA, qkv_bias=True), method="trl_upstream")
+    assert "trl_upstream trains Llama's decoder, and model m has qkv_bias True" in (
+        method_unsupported_reason(method_named("trl_upstream"), biased) or ""
+    )
