@@ -23,8 +23,8 @@ from baselines.called_attention import ENTERED
 from baselines.drive import ran, write_error
 from baselines.install.places import Place
 from baselines.upstream import Rendered, foreign_environment
+from engine.measurement import TrialQueue
 from engine.plain_json import to_json
-from engine.tasks.turns import Turns
 
 _LINKS = "ours"  # folder of an installation with links to our packages
 _RECORDER = ("TORCH_NCCL_", "TORCH_FR_")  # torch's recorder of collectives, which the launcher asks at a limit
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     method: InWorker = importlib.import_module(words[0]).METHOD  # the system's adapter
     place = method.place
     if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
-        turns = Turns.named_in(os.environ)
+        turns = TrialQueue.named_in(os.environ)
         if turns is None or rank < turns.wait(1).ranks:  # the others have no part in the trial
             write_error(trial_dir, rank, "refused", reason)
         return 1

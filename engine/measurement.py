@@ -1,14 +1,20 @@
-"""What a worker measured: raw numbers only, written aside and renamed. Every derived figure is computed on reading."""
+"""Files by which a launcher and its ranks talk: the trial of a turn, and what a worker measured, in raw numbers only.
+
+Every file is written aside and renamed. Derived figures are computed on reading. No torch, because programs that only
+launch or read use this.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Required, TypedDict
+from typing import Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
-from engine.old_names import current_resolved
 from engine.plain_json import Within, from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
@@ -137,6 +143,21 @@ class Measurement:
     extra: Extra = field(default_factory=Extra)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the planner expected of its plan for `checkpoint: auto`. Bytes are of one rank, by the model alone."""
+
+    words: str  # what was chosen, and why
+    fits: bool  # whether the planner expected it to
+    budget_bytes: int | None  # None: unknown
+    allocated_bytes: int
+    reserved_bytes: int
+    host_bytes: int
+    added_seconds: float  # of a step, by repeated work and copies
+    step_seconds: float | None = None  # of a step, as `burst predict` says; None where it says nothing
+    correction: float = 1.0  # that earlier trials of this machine and shape gave
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON beside `path`, then rename: a reader sees the old file or the whole new one."""
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
@@ -149,12 +170,80 @@ def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
 
 def read_measurement(trial_dir: Path) -> Measurement:
     """Read what a worker left. Raises FileNotFoundError when it left nothing, ValueError for what is no measurement."""
-    data = read_json(trial_dir / MEASUREMENT_FILE)
-    found: Measurement = from_json(Measurement, current_measurement(data) if isinstance(data, dict) else data)
+    found: Measurement = from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
     return found
 
 
-def current_measurement(data: dict[str, Any]) -> dict[str, Any]:
-    """A measurement's JSON with what `auto` became under the names of today."""
-    chosen = data.get("chosen")
-    return data | {"chosen": current_resolved(chosen)} if isinstance(chosen, dict) else data
+TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's
+PROFILE: Final = "profile"  # of `Measurement.extra`: where the time of the traced step went
+_REASON = "the trial ended before the trace was read"
+_UNDER_WAY: dict[Of, str] = {
+    "extra_step": "while one more step was traced",
+    "measured_step": "while the trace of the measured step was read",
+}
+
+
+def unfinished(of: Of) -> Profile:
+    """In place of the numbers, until they are there."""
+    return {"of": of, "reason": _REASON}
+
+
+def cut_off(profile: Profile, how: str) -> Profile:
+    """`profile` of a trial that then ended as `how` says, where it was still unfinished; any other as it is."""
+    if profile.get("reason") != _REASON:
+        return profile
+    return {"of": profile["of"], "reason": f"the trial ended {_UNDER_WAY[profile['of']]}: {how}"}
+
+
+VARIABLE = "BURST_TURNS"  # in the environment of ranks that wait for further trials: the directory
+POLL_SECONDS = 0.01  # a thousandth of the time of starting a rank
+IDLE_POLL_SECONDS = 0.1  # of a rank that waits while others measure: ten short looks a second
+
+
+class QueuedTrial(NamedTuple):
+    """The trial of a turn."""
+
+    trial_dir: Path
+    ranks: int  # that run it, from rank 0 on
+
+
+class TrialQueue:
+    """Trials that one set of ranks runs one after another, so that the ranks are started once. Turns count from 1.
+
+    Launcher and ranks share a directory: `<turn>.json` names the trial of a turn and how many ranks it has, the first
+    ones; the others wait for the next turn. `<turn>.rank<r>` says that rank r has finished the trial. Files, because
+    waiting for one depends neither on other ranks nor on the process groups of a trial.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @classmethod
+    def named_in(cls, environment: Mapping[str, str]) -> TrialQueue | None:
+        """The turns of a rank with this environment; None for a rank that has one trial only."""
+        return cls(Path(environment[VARIABLE])) if environment.get(VARIABLE) else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that make a rank wait for further trials here."""
+        return {VARIABLE: str(self._directory)}
+
+    def give(self, turn: int, trial_dir: Path, ranks: int) -> None:
+        """Give the trial in `trial_dir` to the first `ranks` ranks; the others have no part in this turn."""
+        write_json(self._directory / f"{turn}.json", {"trial_dir": str(trial_dir.absolute()), "ranks": ranks})
+
+    def through(self, turn: int) -> set[int]:
+        """Ranks that have finished the trial of this turn without an error."""
+        return {int(path.suffix.removeprefix(".rank")) for path in self._directory.glob(f"{turn}.rank*")}
+
+    def wait(self, turn: int, poll_seconds: float = POLL_SECONDS) -> QueuedTrial:
+        """This turn's trial, as soon as it is given. The launcher ends a rank that waits."""
+        path = self._directory / f"{turn}.json"
+        while not path.exists():
+            time.sleep(poll_seconds)
+        given = json.loads(path.read_text(encoding="utf-8"))
+        return QueuedTrial(trial_dir=Path(given["trial_dir"]), ranks=given["ranks"])
+
+    def finish(self, turn: int, rank: int) -> None:
+        """Record that this rank has finished the trial of this turn."""
+        os.close(os.open(self._directory / f"{turn}.rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.models.decoder import Attend, Decoder, project_whole
+from engine.models.decoder import Attend, Decoder
 from engine.ops.copies import Copies
 from engine.settings import TrialSettings, keeps_whole
 
@@ -103,8 +104,6 @@ def set_layers(
         recomputed = index < again
         block.attend = windowed if windowed is not None and block.windowed else attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
-        if (formed := getattr(attend, "formed", None)) is not None:  # a method that sends q, k and v one by one
-            block.project, block.attention.formed = project_whole, formed
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.
         block.joins_sum = not recomputed
@@ -132,14 +131,10 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         units.append(fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False))
     fully_shard(model, mesh=mesh, mp_policy=precision)
     _keep_labels_on_host(model)
-    # The next units in either direction, asked for before the present one computes.
-    ahead = settings.gather_ahead
-    for place, unit in enumerate(units):
-        if place + 1 < len(units):
-            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-        if place:
-            earlier = units[max(1, place - ahead) : place] or units[:1]  # the embedding by the first block alone
-            unit.set_modules_to_backward_prefetch(earlier[::-1])
+    # The next unit in either direction, asked for before the present one computes.
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
     if not model.shape.tied:
         model.embedding.set_unshard_in_backward(False)

@@ -29,7 +29,6 @@ Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
-Parameters = Literal["auto", "kept", "gathered"]
 CudaGraph = Literal["auto", "step", "none"]
 Norms = Literal["before", "after", "both"]
 Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
@@ -55,7 +54,6 @@ COUNTS = (
     "emulate_nodes",
     "projection_tiles",
     "mlp_tiles",
-    "gather_ahead",
     "gradient_accumulation",
 )
 
@@ -248,6 +246,28 @@ LLAMA_FEATURES: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWSettings:
+    """The optimizer apart from the learning rate: AdamW (arXiv:1711.05101). The defaults are those of the timed task,
+    and common for language models."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # of matrices; norms are not decayed
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name):g}; give a number from 0 to below 1")
+        if self.weight_decay < 0:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay:g}; give 0 or more")
+        for name in ("epsilon", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name):g}; give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """Activation checkpointing: what is kept of a layer for the backward pass.
 
@@ -350,8 +370,6 @@ class TrialSettings:
     kernel: Kernel = "auto"
     exchange: ExchangeName = "auto"
     grad_comm_dtype: GradCommDtype = "auto"  # dtype of partial gradients between ranks; auto: as the method's original
-    repeat_kv_heads: bool = True  # method ulysses: K and V heads fewer than ranks are repeated, else refused
-    overlap_projections: bool = False  # method ulysses: q's all-to-all runs beside k's projection, k's beside v's
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library
@@ -360,12 +378,10 @@ class TrialSettings:
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
-    gather_ahead: int = 1  # layers whose parameters are gathered before the one that computes is done
     optimizer_offload: bool = False  # optimizer states live in host memory
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
-    parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
     cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
@@ -388,10 +404,6 @@ class TrialSettings:
         if self.seq_len * self.batch_size > MAX_TOKENS:
             raise ValueError(
                 f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MAX_TOKENS} tokens; give fewer"
-            )
-        if self.parameters == "kept" and self.world_size > 1:
-            raise ValueError(
-                f"parameters is kept, but {self.world_size} ranks share them; give auto, or gathered, on several ranks"
             )
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
@@ -447,14 +459,13 @@ def size_in_bytes(text: str, name: str) -> int:
 def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | None = None) -> bool:
     """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
 
-    Only where no other rank holds a part of them. `auto` says no where the optimizer's states are on the host, which
-    is asked for where memory is short: the copies take 2 bytes per parameter. `optimizer_offload` stands for the
-    setting where it is given.
+    Only where no other rank holds a part of them, and not where the optimizer's states are on the host, which is asked
+    for where memory is short: the copies take 2 bytes per parameter. `optimizer_offload` stands for the setting where
+    it is given.
     """
-    if settings.world_size > 1 or settings.parameters == "gathered":
-        return False
-    offload = settings.optimizer_offload if optimizer_offload is None else optimizer_offload
-    return settings.parameters == "kept" or not offload
+    return settings.world_size == 1 and not (
+        settings.optimizer_offload if optimizer_offload is None else optimizer_offload
+    )
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

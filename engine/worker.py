@@ -2,20 +2,22 @@
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
 errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
-(`engine.tasks.turns`), the rank reads its trials there, until its process is ended. Importing this module starts
-nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
+(`engine.measurement.TrialQueue`), the rank reads its trials there, until its process is ended. Importing this module
+starts nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import NoReturn, cast
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.distributed import (
     World,
@@ -35,18 +38,24 @@ from engine.distributed import (
     show_world,
     wait_for_all,
 )
-from engine.measurement import CHECK_UNFINISHED, UNCHECKED, write_json, write_measurement
+from engine.measurement import (
+    CHECK_UNFINISHED,
+    IDLE_POLL_SECONDS,
+    POLL_SECONDS,
+    PROFILE,
+    UNCHECKED,
+    TrialQueue,
+    unfinished,
+    write_json,
+    write_measurement,
+)
 from engine.method import NativeMethod, in_worker, method_unsupported_reason
 from engine.profile.capture import StepProfiler, step_to_trace
-from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
 from engine.tasks.attention import AttentionTask
-from engine.tasks.between_trials import clear, log_to
 from engine.tasks.lm_head import HeadTask
-from engine.tasks.phases import Phases, process_seconds
 from engine.tasks.task import AroundStep, Refused, Task, progress_to
 from engine.tasks.train import TrainTask
-from engine.tasks.turns import IDLE_POLL_SECONDS, POLL_SECONDS, Turns
 
 LOG_DIRECTORY = "logs"  # of a trial, with the output of its ranks
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
@@ -70,7 +79,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGTERM, chain=True)
     phases = Phases(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
-    if turns := Turns.named_in(os.environ):
+    if turns := TrialQueue.named_in(os.environ):
         serve(turns, rank, phases)
     with exit_on_error(trial_dir, rank):
         _run(trial_dir, rank, phases)
@@ -78,7 +87,7 @@ def main(arguments: list[str]) -> int:
     raise AssertionError("a rank does not outlive its trial")
 
 
-def serve(turns: Turns, rank: int, phases: Phases) -> NoReturn:
+def serve(turns: TrialQueue, rank: int, phases: Phases) -> NoReturn:
     """Run one trial after another, as if each ran in a process of its own, until this process is ended.
 
     A trial may have fewer ranks than there are. The ranks beyond wait for the next turn and write nothing meanwhile;
@@ -244,6 +253,70 @@ def _one_sentence(error: Exception) -> str:
         return reason
     end = reason.rfind(". ", 0, REASON_CHARACTERS)
     return reason[: end + 1] if end > 0 else reason[: REASON_CHARACTERS - 3] + "..."
+
+
+CACHING = ("engine.attention.", "baselines.")  # their modules cache results, and with them device memory
+_FORGET_PEAK = "5"  # resets the peak of resident memory: proc_pid_clear_refs(5)
+
+
+def clear() -> None:
+    """Free the memory of a trial to whose objects no reference is left, and reset all peaks."""
+    _clear_caches()
+    # Graphs of another length would be compiled for any length, and would count towards the limit of recompilations.
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # or they count in the next trial's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # a kernel without it counts the largest trial so far
+        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK, encoding="ascii")
+
+
+def _clear_caches() -> None:
+    """Empty the caches of modules: results of cached functions, and tensors for later calls."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(CACHING):
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, dict) and any(isinstance(kept, Tensor) for kept in value.values()):
+                value.clear()
+            elif hasattr(value, "cache_clear") and value.__module__ == name:
+                value.cache_clear()
+
+
+def log_to(path: Path) -> None:
+    """Append all later output of this process, that of libraries below Python included, to `path`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.close(log)
+
+
+class Phases:
+    """Seconds of each phase and since the start, printed where `shown`."""
+
+    def __init__(self, *, shown: bool, seconds: float = 0.0) -> None:
+        """`seconds` have passed already, in the first phase."""
+        self._shown = shown
+        self._started = self._last = time.monotonic() - seconds
+
+    def end(self, phase: str) -> None:
+        """Print how long the phase that ends here took; the next one begins."""
+        now = time.monotonic()
+        if self._shown:
+            print(f"{now - self._started:8.2f} s: {phase} took {now - self._last:.2f} s", flush=True)
+        self._last = now
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started, or forked: as exact as the kernel's clock tick, 10 ms."""
+    # The name in field 2 may hold spaces and brackets; the start, in ticks since the boot, is field 22.
+    ticks = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """DeepSpeed-Ulysses, native: all-to-all from sequence shards to head shards and back (arXiv:2309.14509).
 
 K and V heads fewer than ranks are repeated before the all-to-all, as by DeepSpeed's `UlyssesSPAttentionHF` (ALST,
-arXiv:2506.13996). Its `DistributedAttention`, of the paper, does not: `repeat_kv_heads: false` refuses them as well.
+arXiv:2506.13996). Its `DistributedAttention`, of the paper, refuses them.
 
-Differences from the original. One all-to-all takes q, k and v together, where DeepSpeed runs three; LSE and delta are
-exchanged in place of saving O a second time. With `overlap_projections: true` there are three, each begun when its
-tensor is formed, as with DeepSpeed's `sp_stream`, and neither LSE nor delta is sent; in backward they begin together
-and are waited for one by one. RoPE comes before the all-to-all. `DistributedAttention` also divides query heads
-unevenly where K and V have as many heads; here that is refused.
+Differences from the original. One all-to-all takes q, k and v together, where DeepSpeed runs three, and with
+`sp_stream` each beside the next projection; LSE and delta are exchanged in place of saving O a second time. RoPE comes
+before the all-to-all. `DistributedAttention` also divides query heads unevenly where K and V have as many heads; here
+that is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +18,10 @@ from engine.attention.geometry.layout import split_unsupported_reason
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.attention.algorithms.saved import SavedOutput
+    from engine.attention.bound import BoundAttention
     from engine.attention.context import ContextParallel
     from engine.method import AttentionFn
     from engine.settings import TrialSettings
@@ -42,53 +45,52 @@ class Ulysses(EngineCommand):
                 f"ulysses needs query heads divisible by cp_size, found {model.heads} {found}; choose a cp_size that "
                 f"divides {model.heads}"
             )
-        if model.kv_heads % cp_size and not settings.repeat_kv_heads:
-            return (
-                f"ulysses without repeat_kv_heads needs KV heads divisible by cp_size, found {model.kv_heads} {found}; "
-                f"choose a cp_size that divides {model.kv_heads}, or set repeat_kv_heads to true"
-            )
         if model.kv_heads % cp_size and cp_size % model.kv_heads:
             return (
                 f"ulysses needs KV heads divisible by cp_size, or cp_size by KV heads, found {model.kv_heads} {found}; "
                 f"choose a cp_size that divides {model.kv_heads} or is a multiple of it"
             )
         fixed = {"layout": "contiguous", "schedule": "ulysses", "backward": None, "exchange": None}
-        return (
-            fixed_settings_unsupported_reason(settings, fixed)
-            or split_unsupported_reason("contiguous", settings.seq_len, cp_size)
-            or self._overlap_unsupported_reason(settings)
+        return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
+            "contiguous", settings.seq_len, cp_size
         )
-
-    def _overlap_unsupported_reason(self, settings: TrialSettings) -> str | None:
-        """Why the all-to-alls of q, k and v cannot run beside the projections, or None."""
-        if not settings.overlap_projections:
-            return None
-        if settings.model.sinks:
-            return f"overlap_projections has no sinks, which model {settings.model.name} has; set it to false"
-        if settings.projection_tiles > 1:
-            return (
-                "overlap_projections sends q, k and v as soon as each is formed, found projection_tiles "
-                f"{settings.projection_tiles}; set projection_tiles to 1"
-            )
-        if settings.task == "train" and settings.checkpoint.layers_again(settings.model.layers):
-            return (
-                "overlap_projections keeps what the all-to-alls received, found layers that are computed again; set "
-                "checkpoint.every to 0"
-            )
-        return None
 
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        from baselines.ulysses.attention import OverlappedUlysses, RepeatingHeads
         from engine.attention.bound import BoundAttention
 
-        if settings.overlap_projections and cp.size > 1:
-            return OverlappedUlysses(cp, settings)
         # One all-to-all of all heads before attention and one after, as published.
         attend = BoundAttention(cp, settings, schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1)
         return attend if settings.model.kv_heads % cp.size == 0 else RepeatingHeads(attend, cp.size)
+
+
+class RepeatingHeads:
+    """An `engine.method.AttentionFn`: another one, given K and V with as many heads as there are ranks. Source:
+    DeepSpeed's `UlyssesSPAttentionHF`, where each rank then attends with one of them."""
+
+    def __init__(self, attend: BoundAttention, ranks: int) -> None:
+        self._attend, self._ranks = attend, ranks
+        self.keep, self.resolved, self.computed_sent = attend.keep, attend.resolved, attend.computed_sent
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        k_BLND, v_BLND = repeated(k_BLKD, self._ranks), repeated(v_BLKD, self._ranks)
+        return self._attend(q_BLND, k_BLND, v_BLND, sinks_N=sinks_N, saved=saved)
+
+
+def repeated(kv_BLKD: Tensor, heads: int) -> Tensor:
+    """K or V with `heads` heads, a multiple of its own: each one so many times, next to each other."""
+    times = heads // kv_BLKD.shape[2]
+    return kv_BLKD.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 METHOD = Ulysses()

@@ -30,7 +30,6 @@ from engine.attention.inputs import (
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import Choices, cached_plan
-from engine.old_names import renamed_keywords
 
 _CAUSAL = Causal()
 
@@ -41,7 +40,6 @@ def _alone() -> ContextParallel:
     return ContextParallel.single()
 
 
-@renamed_keywords
 def burst_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
@@ -273,7 +271,6 @@ class PreparedAttention:
         return f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
 
 
-@renamed_keywords
 def prepare_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,

@@ -34,7 +34,6 @@ from engine.attention.planning.cost_model import (
 )
 from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
-from engine.old_names import renamed_keywords
 
 
 class Choices(NamedTuple):
@@ -99,7 +98,6 @@ def _described(mask: Mask) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
-@renamed_keywords
 def plan_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,

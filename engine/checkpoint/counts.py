@@ -1,16 +1,27 @@
-"""Counts of the layers that backward recomputes in a group of layers of which only the first one's input is saved.
+"""Counts of what backward computes again: layers, FLOPs, forwards of attention, and sums over tiles. No torch.
 
-Backward needs the inputs last layer first. `hold` runs the group once and holds every input. `bisect` runs from the
-nearest input it has to the one it needs, and saves the input halfway, the one halfway from there, and so on: the places
-are those of recursive bisection (Griewank, Optimization Methods and Software 1, 1992), so that the inputs held at once
-grow with the logarithm of the group's layers, and the recomputed layers with layers times logarithm.
+Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose result
+no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
+`checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
+(`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the MLP's
+matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections repeat
+queries and keys where these are normed.
+
+Of a group of layers only the first one's input is saved, and backward needs the inputs last layer first. `hold` runs
+the group once and holds every input. `bisect` runs from the nearest input it has to the one it needs, and saves the
+input halfway, the one halfway from there, and so on: the places are those of recursive bisection (Griewank,
+Optimization Methods and Software 1, 1992), so that the inputs held at once grow with the logarithm of the group's
+layers, and the recomputed layers with layers times logarithm.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from engine.settings import Checkpoint
+from engine.attention.geometry.layout import tail_cut
+from engine.attention.masks import parse_mask
+from engine.attention.masks.mask import FirstRows
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 
 def kept_places(first: int, place: int) -> list[int]:
@@ -61,3 +72,78 @@ def _bisected(places: int) -> int:
         return 0
     half = (places + 1) // 2
     return half + _bisected(places - half) + _bisected(half - 1)
+
+
+def matmul_parameters(model: ModelShape) -> int:
+    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
+    return model.layer_matrices
+
+
+def repeated_products(
+    model: ModelShape,
+    checkpoint: Checkpoint,
+    *,
+    projection_tiles: int,
+    mlp_tiles: int,
+    tokens: float,
+    rank_tokens: int,
+) -> float:
+    """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once
+    (none where there are more ranks than tokens; such a trial is refused).
+
+    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input. What
+    autograd recomputes in tiles is repeated whole, and so is the MLP's last matrix where a norm comes after it.
+    """
+    again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
+    last = model.ffn * model.hidden
+    weights = float(runs * matmul_parameters(model))
+    if model.norms == "before" and (model.plain_mlp or mlp_tiles == 1):
+        weights -= again * last
+    kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
+    weights += (model.layers - again) * (1 - kept) * (model.mlp_parameters - (last if model.plain_mlp else 0))
+    if projection_tiles > 1 and not model.plain_projection:
+        weights += model.layers * model.projection_parameters
+    elif projection_tiles > 1 and model.qk_norm:
+        weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return 2.0 * tokens * weights
+
+
+def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
+    """Runs of a layer's forward in backward: its own recomputation, and those for the next layer's input."""
+    again = checkpoint.layers_again(model.layers)
+    return again + _for_inputs(checkpoint, again)
+
+
+def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int) -> int:
+    """Weights whose gradients are sums over tiles, in all layers, each counted once per tile; of one tile there is no
+    sum."""
+    tiled = (mlp_tiles, model.mlp_parameters), (projection_tiles, model.projection_parameters)
+    return model.layers * sum(tiles * weights for tiles, weights in tiled if tiles > 1)
+
+
+def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:
+    """Forwards of one layer's attention that backward runs, of the part before the tail (`head_share` of a whole one).
+    Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect` every run's."""
+    again = checkpoint.layers_again(layers)
+    return head_share * (again + (_for_inputs(checkpoint, again) if checkpoint.replay == "bisect" else 0))
+
+
+def layer_pairs(settings: TrialSettings) -> float:
+    """Visible pairs of one sequence in a layer, on average over all."""
+    masks = settings.layer_masks
+    areas = {mask: parse_mask(mask).area(settings.seq_len) for mask in set(masks)}
+    return sum(areas[mask] for mask in masks) / len(masks)
+
+
+def head_share(settings: TrialSettings, tail: float) -> float:
+    """Visible pairs of the queries whose outputs are not kept, as a share of `layer_pairs`, on average over all layers:
+    also where only some of them are computed again, of which more than others may have a window."""
+    masks = settings.layer_masks
+    cut = tail_cut(tail, settings.seq_len, settings.cp_size)
+    areas = {mask: FirstRows(parse_mask(mask), cut).area(settings.seq_len) for mask in set(masks)}
+    return sum(areas[mask] for mask in masks) / len(masks) / max(1, layer_pairs(settings))
+
+
+def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
+    """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
+    return layers_recomputed(checkpoint, again) if again else 0

@@ -1,25 +1,230 @@
-"""Layers that backward computes again, and the sources of their inputs."""
+"""Layers that backward computes again: from the saved inputs of groups of layers, and the saved part of attention.
+
+Of the consecutive layers of a group only the first one's input is saved; backward computes the inputs of the others
+from it. A layer then runs in the middle of another layer's backward. FSDP2 gathers a module's parameters when the
+module is called and again when its backward begins. A call in between would enter the order of calls from which FSDP2
+predicts what to gather next, so the layer's mathematics run directly, between an explicit gathering and release. A
+module that is not sharded needs neither.
+"""
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from engine.checkpoint.attend_once import AttendOnce
-from engine.checkpoint.counts import inputs_in_store
-from engine.checkpoint.group import BisectingGroup, Group, HoldingGroup, Step
-from engine.memory.offload import DeviceStore, HostStore, Store
+from engine.attention.algorithms.saved import SavedOutput
+from engine.checkpoint.counts import inputs_in_store, kept_places
+from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
 from engine.models.decoder import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
+
+
+class AttendOnce:
+    """The attention of one layer in one forward.
+
+    It lives as long as that forward's graph, so several forwards may be open at once (gradient accumulation) and
+    backward may run repeatedly.
+
+    Args:
+        attend: the method's attention.
+        tail: fraction of the sequence, from its end, whose result is saved.
+        store: where it is saved.
+        passed: called whenever backward has passed this attention.
+    """
+
+    def __init__(self, attend: Attend, tail: float, store: Store, passed: Callable[[], None]) -> None:
+        self._attend, self._tail, self._store, self._passed = attend, tail, store, passed
+        self._called = False
+        self._cut = 0
+        self._saved: SavedTensors | None = None
+        self._ahead: SavedOutput | None = None
+
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse): computed and saved by the first call, recomputed from the saved part by the others."""
+        if not self._called:
+            self._called = True
+            if q_BLND.requires_grad:
+                passed = self._passed  # the hook is held by the graph, which holds this object: no cycle
+                q_BLND.register_hook(lambda dq_BLND: passed())
+            out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, **sinks)
+            self._save(self._attend.keep(out_BLND, lse_BNL, self._tail))
+            return out_BLND, lse_BNL
+        saved, self._ahead = self._ahead or self._fetched(), None
+        return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks)
+
+    def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """A recomputation whose whole result is held for the next call, so that two in a row compute attention once."""
+        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched(), **sinks)
+        self._ahead = SavedOutput(out_BLND.detach(), lse_BNL.detach())
+        return out_BLND, lse_BNL
+
+    def prefetch(self) -> None:
+        """Start copying the saved result to the device."""
+        if self._saved is not None and self._ahead is None:
+            self._saved.prefetch()
+
+    def _save(self, saved: SavedOutput | None) -> None:
+        if saved is not None:
+            self._cut, self._saved = saved.cut, self._store.put((saved.out_BLND, saved.lse_BNL))
+
+    def _fetched(self) -> SavedOutput | None:
+        if self._saved is None:
+            return None
+        out_BLND, lse_BNL = self._saved.fetch()
+        return SavedOutput(out_BLND, lse_BNL, self._cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """One layer of one forward, with all that running it again needs."""
+
+    block: nn.Module  # whose parameters the layer uses
+    layer: LayerFn
+    rotary: Rotary
+    attend: AttendOnce
+
+
+class LayerGroup(ABC):
+    """The layers of one group in one forward. Backward needs their inputs last layer first.
+
+    Args:
+        start_BLE: input of the group's first layer.
+        store: where it is saved.
+        previous: the group before, whose inputs backward needs next.
+    """
+
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
+        self._start: SavedTensors = store.put((start_BLE.detach(),))
+        self._store, self._previous = store, previous
+        self._calls: list[LayerCall] = []
+
+    def add(self, call: LayerCall) -> int:
+        """The next layer; returns its place in the group."""
+        self._calls.append(call)
+        return len(self._calls) - 1
+
+    def input(self, place: int) -> Tensor:
+        """Input x_BLE of the layer at `place`, outside any graph. Collective where parameters are sharded."""
+        with torch.no_grad():
+            return self._input(place)
+
+    def passed(self, place: int) -> None:
+        """Backward has passed the attention of the layer at `place`: prefetch what it needs next.
+
+        Not earlier, when a layer's backward holds most memory; not later, since the projections before attention hide
+        the copies.
+        """
+        if place == 0 and self._previous is not None:
+            self._previous.prefetch()
+
+    def prefetch(self) -> None:
+        """Backward is about to reach this group."""
+        self._start.prefetch()
+        self._calls[0].attend.prefetch()
+
+    @abstractmethod
+    def _input(self, place: int) -> Tensor:
+        """The result of `input`; also prefetches the saved attention of the layer at `place`."""
+
+    def _inputs(self, first: int, start: SavedTensors, place: int, *, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+        """Places from `first`, whose input is `start`, to `place`, each with its input: the layers between are run.
+        `ahead` holds attention's results for the layers' own recomputations."""
+        [x_BLE] = start.fetch()
+        yield first, x_BLE
+        for index in range(first, place):
+            call, following, last = self._calls[index], self._calls[index + 1], index + 1 == place
+            gather(call.block)
+            if not last:
+                start_gathering(following.block)
+            following.attend.prefetch()
+            x_BLE = call.layer(x_BLE, call.rotary, call.attend.ahead if ahead else call.attend)
+            if not last:
+                release(call.block)  # the last one's stay, since backward needs them next
+            yield index + 1, x_BLE
+
+
+class HoldingGroup(LayerGroup):
+    """`checkpoint.replay: hold`.
+
+    The first request computes all inputs from the saved one, up to the requested layer, and each is dropped when it is
+    returned; so is attention's result, which the layer's own recomputation uses.
+    """
+
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
+        super().__init__(start_BLE, store, previous)
+        self._held: dict[int, Tensor] = {}  # by place, from the group's run until their layer's
+
+    def _input(self, place: int) -> Tensor:
+        if place not in self._held:
+            self._held.update(self._inputs(0, self._start, place, ahead=True))
+        self._calls[place].attend.prefetch()  # after the group's run, which needs the memory; projections hide it
+        return self._held.pop(place)
+
+
+class BisectingGroup(LayerGroup):
+    """`checkpoint.replay: bisect`.
+
+    A request runs layers from the nearest saved input and saves a few more, in the store of the first one, each until
+    no later request can need it. Attention's results are not held: every run recomputes them from the saved part.
+    """
+
+    def __init__(self, start_BLE: Tensor, store: Store, previous: LayerGroup | None) -> None:
+        super().__init__(start_BLE, store, previous)
+        self._between: list[tuple[int, SavedTensors]] = []  # by place, ascending; the first input is not among them
+
+    def _input(self, place: int) -> Tensor:
+        first, start = self._nearest(place)
+        self._calls[first].attend.prefetch()
+        to_save = kept_places(first, place)
+        for reached, x_BLE in self._inputs(first, start, place, ahead=False):
+            self._store.settle()  # copies of earlier puts have had the time of a layer
+            if reached in to_save:
+                self._between.append((reached, self._store.put((x_BLE,))))
+        return x_BLE
+
+    def passed(self, place: int) -> None:
+        if place == 0:
+            super().passed(place)
+            return
+        following, start = self._nearest(place - 1)
+        start.prefetch()
+        self._calls[following].attend.prefetch()
+
+    def _nearest(self, place: int) -> tuple[int, SavedTensors]:
+        """The last place up to `place` whose input is saved. Those after it are dropped: backward has passed them."""
+        while self._between and self._between[-1][0] > place:
+            self._between.pop()
+        return self._between[-1] if self._between else (0, self._start)
+
+
+def start_gathering(module: nn.Module) -> None:
+    """Start gathering the parameters while other work is computed. Collective."""
+    if isinstance(module, FSDPModule):
+        module.unshard(async_op=True)
+
+
+def gather(module: nn.Module) -> None:
+    """Make the parameters whole for later work. Collective, unless they are whole or being gathered."""
+    if isinstance(module, FSDPModule):
+        module.unshard()
+
+
+def release(module: nn.Module) -> None:
+    """Keep only this rank's shard."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
 
 
 def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute | None:
@@ -50,7 +255,7 @@ class Recompute:
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
         self._settings, self._layers = settings, layers
-        self._group: Group | None = None  # to which the running forward adds layers
+        self._group: LayerGroup | None = None  # to which the running forward adds layers
 
     def reserve(self, input_bytes: int, attention_bytes: Iterable[int], device: torch.device) -> None:
         """Lock host memory for what a step saves at once, where it is offloaded.
@@ -84,7 +289,7 @@ class Recompute:
         assert self._group is not None, "layers run in order"
         passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
         once = AttendOnce(attend, self._settings.tail, self.attention, passed)
-        place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))
+        place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
         source = _Source(x_BLE, self._group, place)
         if index + 1 == self._layers:
             self._group = None  # from here on only the graph holds the saved tensors
@@ -95,7 +300,7 @@ class Recompute:
 class _Source:
     """Input of a layer: once the forward's own tensor, afterwards the one its group computes."""
 
-    def __init__(self, given_BLE: Tensor, group: Group, place: int) -> None:
+    def __init__(self, given_BLE: Tensor, group: LayerGroup, place: int) -> None:
         self._given: Tensor | None = given_BLE
         self._requires_grad = given_BLE.requires_grad
         self._group, self._place = group, place
@@ -113,8 +318,8 @@ class _Source:
         return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
 
 
-def _passed(group: weakref.ref[Group], place: int) -> None:
-    """`Group.passed`, by a weak reference: the group holds the layers whose hooks call this."""
+def _passed(group: weakref.ref[LayerGroup], place: int) -> None:
+    """`LayerGroup.passed`, by a weak reference: the group holds the layers whose hooks call this."""
     if (found := group()) is not None:
         found.passed(place)
 

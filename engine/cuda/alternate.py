@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,61 +21,39 @@ from torch import Tensor
 from engine.cuda.streams import own_stream
 
 
-class StreamPass(Protocol):
-    """The streams of one forward or backward, whose caller's stream is the first of them. A context: at its end, also
-    after an exception, every stream has waited for all others, so what the pass used can be freed."""
+class StreamPass:
+    """The streams of one forward or backward, here the caller's alone, which runs everything in order.
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def turn(self, index: int) -> AbstractContextManager[object]:
-        """Makes the stream of step `index` the current one. Steps are numbered from 0, without a gap."""
-        ...
-
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """Memory of `tensors` is used on every stream, for the last time in the current step, or by a transfer that the
-        next step waits for. The caller may drop them at once."""
-        ...
-
-    def join(self) -> None:
-        """The current stream waits for what the others were given so far."""
-        ...
-
-    def give(self, tensors: Iterable[Tensor]) -> None:
-        """Memory of `tensors` is the result, which the caller's stream uses from now on."""
-        ...
-
-
-class Streams(Protocol):
-    """Begins a pass. Made once, used by many passes."""
-
-    def begin(self) -> StreamPass: ...
-
-
-class OneStream:
-    """Everything stays on the caller's stream; what a CPU has. A `Streams`, and its own `StreamPass`."""
-
-    def begin(self) -> StreamPass:
-        return self
+    A context: at its end, also after an exception, every stream has waited for all others, so what the pass used can be
+    freed.
+    """
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """One stream runs in order."""
+        """Nothing to wait for."""
 
     def turn(self, index: int) -> AbstractContextManager[object]:
+        """Makes the stream of step `index` the current one. Steps are numbered from 0, without a gap."""
         return nullcontext()
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """One stream runs in order."""
+        """Memory of `tensors` is used on every stream, for the last time in the current step, or by a transfer that the
+        next step waits for. The caller may drop them at once."""
 
     def join(self) -> None:
-        """One stream runs in order."""
+        """The current stream waits for what the others were given so far."""
 
     def give(self, tensors: Iterable[Tensor]) -> None:
-        """The memory is that stream's."""
+        """Memory of `tensors` is the result, which the caller's stream uses from now on."""
+
+
+class OneStream(StreamPass):
+    """Begins passes on the caller's stream alone, as on a CPU; a pass has no state, so it is its own."""
+
+    def begin(self) -> StreamPass:
+        return self
 
 
 ONE_STREAM = OneStream()
@@ -84,7 +62,7 @@ _BEHIND = 3  # steps: the other stream's last step but one; the last one is stil
 
 
 class TwoStreams:
-    """The caller's stream and one of its own: even steps run on the first, odd steps on the second. A `Streams`."""
+    """Begins passes on the caller's stream and one of its own: even steps run on the first, odd steps on the second."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = own_stream(device)
@@ -93,7 +71,7 @@ class TwoStreams:
         return _TwoStreamPass(torch.cuda.current_stream(self._side.device), self._side)
 
 
-class _TwoStreamPass:
+class _TwoStreamPass(StreamPass):
     """Step n begins once the other stream has ended step n - 3. That delays nothing: step n - 1, beside which step n is
     to run, comes after step n - 3 on the same stream.
 
@@ -108,9 +86,6 @@ class _TwoStreamPass:
         self._ends: deque[torch.cuda.Event] = deque(maxlen=_BEHIND)  # of the steps before
         self._shared: deque[tuple[int, tuple[Tensor, ...]]] = deque()  # by the step that shared them
         side.wait_stream(main)  # the inputs are formed there
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         main, side = self._streams
@@ -141,6 +116,9 @@ class _TwoStreamPass:
     def give(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             tensor.record_stream(self._streams[0])  # no effect on memory of that stream
+
+
+Streams = OneStream | TwoStreams  # made once, used by many passes
 
 
 def streams_of(count: int, device: torch.device) -> Streams:

@@ -1,13 +1,159 @@
-"""A text as a stream of bytes: the built-in one, or any UTF-8 file. A text is never in memory whole."""
+"""Texts to train on: the built-in one, or any UTF-8 file, as a stream of bytes.
+
+Files that are no text are refused by their first bytes: a byte tokenizer accepts JSON, tables, archives and other
+binary files, and a model would learn the syntax of the format instead of its content. A text is never in memory whole.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.formats import format_unsupported_reason
+HEAD_BYTES = 1 << 16  # of a file that are read here
+
+# First bytes of files that hold something other than text to train on. Source: each format's specification.
+_ARCHIVES = {
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "a zip archive",
+    b"PK\x07\x08": "a zip archive",
+    b"\x1f\x8b": "a gzip file",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file",
+    b"\xfd7zXZ\x00": "an xz file",
+    b"\x5d\x00\x00": "an LZMA file",
+    b"\x04\x22\x4d\x18": "an LZ4 file",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a RAR archive",
+    b"\xff\x06\x00\x00sNaPpY": "a Snappy file",
+    b"!<arch>\n": "an ar archive",
+}
+_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)")  # a block, or the end of an empty file
+_SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # of Zstandard and LZ4, before the first compressed one
+_TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
+_DATA_SETS = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream",
+    b"FEA1": "a Feather file",
+    b"ORC\x0a": "an ORC file",
+    b"Obj\x01": "an Avro file",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file",
+    b"SQLite format 3\x00": "an SQLite database",
+    b"GGUF": "a GGUF model",
+    b"%PDF-": "a PDF document",
+    b"%!PS": "a PostScript document",
+    b"{\\rtf": "an RTF document",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an Office document",
+}
+_PICKLE = re.compile(rb"\x80[\x02-\x05][\x28-\x95]")  # protocol 2 to 5, then an opcode
+
+# Where the content does not distinguish a table from prose, or a damaged line from a text, the name does.
+_BY_NAME = {
+    ".jsonl": "JSON Lines",
+    ".ndjson": "JSON Lines",
+    ".json": "JSON",
+    ".ipynb": "a Jupyter notebook",
+    ".csv": "a table of comma-separated values",
+    ".tsv": "a table of tab-separated values",
+}
+
+_LEARNT_AS_TEXT = (
+    ", whose syntax would be learnt as text; write the text that it holds to UTF-8 text files, one per document"
+)
+
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARK = "\ufeff"
+_RECORD_SEPARATOR = "\x1e"  # begins each text of a JSON text sequence (RFC 7464)
+_RECORD = re.compile(r'[\s\x1e]*\{\s*["}]')  # the beginning of a line of JSON Lines
+_JSON_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*'  # without its closing quote
+_JSON_TOKEN = re.compile(
+    rf'[\s\x1e]*+(?:[\[\]{{}}:,]|{_JSON_STRING}"|-?\d[-+.\deE]*|-?Infinity|NaN|true|false|null)[\s\x1e]*+'
+)
+_JSON_CUT = re.compile(rf"{_JSON_STRING}\\?|-|[-a-zA-Z]+")  # a token that the end of the head cuts
+
+
+def format_unsupported_reason(path: Path) -> str | None:
+    """One sentence why a file is no text to train on, or None. Reads only its first 64 KiB."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        return f"data {str(path)!r} cannot be read ({error.strerror}); give a UTF-8 text file"
+    if found := _archive(head):
+        return f"data {str(path)!r} is {found}; unpack it and give the UTF-8 text files that it holds"
+    if found := _data_set(head):
+        return f"data {str(path)!r} is {found}; write the text that it holds to UTF-8 text files, one per document"
+    if head.startswith(_UTF_16_MARKS):
+        return f"data {str(path)!r} is UTF-16 text; convert it to UTF-8"
+    if (zero := head.find(b"\0")) >= 0:
+        return f"data {str(path)!r} is a binary file (byte {zero} is zero); give a UTF-8 text file"
+    # A character cut by the end of the head is left out; other invalid UTF-8 is refused where the file is read whole.
+    text = head.decode("utf-8", errors="ignore")
+    if found := _json_kind(text, whole=len(head) < HEAD_BYTES):
+        return f"data {str(path)!r} looks like {found}{_LEARNT_AS_TEXT}"
+    if head and (found := _BY_NAME.get(path.suffix.lower())):
+        return f"data {str(path)!r} is {found} by its name{_LEARNT_AS_TEXT}, or rename it to .txt to learn it as it is"
+    return None
+
+
+def _archive(head: bytes) -> str | None:
+    if head[_TAR_OFFSET:].startswith(_TAR_MAGIC):
+        return "a tar archive"
+    if _BZIP2.match(head):
+        return "a bzip2 file"
+    if _SKIPPABLE_FRAME.match(head):
+        return "a Zstandard or LZ4 file"
+    return next((name for magic, name in _ARCHIVES.items() if head.startswith(magic)), None)
+
+
+def _data_set(head: bytes) -> str | None:
+    if _PICKLE.match(head):
+        return "a Python pickle"
+    return next((name for magic, name in _DATA_SETS.items() if head.startswith(magic)), None)
+
+
+def _json_kind(text: str, *, whole: bool) -> str | None:
+    """`JSON Lines` or `JSON` when a text is that from its beginning, or nearly all of its lines are objects.
+
+    Prose and code that show some JSON are neither. With `whole` False the text is the beginning of a longer one.
+    """
+    text = text.lstrip(_BYTE_ORDER_MARK)
+    lines = [line for line in text.split("\n") if line.strip()]
+    complete = lines if whole else lines[:-1]
+    if len(lines) > 1 and _are_records(complete):
+        return "JSON Lines"
+    if text.lstrip().lstrip(_RECORD_SEPARATOR).startswith(("{", "[")) and _is_json_prefix(text, whole=whole):
+        return "JSON"
+    return None
+
+
+def _are_records(lines: list[str]) -> bool:
+    """Whether lines are objects, but for a header and damaged ones; or strings, all of them and more than one."""
+    begun = sum(_RECORD.match(line) is not None for line in lines)
+    if begun and 10 * begun >= 9 * len(lines):
+        return 2 * sum(_holds(line, dict) for line in lines) >= len(lines)
+    return len(lines) > 1 and all(line.lstrip().startswith('"') and _holds(line, str) for line in lines)
+
+
+def _is_json_prefix(text: str, *, whole: bool) -> bool:
+    """Whether a text consists of JSON's tokens alone; unless `whole`, its last one may be cut."""
+    at = 0
+    while match := _JSON_TOKEN.match(text, at):
+        at = match.end()
+    return at == len(text) or (not whole and _JSON_CUT.fullmatch(text, at) is not None)
+
+
+def _holds(line: str, kind: type) -> bool:
+    """Whether a line is one JSON value of that type."""
+    try:
+        return isinstance(json.loads(line.strip().lstrip(_RECORD_SEPARATOR)), kind)
+    except (ValueError, RecursionError):  # not JSON, or a number or nesting beyond Python's limits
+        return False
+
 
 PYTHON_DOCS = "python_docs"  # the language reference that ships inside every Python (`pydoc_data.topics`)
 _CHUNK_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Device and host memory: page-locked buffers, offloaded layer inputs and optimizer moments, peaks of a trial.
+"""Device and host memory: layer inputs and attention outputs saved on either, peaks of a trial, and the GPU's state.
 
-No model, no settings: callers say which tensors to store.
+No model: callers say which tensors to save.
 """

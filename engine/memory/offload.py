@@ -2,10 +2,17 @@
 
 Two stores share one interface: `DeviceStore` holds references, `HostStore` copies to the host while the next layers
 compute, and back shortly before backward needs the tensors. Both count the bytes they hold.
+
+Host memory is mapped in whole pages, in buffers of exactly the requested size, and registered with CUDA, which then
+copies to and from it at full speed; without a GPU the same pages are plain memory. torch's pinned allocator rounds
+every block up to a power of two, which at tens of GiB wastes up to half of a host's memory. Pages are large where the
+system has such: the time of locking grows with their number.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,7 +21,49 @@ import torch
 from torch import Tensor
 
 from engine.cuda.streams import own_stream
-from engine.memory.host_memory import host_buffer
+
+
+class _Pages(mmap.mmap):
+    """Mapped memory that unlocks itself before it is unmapped. A weakref's callback would run after that."""
+
+    locked_at = 0  # address, once CUDA has locked the pages
+
+    def __del__(self) -> None:
+        if self.locked_at:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """`nbytes` of uninitialised host memory as a uint8 tensor, page-locked when `device` is a CUDA device.
+
+    The memory is freed with the last tensor that views it, whether or not a copy still uses it: wait for the copies
+    before dropping that tensor.
+
+    Raises MemoryError when the host has no such memory, or CUDA cannot lock it.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are small ones
+    except OSError as error:
+        raise MemoryError(f"the host has no {nbytes} bytes of memory to map ({error}); offload less") from error
+    with contextlib.suppress(OSError):  # a system without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda":
+        status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+        if status != 0:
+            raise MemoryError(
+                f"CUDA locks no {nbytes} bytes of host memory (error {status}); raise `ulimit -l` or offload less"
+            )
+        pages.locked_at = buffer.data_ptr()
+    return buffer
+
+
+def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An uninitialised host tensor like `tensor`, contiguous, page-locked when `device` is a CUDA device."""
+    return host_buffer(tensor.numel() * tensor.itemsize, device).view(tensor.dtype).view(tensor.shape)
+
 
 Tensors = tuple[Tensor, ...]
 
@@ -23,7 +72,7 @@ Tensors = tuple[Tensor, ...]
 LEAVING_PUTS = 2
 
 
-class Kept(Protocol):
+class SavedTensors(Protocol):
     """The tensors of one `put`, held by the store for as long as this object exists."""
 
     def prefetch(self) -> None:
@@ -40,7 +89,7 @@ class Store(Protocol):
 
     held_bytes: int  # saved now
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         """Save `tensors`; the caller drops them and does not change them."""
         ...
 
@@ -55,7 +104,7 @@ class DeviceStore:
     def __init__(self) -> None:
         self.held_bytes = 0
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         return _OnDevice(self, tensors)
 
     def settle(self) -> None:
@@ -92,7 +141,7 @@ class HostStore:
         self._leaving: deque[tuple[Tensors, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def put(self, tensors: Tensors) -> Kept:
+    def put(self, tensors: Tensors) -> SavedTensors:
         return _OnHost(self, tensors)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:

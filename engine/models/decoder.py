@@ -107,11 +107,6 @@ class Embedding(nn.Embedding):
         return F.embedding(tokens, computed(self.weight))
 
 
-def unchanged(tensor: Tensor) -> Tensor:
-    """The tensor itself."""
-    return tensor
-
-
 def normed(norm: Norm, x: Tensor) -> Tensor:
     """norm(x), or x where there is none."""
     return x if norm is None else norm(x)
@@ -136,28 +131,18 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None for width in widths)
         self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
 
-        self.formed: Callable[[Tensor], Tensor] = unchanged  # takes each of q, k and v when it is formed
-
     def forward(self, out_BLND: Tensor) -> Tensor:
         """The residual branch [B, L, E] of attention's output."""
         return normed(self.post_norm, self.output(out_BLND.flatten(-2)))
 
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
-        if self.formed is not unchanged:
-            return self._project_apart(x_BLE, rotary)
         parts = (self.q, self.k, self.v)
         biases = [part.bias for part in parts if part.bias is not None]
         joined = linear(x_BLE, [part.weight for part in parts], biases)
         q_BLF, k_BLF, v_BLF = joined.split([part.out_features for part in parts], -1)
         v_BLKD = self._in_heads(v_BLF).contiguous()  # a view would keep q and k as they were before their rotation
         return self._turned(q_BLF, self.q_norm, rotary), self._turned(k_BLF, self.k_norm, rotary), v_BLKD
-
-    def _project_apart(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, in three products: each is handed on when it is formed."""
-        q_BLND = self.formed(self._turned(self.q(x_BLE), self.q_norm, rotary))
-        k_BLKD = self.formed(self._turned(self.k(x_BLE), self.k_norm, rotary))
-        return q_BLND, k_BLKD, self.formed(self._in_heads(self.v(x_BLE)))
 
     def _in_heads(self, x_BLF: Tensor) -> Tensor:
         return x_BLF.unflatten(-1, (-1, self.head_dim))

@@ -20,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.atomic import write_atomic
 from engine.distributed import World
-from engine.measurement import Of, Profile
-from engine.profile.timeline import Breakdown, breakdown_of
-from engine.profile.unfinished import TRACE_FILE
+from engine.measurement import TRACE_FILE, Of, Profile
+from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.settings import TrialSettings
 
 _GZIP_LEVEL = 6

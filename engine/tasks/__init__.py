@@ -1,4 +1,5 @@
-"""One trial on one rank: the tasks train, attention and lm_head, step times, phases, turns.
+"""One trial on one rank: the tasks train, attention and lm_head, their checks against float64, and measured speeds.
 
-`engine.worker` runs them. Nothing here starts processes or knows the harness; `turns` and `phases` import no torch.
+`engine.worker` runs them. Nothing here starts processes or knows the harness; `products` and `cuda_graph` import no
+torch.
 """

@@ -1,7 +1,7 @@
 """Task attention: the method's attention alone, forward and backward, on random q, k and v.
 
 Each call is timed on its slowest rank, from a common start and with a cold L2 cache, as between the matmuls of a
-model. Each trial is compared with dense float64 after its last measured step (`engine.tasks.exactness`).
+model. Each trial is compared with dense float64 after its last measured step (`engine.tasks.check_attention`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
-from engine.tasks.clock import StepClock
-from engine.tasks.exactness import DENSE_TOKENS, attention_errors
-from engine.tasks.inside import InsideStep
-from engine.tasks.link_probes import LinkProbes
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
+from engine.tasks.check_attention import DENSE_TOKENS, attention_errors
+from engine.tasks.speeds import LinkProbes
+from engine.tasks.task import (
+    DTYPES,
+    AroundStep,
+    InsideStep,
+    OnProgress,
+    RefusingAttention,
+    StepClock,
+    context_parallel,
+    measured,
+    read_gpus,
+)
 
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 

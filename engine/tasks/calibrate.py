@@ -28,8 +28,8 @@ from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, kernel_named, unsupported_reason
 from engine.distributed import limit_threads, local_device
 from engine.settings import ModelShape, from_json
-from engine.tasks.gemm_speeds import measure_products, rows_of
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
+from engine.tasks.speeds import measure_products, rows_of
 from engine.tasks.task import DTYPES
 
 _GIB = 1 << 30

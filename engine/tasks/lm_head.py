@@ -25,8 +25,7 @@ from engine.method import NativeMethod
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.ranges import LM_HEAD, STEP
 from engine.settings import TrialSettings
-from engine.tasks.clock import StepClock
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, context_parallel, measured, read_gpus
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, StepClock, context_parallel, measured, read_gpus
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run fits and is quick
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor peaked at one word

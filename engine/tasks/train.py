@@ -4,7 +4,8 @@ Loss and gradients are those of the mean over all target tokens of all sequences
 ranks and micro-batches: every rank contributes the sum over its tokens divided by the count of the whole step, and
 FSDP2 adds the ranks' gradients.
 
-A short step of one GPU is launched by the host once and then replayed as CUDA graphs (setting `cuda_graph`).
+A short step of one GPU is launched by the host once and then replayed as CUDA graphs (setting `cuda_graph`), with each
+step's tokens and learning rate.
 """
 
 from __future__ import annotations
@@ -22,34 +23,38 @@ from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
 from engine.data import open_tokens
-from engine.data.batch import Batch, page_locked, to_device
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
 from engine.measurement import Extra, Measurement
-from engine.memory.limit import limit_memory
-from engine.memory.resources import reset_peaks
+from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.models.decoder import Block
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
-from engine.recipe import Recipe
-from engine.settings import TrialSettings, keeps_whole, vocabulary_unsupported_reason
-from engine.tasks.captured import choice
-from engine.tasks.captured.step import CapturedStep, Work
-from engine.tasks.clock import StepClock
-from engine.tasks.gemm_speeds import gemm_figures
-from engine.tasks.inside import InsideStep
-from engine.tasks.link_probes import LinkProbes
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
+from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
+from engine.tasks import cuda_graph
+from engine.tasks.captured_step import Batch, CapturedStep, Work, page_locked, to_device
+from engine.tasks.speeds import LinkProbes, gemm_figures
+from engine.tasks.task import (
+    DTYPES,
+    AroundStep,
+    InsideStep,
+    OnProgress,
+    RefusingAttention,
+    StepClock,
+    context_parallel,
+    measured,
+    read_gpus,
+)
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepResult:
     """Outcome of one optimizer step; seconds are this rank's own."""
 
     loss: float
@@ -68,14 +73,14 @@ class TrainTask:
         world: World,
         *,
         sequences: Sequences | None = None,
-        recipe: Recipe | None = None,
+        recipe: AdamWSettings | None = None,
     ) -> None:
         """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
-        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or Recipe()
+        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or AdamWSettings()
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
-            or choice.unsupported_reason(settings, world.device.type)
+            or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)
         limit_memory(settings.memory, world.device)
@@ -102,14 +107,14 @@ class TrainTask:
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
         # Why the host launches every step; empty where it launches the first one, and the others are replayed.
-        self._not_captured = choice.not_captured_reason(settings, world.device.type) or ""
+        self._not_captured = cuda_graph.not_captured_reason(settings, world.device.type) or ""
         self._captured: CapturedStep | None = None  # after the first step
         self._ahead: tuple[int, list[Batch]] | None = None  # a step that comes next, and its batches
 
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
-        steps: list[Step] = []
+        steps: list[StepResult] = []
         before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message_bytes=self._query_bytes())
         for index in range(plan.warmup + plan.measured):
@@ -152,8 +157,8 @@ class TrainTask:
         return figures
 
     def check(self) -> Extra:
-        """One step of a small problem beside a dense float64 step; see `engine.tasks.dense_check`."""
-        from engine.tasks.dense_check import check_training  # which runs a task of its own
+        """One step of a small problem beside a dense float64 step; see `engine.tasks.check_training`."""
+        from engine.tasks.check_training import check_training  # which runs a task of its own
 
         return check_training(self.settings, self.method, self.world, self._chosen())
 
@@ -212,7 +217,7 @@ class TrainTask:
         """Peak of the GPU memory of a step that is replayed, whose allocator no longer counts it; 0 for others."""
         return 0 if self._captured is None else self._captured.allocated_bytes
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StepResult:
         """One optimizer step on the batch of that index. Collective."""
         self._clock.start()
         with record_function(STEP):
@@ -228,7 +233,7 @@ class TrainTask:
             forward_seconds, step_seconds = self._clock.stop()
 
         dist.all_reduce(total)
-        outcome = Step(
+        outcome = StepResult(
             loss=total.item(), grad_norm=norm.item(), forward_seconds=forward_seconds, step_seconds=step_seconds
         )
         if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
@@ -272,7 +277,7 @@ class TrainTask:
         With `cuda_graph: auto`, only for kernels of attention whose captures are tested.
         """
         kernel = self.attend.resolved().get("kernel", "unknown")
-        if self.settings.cuda_graph == "auto" and kernel not in choice.KERNELS:
+        if self.settings.cuda_graph == "auto" and kernel not in cuda_graph.KERNELS:
             self._not_captured = f"auto captures no step with attention kernel {kernel}"
             return
         assert isinstance(self.optimizer, OnePassAdamW), "parameters are kept whole, and their states beside them"

@@ -1,5 +1,5 @@
 """A real training run: the timed task's model, data and step, with a schedule, evaluation, metrics and checkpoints.
 
-`worker` is one rank, `run` its loop; `config`, `files`, `manifest` and `preflight` import no torch, since the harness
-reads them. Nothing here starts processes or prints.
+`loop` is one rank, `state` its checkpoints; `config`, `files`, `manifest` and `preflight` import no torch, since the
+harness reads them. Nothing here starts processes or prints.
 """

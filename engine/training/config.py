@@ -9,9 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.forecast import Forecast
-from engine.recipe import Recipe
-from engine.settings import TrialSettings
+from engine.measurement import Forecast
+from engine.settings import AdamWSettings, TrialSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +72,7 @@ class TrainingConfig:
 
     settings: TrialSettings
     steps: int
-    optimizer: Recipe = field(default_factory=Recipe)
+    optimizer: AdamWSettings = field(default_factory=AdamWSettings)
     lr_schedule: Schedule = field(default_factory=Schedule)
     evaluate: Evaluation = field(default_factory=Evaluation)
     save: Saving = field(default_factory=Saving)

@@ -1,4 +1,4 @@
-"""Files in the directory of a training run.
+"""Files in the directory of a training run, and its metrics. No torch: the harness reads them as well.
 
 RUN/training.json            the run, as configured; its presence makes RUN the directory of a training run
 RUN/metrics.jsonl            one line per step and per evaluation
@@ -9,7 +9,11 @@ RUN/attempts/<n>/            order.json, progress.jsonl, logs/ and errors/ of th
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+from engine.atomic import write_atomic
 
 RUN_FILE = "training.json"
 ORDER_FILE = "order.json"
@@ -32,3 +36,55 @@ def checkpoints_directory(run: Path) -> Path:
 
 def tensorboard_directory(run: Path) -> Path:
     return run / "tensorboard"
+
+
+class MetricsWriter:
+    """Appends lines that begin with `kind` ("step" or "evaluation"), `step` and `tokens` (trained on so far)."""
+
+    def __init__(self, run: Path, *, from_step: int, tensorboard: bool) -> None:
+        """Removes lines after `from_step`, whose steps will be repeated. Raises ValueError when TensorBoard is
+        configured and not installed."""
+        self._path = run / METRICS_FILE
+        kept = [line for line in read_metrics(run) if line["step"] <= from_step]
+        write_atomic(self._path, "".join(map(_line, kept)))
+        self._events: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError(
+                    f"metrics.tensorboard needs the tensorboard package, which cannot be imported here ({error}); "
+                    "install it with: pip install 'burst-harness[train]', or set metrics.tensorboard to false"
+                ) from error
+            self._events = SummaryWriter(str(tensorboard_directory(run)), purge_step=from_step + 1)
+
+    def write(self, kind: str, step: int, tokens: int, **figures: float | None) -> None:
+        """One line. Figures that are None were not measured, and are left out."""
+        measured = {name: value for name, value in figures.items() if value is not None}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(_line({"kind": kind, "step": step, "tokens": tokens, **measured}))
+        if self._events is not None:
+            for name, value in measured.items():
+                self._events.add_scalar(f"{kind}/{name}", value, global_step=step)
+
+    def flush(self) -> None:
+        """Write event files to disk, as the lines already are."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; none where there is no file. An unfinished last line does not count."""
+    path = run / METRICS_FILE
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"

@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.atomic import flush_to_disk, write_atomic
+from engine.plain_json import from_json, read_json
 
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"
@@ -24,7 +25,13 @@ _NAME = re.compile(r"step-\d{8,}")
 # Half written or half deleted. Only the run that holds the directory makes them, so it may delete them.
 _ASIDE = re.compile(r"\.step-\d{8,}\.(part|old)")
 
-FileFacts = dict[str, Any]  # {"bytes": int, "sha256": str}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileFacts:
+    """One file as it was written."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +68,21 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ValueError when the checkpoint at `path` was not finished."""
+    """Raises ValueError when the checkpoint at `path` was not finished, or was written by another program."""
     try:
-        return Manifest(**json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"its {MANIFEST_FILE} cannot be read ({type(error).__name__})") from error
+        return cast(Manifest, from_json(Manifest, read_json(path / MANIFEST_FILE)))
+    except OSError as error:
+        raise ValueError(f"its {MANIFEST_FILE} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"its {MANIFEST_FILE} is not that of a checkpoint ({error})") from error
+
+
+def read_whole(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are as they were written. Raises ValueError for any other."""
+    manifest = read_manifest(path)
+    if problem := damage(path, manifest.files):
+        raise ValueError(problem)
+    return manifest
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -83,7 +100,7 @@ def file_facts(path: Path, names: Iterable[str]) -> dict[str, FileFacts]:
     for name in names:
         with open(path / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            facts[name] = {"bytes": file.tell(), "sha256": digest}
+            facts[name] = FileFacts(bytes=file.tell(), sha256=digest)
     return facts
 
 
@@ -94,8 +111,8 @@ def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
             found = file_facts(path, [name])[name]
         except OSError as error:
             return f"its file {name} cannot be read ({error.strerror})"
-        if found["bytes"] != facts["bytes"]:
-            return f"its file {name} has {found['bytes']} bytes instead of {facts['bytes']}"
+        if found.bytes != facts.bytes:
+            return f"its file {name} has {found.bytes} bytes instead of {facts.bytes}"
         if found != facts:
             return f"its file {name} has changed since it was written"
     return ""
@@ -104,7 +121,7 @@ def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
 def is_complete(path: Path, manifest: Manifest) -> bool:
     """Whether all files of a checkpoint exist with the sizes they were written with. Reads none of them."""
     try:
-        return all((path / name).stat().st_size == facts["bytes"] for name, facts in manifest.files.items())
+        return all((path / name).stat().st_size == facts.bytes for name, facts in manifest.files.items())
     except OSError:
         return False
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.data import is_built, open_tokens
-from engine.data.held_out import Span, spans
+from engine.data.sequences import Span, spans
 from engine.data.store import Header, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason

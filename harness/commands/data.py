@@ -34,7 +34,7 @@ class Data:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from engine.data.build import build_store
+        from engine.data.store import build_store
         from engine.data.tokenizers import tokenizer_named
 
         try:

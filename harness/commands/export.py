@@ -30,7 +30,7 @@ class Export:
         import torch
 
         from engine.hf import export_hugging_face
-        from engine.training.saving import whole_parameters
+        from engine.training.state import whole_parameters
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
         try:

@@ -44,9 +44,8 @@ class Train:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.records.provenance import commit
-        from harness.training.ending import stop_time
         from harness.training.progress import TrainingView
-        from harness.training.run import Start, impossible, interruption, train
+        from harness.training.run import Start, impossible, interruption, stop_time, train
 
         _check_options(arguments)
         run_dir = arguments.out or Path("results", "runs", arguments.config.stem)

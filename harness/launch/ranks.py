@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.tasks.turns import Turns
+from engine.measurement import TrialQueue
 from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.launcher import Job
@@ -44,9 +44,9 @@ class Ranks:
         with contextlib.ExitStack() as held:
             self._port = job.part.port if job.part else held.enter_context(reserve_port())
             self.pipes = Path(held.enter_context(server.new_directory("pipes-")))
-            self._turns: Turns | None = None
+            self._turns: TrialQueue | None = None
             if self._kind is not None:
-                self._turns = Turns(Path(held.enter_context(server.new_directory("turns-"))))
+                self._turns = TrialQueue(Path(held.enter_context(server.new_directory("turns-"))))
             self._held = held.pop_all()
 
     def begin(self, job: Job, environment: Mapping[str, str]) -> None:

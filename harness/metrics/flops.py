@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import parse_mask
-from engine.checkpoint.repeated import (
+from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
     matmul_parameters,
@@ -84,7 +84,7 @@ def _attention_flops(settings: TrialSettings, pairs: float) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Repeated work is that of `engine.checkpoint.repeated`. The fused LM head forms its gradients in the forward pass and
+    Repeated work is that of `engine.checkpoint.counts`. The fused LM head forms its gradients in the forward pass and
     repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.attention.masks import parse_mask
-from engine.attention.planning.cost_model import HardwareModel
 from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for
@@ -39,7 +38,7 @@ def with_plan(
     chosen, forecast = planned(
         settings,
         budget_of(settings, machine, hardware),
-        replace(planner_speeds(settings.kernel, hardware), gather=_gather_speed(settings, machine, hardware)),
+        planner_speeds(settings.kernel, hardware),
         correction=correction.factor,
         correction_source=correction.source,
     )
@@ -76,10 +75,3 @@ def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> Speeds:
         memory=found.memory_gib * GIB,
         host_link=found.host_gib * GIB,
     )
-
-
-def _gather_speed(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> float:
-    """Bytes per second that a rank receives while parameters are gathered: the slowest link's on the way."""
-    spans = (machine.nodes_for(settings.world_size) or 1) > 1 and settings.sharding == "full"
-    links = HardwareModel() if hardware is None else speeds_of(hardware)
-    return (links.across_gib if spans else links.inside_gib) * GIB

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from engine.forecast import Forecast as PlanForecast
+from engine.measurement import Forecast as PlanForecast
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of

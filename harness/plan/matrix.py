@@ -20,8 +20,8 @@ from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
-from engine.forecast import Forecast
 from engine.lm_head import loss_kernel
+from engine.measurement import Forecast
 from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.settings import (
     BYTE_VOCABULARY,
@@ -32,7 +32,7 @@ from engine.settings import (
     to_json,
     vocabulary_unsupported_reason,
 )
-from engine.tasks.captured import choice
+from engine.tasks import cuda_graph
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
@@ -144,7 +144,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or _schedule_unsupported_reason(settings, machine)
         or _head_unsupported_reason(settings, machine)
         or _device_unsupported_reason(settings, machine)
-        or choice.unsupported_reason(settings, machine.device)
+        or cuda_graph.unsupported_reason(settings, machine.device)
         or _memory_unsupported_reason(settings, machine)
         or unavailable_reason(method, machine.device)
     )

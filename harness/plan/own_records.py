@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from engine.settings import Kernel, TrialSettings
+from engine.settings import CudaGraph, Kernel, TrialSettings
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
@@ -24,7 +24,8 @@ from harness.spec.methods import is_native, method_named
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 TABLE_FILE = PUBLISHED / "predicted.csv"
 BLOCK = "errors on records"
-TODAY = "2026-11-22"  # the first day of the engine of today: records that started before it are only listed
+# Since then one rank alone keeps its parameters whole: records that started before are of an earlier engine.
+TODAY = "2026-11-22T04:00"
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -63,7 +64,7 @@ def compared_records() -> list[Compared]:
     """All training records of the engine's own methods on GPUs that gave figures, in order of their runs. Raises
     UsageError for a record that cannot be used."""
     found = []
-    for run, one, record in published_records():
+    for run, record in published_records():
         today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
@@ -71,7 +72,7 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        settings = settings_that_ran(one, record, hardware)
+        settings = settings_that_ran(record, hardware)
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
@@ -93,30 +94,26 @@ def compared_records() -> list[Compared]:
     return found
 
 
-def published_records() -> list[tuple[StoredRun, StoredRecord, Record]]:
+def published_records() -> list[tuple[StoredRun, Record]]:
     """All records of GPUs in results/published. Raises UsageError for one that cannot be used."""
-    found: list[tuple[StoredRun, StoredRecord, Record]] = []
+    found: list[tuple[StoredRun, Record]] = []
     for run in map(stored_run, runs_below(PUBLISHED)):
         if run.path.parent.name.startswith("h"):
 
-            def use(one: StoredRecord, record: Record, run: StoredRun = run) -> None:
-                found.append((run, one, record))
+            def use(_: StoredRecord, record: Record, run: StoredRun = run) -> None:
+                found.append((run, record))
 
             refuse_bad(read_all(run.records(), use))
     return found
 
 
-def settings_that_ran(stored: StoredRecord, record: Record, hardware: Hardware) -> TrialSettings:
-    """The settings of a record as its trial ran: with the kernel that `auto` became. A record from before a setting
-    existed lacks it; the value is what the engine did then."""
-    settings, written = record.settings, stored.data["settings"]
-    if "parameters" not in written:
-        settings = replace(settings, parameters="gathered")
-    if "cuda_graph" not in written:
-        settings = replace(settings, cuda_graph="none")
-    chosen = record.measurement.chosen.get("kernel", "") if record.measurement else ""
-    if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
-        settings = replace(settings, kernel=cast(Kernel, chosen))
+def settings_that_ran(record: Record, hardware: Hardware) -> TrialSettings:
+    """The settings of a record as its trial ran: with the kernel and the CUDA graph that `auto` became."""
+    settings, chosen = record.settings, record.measurement.chosen if record.measurement else {}
+    # A record that does not tell is from before there were graphs.
+    settings = replace(settings, cuda_graph=cast(CudaGraph, chosen.get("cuda_graph", "none")))
+    if settings.kernel == "auto" and (kernel := chosen.get("kernel", "")) in hardware.kernel_ceilings:
+        settings = replace(settings, kernel=cast(Kernel, kernel))
     return settings
 
 
@@ -151,9 +148,10 @@ def summary() -> str:
     rows = compared_records()
     lines = ["| training records | count | figure | median error | largest error |", "|---|---|---|---|---|"]
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
+    day = TODAY.replace("T", " ") + " UTC"
     parts: dict[str, Callable[[Compared], bool]] = {
-        f"since {TODAY}, one GPU": lambda row: row.judged and row.cp_size == 1,
-        f"since {TODAY}, several GPUs": lambda row: row.judged and row.cp_size > 1,
+        f"since {day}, one GPU": lambda row: row.judged and row.cp_size == 1,
+        f"since {day}, several GPUs": lambda row: row.judged and row.cp_size > 1,
         "earlier, of older code": lambda row: not row.judged,
     }
     for label, belongs in parts.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.checkpoint.planning.choice import choice_of
 from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.settings import TrialSettings, size_in_bytes
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from engine.attention.geometry.layout import as_layout
 from engine.attention.masks import parse_mask
-from engine.checkpoint.repeated import added_weights
+from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
-from engine.tasks.captured.choice import not_captured_reason
+from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import Work, work_of
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.settings import TrialSettings
 from harness.records.record import Record
 from harness.records.stored import StoredRecord, is_run, stored_run

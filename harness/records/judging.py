@@ -230,7 +230,7 @@ def training_fault(
     """One sentence that a training step differs from a dense float64 step by more than rounding; "" where none does.
 
     The arguments are the trial's method, dtype and kernel, and `error`, `error_at` and `error_scale` of its
-    `measurement.extra` (`engine.tasks.dense_check`). Raises ValueError for a dtype without bounds.
+    `measurement.extra` (`engine.tasks.check_training`). Raises ValueError for a dtype without bounds.
     """
     if dtype not in TRAINING:
         raise ValueError(f"dtype {dtype!r} has no bounds for a training step; expected one of {', '.join(TRAINING)}")

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.forecast import Forecast
-from engine.measurement import GpuState, Measurement, current_measurement, write_json
-from engine.old_names import current_settings
+from engine.measurement import Forecast, GpuState, Measurement, write_json
 from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings
 from harness.base.errors import UsageError
@@ -22,7 +20,6 @@ from harness.records.judging import judged
 
 SCHEMA = 1
 RECORD_FILE = "record.json"
-_RENAMED = {"settings": current_settings, "measurement": current_measurement}  # parts that may hold old names
 
 Status = Literal["ok", "wrong", "oom", "host_oom", "timeout", "hang", "failed", "node_lost", "refused", "interrupted"]
 MEASURED: frozenset[str] = frozenset({"ok", "wrong"})  # of records that hold figures
@@ -157,8 +154,6 @@ def no_record(place: RecordPlace, error: ValueError) -> str:
 def _record_of(data: Any) -> Record:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
-    if isinstance(data, dict):
-        data = data | {key: rename(data[key]) for key, rename in _RENAMED.items() if isinstance(data.get(key), dict)}
     record: Record = from_json(Record, data)
     measured = record.measurement
     if record.status in MEASURED and (measured is None or not measured.step_seconds):

@@ -13,10 +13,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.files.errors import quantity, shown
-from engine.measurement import CHECK_UNFINISHED, UNCHECKED, Measurement, read_measurement, write_json
+from engine.measurement import (
+    CHECK_UNFINISHED,
+    PROFILE,
+    TRACE_FILE,
+    UNCHECKED,
+    Measurement,
+    cut_off,
+    read_measurement,
+    write_json,
+)
 from engine.method import Method
-from engine.profile.timeline import Breakdown, breakdown_of
-from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
+from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.settings import TrialSettings, to_json
 from harness.base.interrupts import released
 from harness.launch.environment import render

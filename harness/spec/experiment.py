@@ -22,7 +22,7 @@ from harness.spec.references import read_paper_reference
 from harness.spec.repetition import Repetition
 from harness.spec.schema import build, check_keys, convert
 from harness.spec.search import Search, read_search
-from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
+from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
@@ -79,7 +79,7 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
     was expected and what to do.
     """
     path = Path(path)
-    document = with_current_names(read_yaml(path, "experiment file"))
+    document = read_yaml(path, "experiment file")
     entries = dict(document.mapping("the experiment"))
     scales = entries.pop("scales", Node({}, str(path))).mapping("scales")
     base = _layer(Node(entries, str(path)), "the experiment")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from cluster.files.document import MAX_LEVELS, Node, parse_yaml
-from cluster.files.errors import shown, shown_value
-from engine.old_names import SETTINGS as OLD_SETTINGS
-from engine.old_names import VALUES
+from cluster.files.errors import shown_value
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.spec.methods import method_named
@@ -51,43 +48,7 @@ def overriding(text: str, example: str) -> tuple[str, Node]:
     node = parse_yaml(value, place, lambda _line: place)
     for key in reversed(keys):
         node = Node({key: node}, place)
-    return keys[0], with_current_names(node)
-
-
-def with_current_names(node: Node) -> Node:
-    """A document with settings and values by the names of today; stderr says each old one, once, with its place.
-
-    Raises UsageError where a setting is given under both names.
-    """
-    said: set[str] = set()
-
-    def say(place: str, old: str, new: str) -> None:
-        if old not in said:
-            said.add(old)
-            print(shown(f"{place}: {old} is now {new}"), file=sys.stderr)
-
-    def renamed(node: Node, key: str = "") -> Node:
-        if isinstance(node.value, list):
-            return Node([renamed(item, key) for item in node.value], node.place)
-        if isinstance(node.value, dict):
-            return Node(dict(entry(node.value, *item) for item in node.value.items()), node.place)
-        new = VALUES.get(key, {}).get(node.value) if isinstance(node.value, str) else None
-        if new is None:
-            return node
-        say(node.place, f"{key} {node.value}", new)
-        return Node(new, node.place)
-
-    def entry(entries: dict[str, Node], key: str, node: Node) -> tuple[str, Node]:
-        new = OLD_SETTINGS.get(key, key)
-        if new != key:
-            if new in entries:
-                raise UsageError(
-                    f"{node.place}: {key} is now {new}, which was already given at {entries[new].place}; keep one"
-                )
-            say(node.place, key, new)
-        return new, renamed(node, new)
-
-    return renamed(node)
+    return keys[0], node
 
 
 _SAMPLE_MODEL = ModelShape(name="sample", layers=1, hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=1)

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from engine.forecast import Forecast
-from engine.old_names import first_settings
-from engine.settings import LLAMA_FEATURES, TrialSettings, to_json
-from harness.spec.methods import all_methods
+from engine.checkpoint.planning.choice import PLANNABLE
+from engine.measurement import Forecast
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.spec.table import NOTHING_FILLED, FromTable
-
-# Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
-_LATER = {
-    "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
-    "parameters": "auto", "cuda_graph": "auto", "head_tiles": 0, "gather_ahead": 1,
-    "settings": "equal",
-    "repeat_kv_heads": True, "overlap_projections": False,
-    "checkpoint.plan": "hand", "memory": "", "planned": "",
-}  # fmt: skip
-
-
-_LATER_PLANNED = frozenset({"head_tiles", "gather_ahead"})  # that the planner chose nothing of in earlier runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,29 +37,28 @@ class Trial:
 
 
 def id_of(settings: TrialSettings) -> str:
-    """Readable and unique: task, method, length, CP size, and a digest of all settings.
+    """Readable and unique: task, method, length, CP size, and a digest of every setting that differs from its default.
 
-    Settings and values go by the names they had first. The model's note is left out: rewording it makes no other trial.
-    So is a later setting at the value that stands for what there was before it, and what the planner chose: a trial
-    stays the same where the plan learns from another's peak.
+    So a setting that is added later changes no id. What the planner chose is left out: a trial stays the same where the
+    plan learns from another's peak. So is the model's note: rewording it makes no other trial.
     """
-    values = first_settings(to_json(settings))
-    model = values["model"]
-    del model["note"], model["architecture"]  # which names what the other fields describe
-    for name in [name for name, of_llama in LLAMA_FEATURES.items() if model[name] == of_llama]:
-        del model[name]
-    if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
-        sent = getattr(all_methods().get(settings.method), "grad_comm_dtype", "fp32")
-        values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
-    for key in settings.planned.split():
-        *owner, name = key.split(".")
-        (values[owner[0]] if owner else values).pop(name, None)
-    if settings.planned:
-        values["planned"] = " ".join(name for name in settings.planned.split() if name not in _LATER_PLANNED)
-    for key, before in _LATER.items():
-        *owner, name = key.split(".")
-        holder = values[owner[0]] if owner else values
-        if holder.get(name) == before:
-            del holder[name]
+    values = _off_default(settings)
+    planned = settings.planned.split()
+    for key in ("planned", *planned):
+        values.pop(key, None)
+    if planned:
+        values["not planned"] = sorted(set(PLANNABLE) - set(planned))
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"
+
+
+def _off_default(settings: TrialSettings | Checkpoint | ModelShape | Steps, prefix: str = "") -> dict[str, Any]:
+    """By dotted name, the values that differ from their defaults, and those that have none."""
+    found: dict[str, Any] = {}
+    for each in fields(settings):
+        value, default = getattr(settings, each.name), each.default
+        if isinstance(value, Checkpoint | ModelShape | Steps):
+            found |= _off_default(value, f"{prefix}{each.name}.")
+        elif each.compare and value != default:
+            found[prefix + each.name] = value
+    return found

@@ -19,7 +19,7 @@ from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
-from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
+from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Settings without a meaning here: a run has one task, times every step, and is compared with no other method.
 _LEFT_OUT = ("task", "steps", "settings", "planned")
@@ -49,7 +49,7 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
 
     Raises UsageError: one sentence with file and line, what was found, what was expected and what to do.
     """
-    node = with_current_names(read_yaml(path, "training configuration"))
+    node = read_yaml(path, "training configuration")
     for text in overrides:
         node = merge(node, overriding(text, "learning_rate=0.001")[1])
     entries = node.mapping("the training configuration")

@@ -1,6 +1,6 @@
 """Checkpoints and metrics of a run brought to the launching machine, from hosts that do not see its storage.
 
-Ranks leave each checkpoint whole on two hosts (`engine.training.storage`); here it is fetched as soon as it is there,
+Ranks leave each checkpoint whole on two hosts (`engine.training.state`); here it is fetched as soon as it is there,
 so that a run resumes on any hosts.
 """
 
@@ -20,10 +20,10 @@ from engine.training.manifest import (
     aside_path,
     checkpoint_path,
     checkpoints,
-    damage,
     keep_newest,
     publish,
     read_manifest,
+    read_whole,
     set_aside,
     step_of,
     sweep,
@@ -151,8 +151,7 @@ class Gathering:
             if Path(name).name != name:
                 raise ValueError(f"{name} would lead out of the checkpoint")
             self._receive(folder, str(there / name), aside / name)
-        if problem := damage(aside, manifest.files):
-            raise ValueError(problem)
+        read_whole(aside)
         publish(self._directory, step)
         keep_newest(self._directory, self._keep)
 
@@ -173,13 +172,11 @@ class Gathering:
         """The newest checkpoint here whose files are as they were written; damaged ones before it are renamed."""
         for path in checkpoints(self._directory):
             try:
-                problem = damage(path, read_manifest(path).files)
-            except ValueError as error:
-                problem = str(error)
-            if not problem:
+                read_whole(path)
                 return path
-            kept = set_aside(path)
-            self._say(f"checkpoint {path.name} is skipped because {problem}; it is now {kept.name}")
+            except ValueError as error:
+                kept = set_aside(path)
+                self._say(f"checkpoint {path.name} is skipped because {error}; it is now {kept.name}")
         return None
 
     def _send(self, folder: Folder, name: str) -> None:

@@ -1,19 +1,20 @@
-"""`checkpoint: auto` of a training run: its plan, and what earlier starts of the run showed of the memory model."""
+"""The plan of `checkpoint: auto` of a training run, and the parallel sizes with which it goes on on fewer ranks."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.planning.memory import GIB
-from engine.forecast import Forecast
+from engine.measurement import Forecast
 from engine.plain_json import from_json, read_json
 from engine.settings import TrialSettings
-from engine.training.config import Order
-from engine.training.files import ORDER_FILE, attempt_directory
-from engine.training.metrics import read_metrics
+from engine.training.config import Order, TrainingConfig
+from engine.training.files import ORDER_FILE, attempt_directory, read_metrics
 from harness.machine.this_machine import Machine
 from harness.plan.checkpointing import with_plan
+from harness.plan.matrix import unsupported_reason
 from harness.records.forecasts import (
     NO_CORRECTION,
     Correction,
@@ -82,3 +83,24 @@ def _ran_out(attempt: Path) -> bool:
         except _UNREADABLE:
             continue
     return False
+
+
+def settings_that_fit(config: TrainingConfig, machine: Machine) -> dict[str, int] | None:
+    """Values of world_size, cp_size and gradient_accumulation that differ from the run's, such that it goes on here
+    with the same sequences per step; empty where its own will do, None where no others were found.
+
+    As many ranks as possible are taken, and of these arrangements the one with the most context-parallel ranks.
+    """
+    now = config.settings
+    accumulated = now.gradient_accumulation * now.dp_size  # micro-batches of a step, over all replicas
+    for ranks in range(min(machine.max_ranks, now.world_size), 0, -1):
+        for cp_size in range(now.cp_size, 0, -1):
+            replicas, rest = divmod(ranks, cp_size * now.tp_size)
+            if rest or not replicas or accumulated % replicas or now.cp_size % cp_size:
+                continue
+            accumulation = accumulated // replicas
+            changed = replace(now, world_size=ranks, cp_size=cp_size, gradient_accumulation=accumulation)
+            if unsupported_reason(changed, machine) is None:
+                names = ("world_size", "cp_size", "gradient_accumulation")
+                return {name: getattr(changed, name) for name in names if getattr(changed, name) != getattr(now, name)}
+    return None

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown_value
 from engine.plain_json import read_json
-from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory
+from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory, read_metrics
 from engine.training.manifest import checkpoints, step_of
-from engine.training.metrics import read_metrics
 from harness.base.errors import UsageError
 from harness.run.directory import RunDirectory
 from harness.run.progress import describe_step

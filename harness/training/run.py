@@ -1,4 +1,4 @@
-"""One start of a training run: its directory, its ranks and their outcome."""
+"""One start of a training run: its directory, its ranks, its outcome, and its end ahead of that of a Slurm job."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
-from engine.forecast import Forecast
-from engine.measurement import write_json
+from engine.measurement import Forecast, write_json
 from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
@@ -31,11 +31,21 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
+from harness.run.bounds import RUN_RESERVE, Reserve, StopTime, ahead_of_allocation
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering
-from harness.training.planning import planned_for
-from harness.training.sizes import settings_that_fit
+from harness.training.planning import planned_for, settings_that_fit
+
+_SHARE = 0.25  # of a job's time: the most that is kept for saving
+
+
+def stop_time(say: Callable[[str], None], grace_seconds: float) -> StopTime | None:
+    """The time by which the run is to have ended, with `grace_seconds` and a minute for saving; None outside a job and
+    in a job without a limit. Where the limit is not known, `say` is called with one sentence."""
+    end = job_end(say, otherwise="with sbatch --signal=B:USR1@SECONDS the run is saved that long before it")
+    return ahead_of_allocation(end, Reserve(seconds=grace_seconds + RUN_RESERVE.seconds, share=_SHARE))
+
 
 OnProgress = Callable[[dict[str, object]], None]
 
@@ -226,7 +236,7 @@ def _job(config: TrainingConfig, attempt: Path, start: Start) -> Job:
     return Job(
         trial_id=start.run_dir.name,
         trial_dir=attempt,
-        command=[sys.executable, "-m", "engine.training.worker", str(attempt)],
+        command=[sys.executable, "-m", "engine.training.loop", str(attempt)],
         ranks=settings.world_size,
         environment=environment,
         deadline_seconds=float("inf"),

@@ -37,18 +37,24 @@ from harness.machine.addresses import route_towards
 from harness.machine.this_machine import Machine, code_digest, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing, refuse_no_run
-from harness.training.ending import stop_time
 from harness.training.file import TrainingFile
-from harness.training.hosts_watch import LOST_SECONDS, HostsWatch, beat_key, ended_key, follow
-from harness.training.places import Place, place_of
+from harness.training.hosts import LOST_SECONDS, HostsWatch, Place, beat_key, ended_key, follow, place_of
+from harness.training.planning import settings_that_fit
 from harness.training.progress import TrainingView
-from harness.training.run import describe_run, new_attempt, next_step, planned_order, refuse_checkpoints, refusing
-from harness.training.sizes import settings_that_fit
+from harness.training.run import (
+    describe_run,
+    new_attempt,
+    next_step,
+    planned_order,
+    refuse_checkpoints,
+    refusing,
+    stop_time,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from engine.training.run import StopRequest, TrainingRun
+    from engine.training.loop import StopRequest, TrainingRun
 
 _REFUSED = "refused"
 _POLL_SECONDS = 0.1
@@ -198,8 +204,7 @@ class _Rank:
     def _train(self, attempt: Path, order: Order) -> NoReturn:
         from engine.distributed import leave, wait_for_all
         from engine.tasks.task import progress_to
-        from engine.training.run import StopRequest
-        from engine.training.worker import set_up
+        from engine.training.loop import StopRequest, set_up
         from engine.worker import exit_on_error, silent
 
         rank, record = self._place.rank, progress_to(attempt)

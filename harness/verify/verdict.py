@@ -75,7 +75,7 @@ def verify_run(run: StoredRun, name: str, history: History) -> tuple[Verdict, di
         if record is None:
             continue
         records[record.trial_id] = record
-        failures += schema_failures(one.trial, record, one.data)
+        failures += schema_failures(one.trial, record)
         for finding in provenance_findings(record, one.content.decode(), stated, history):
             if isinstance(finding, Failure):
                 failures.append(finding)

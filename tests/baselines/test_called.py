@@ -26,9 +26,9 @@ from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
+from engine.measurement import TrialQueue
 from engine.method import in_worker
 from engine.settings import ModelShape, TrialSettings
-from engine.tasks.turns import Turns
 from harness.launch.launcher import Job
 from harness.launch.ranks import kind, tells_start
 from harness.spec.methods import method_named
@@ -171,7 +171,7 @@ def test_a_rank_that_has_no_part_in_the_trial_writes_no_refusal_of_it(
 ) -> None:
     trial_dir = tmp_path / "trial"
     trial_dir.mkdir()
-    turns = Turns(tmp_path)
+    turns = TrialQueue(tmp_path)
     turns.give(1, trial_dir, 2)
     monkeypatch.setattr(Place, "not_installed_reason", lambda *_: "it is not installed")
     for name, value in {**turns.environment, "RANK": rank}.items():

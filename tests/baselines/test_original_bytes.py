@@ -122,11 +122,6 @@ def deepspeed() -> int:
     return all_to_all(RANKS, E.query, E.key) + our_rows(RANKS)
 
 
-def deepspeed_with_sp_stream() -> int:
-    """The same with `sp_stream`: here O and LSE are saved by head as there, and nothing else is sent."""
-    return all_to_all(RANKS, E.query, E.key)
-
-
 def deepspeed_few_kv_heads() -> int:
     """DeepSpeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py: K and V heads are repeated to P, then exchanged."""
     repeated = BATCH * TOKENS * RANKS * SHAPE.head_dim
@@ -160,7 +155,6 @@ CASES: list[tuple[str, dict[str, Any], Callable[[], int]]] = [
     ("loongtrain_usp", FULL, loongtrain_head_first),
     ("loongtrain_usp", {"schedule": "usp_transposed"}, loongtrain_context_first),
     ("ulysses", {}, deepspeed),
-    ("ulysses", {"overlap_projections": True}, deepspeed_with_sp_stream),
     ("ulysses", {"model": FEW}, deepspeed_few_kv_heads),
     ("ring", {}, ring_attention),
 ]

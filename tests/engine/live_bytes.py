@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LiveBytes(TorchDispatchMode):
     """Counts storages that operations make while it is on, until they die.
 
-    Host buffers (`engine.memory.host_memory`) are mapped, not made by an operation, and so do not count: on a CPU as on
+    Host buffers (`engine.memory.offload`) are mapped, not made by an operation, and so do not count: on a CPU as on
     a GPU, what is offloaded is gone.
     """
 

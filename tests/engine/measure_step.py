@@ -38,10 +38,10 @@ from engine.models.decoder import project_whole
 from engine.ops import norm, residual_norm, swiglu
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
-from engine.profile.timeline import breakdown_of
+from engine.profile.breakdown import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks.between_trials import clear
 from engine.tasks.train import TrainTask
+from engine.worker import clear
 from harness.spec.models import load_model
 
 TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=192, heads=4, kv_heads=2, head_dim=16, vocab=512)
@@ -147,21 +147,19 @@ def compiled() -> Iterator[None]:
 # What is changed, in settings and in the program.
 VARIANTS: dict[str, tuple[dict[str, object], Patch]] = {
     "today": ({}, contextlib.nullcontext),
-    "gathered": ({"parameters": "gathered"}, contextlib.nullcontext),  # FSDP2 of one rank, and torch's optimizer
-    "all_apart": ({"parameters": "gathered"}, apart),  # everything off but the one product of q, k and v
+    "all_apart": ({}, apart),  # everything off but the one product of q, k and v
     "two_passes": ({}, two_passes),
     "torch_norms": ({}, torch_norms),
     "apart_swiglu": ({}, apart_swiglu),
     "labels_on_device": ({}, labels_on_device),
     "tiles8": ({"mlp_tiles": 8}, contextlib.nullcontext),
-    "tiles8_gathered": ({"mlp_tiles": 8, "parameters": "gathered"}, contextlib.nullcontext),
     "every1": ({"checkpoint": Checkpoint(every=1)}, contextlib.nullcontext),
     "compiled": ({}, compiled),
 }
 AT_LENGTH = {
-    16384: [name for name in VARIANTS if name not in ("tiles8", "tiles8_gathered")],
-    32768: ["today", "all_apart", "gathered"],
-    65536: ["today", "all_apart", "gathered", "tiles8", "tiles8_gathered"],
+    16384: [name for name in VARIANTS if name != "tiles8"],
+    32768: ["today", "all_apart"],
+    65536: ["today", "all_apart", "tiles8"],
 }
 
 

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from engine.data import open_tokens
 from engine.distributed import World, arrange
 from engine.optimizer import adamw, clip_gradients
-from engine.recipe import Recipe
-from engine.settings import TrialSettings
-from engine.tasks.dense_check import dense_model
+from engine.settings import AdamWSettings, TrialSettings
+from engine.tasks.check_training import dense_model
 from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 
@@ -83,7 +82,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     """Every parameter after some optimizer steps in one process, on whole batches."""
     model = dense_model(settings, torch.device("cpu")).double()
-    optimizer = adamw(model, settings.learning_rate, Recipe())
+    optimizer = adamw(model, settings.learning_rate, AdamWSettings())
     store, size = open_tokens(settings.data), settings.batch_size * settings.gradient_accumulation * settings.dp_size
     for step in range(steps):
         tokens, labels = store.batch(step, 0, 1, size, settings.seq_len)

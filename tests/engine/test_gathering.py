@@ -59,12 +59,12 @@ def test_backward_gathers_each_layer_when_it_is_needed_and_no_embedding(tmp_path
         assert found == backward
 
 
-def gathered_before_each_layer(cache: str, ahead: int) -> list[set[str]]:
+def gathered_before_each_layer(cache: str) -> list[set[str]]:
     """The units whose gathering a forward has asked for when each layer begins to compute."""
     os.environ["BURST_CACHE"] = cache
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=32, world_size=2, cp_size=2, dtype="fp32",
-        checkpoint=Checkpoint(every=0), gather_ahead=ahead,
+        checkpoint=Checkpoint(every=0),
     )  # fmt: skip
     _, task = task_of(settings)
     asked: set[str] = set()
@@ -91,8 +91,7 @@ def gathered_before_each_layer(cache: str, ahead: int) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_as_many_layers_are_gathered_ahead_as_asked(tmp_path: Path, ahead: int) -> None:
+def test_one_layer_is_gathered_ahead(tmp_path: Path) -> None:
     units = [*BLOCKS, "head"]
-    for found in run_on_ranks(2, gathered_before_each_layer, str(tmp_path), ahead):
-        assert [{*units} & asked for asked in found] == [{*units[: place + 1 + ahead]} for place in range(SHAPE.layers)]
+    for found in run_on_ranks(2, gathered_before_each_layer, str(tmp_path)):
+        assert [{*units} & asked for asked in found] == [{*units[: place + 2]} for place in range(SHAPE.layers)]

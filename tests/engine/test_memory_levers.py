@@ -14,8 +14,7 @@ from engine.lm_head.fused import fused_loss_sum
 from engine.models.decoder import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import set_layers
-from engine.recipe import Recipe
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import AdamWSettings, Checkpoint, ModelShape, TrialSettings
 from tests.engine.live_bytes import LiveBytes
 
 MIB = 1 << 20
@@ -71,7 +70,7 @@ def counted(row: str) -> tuple[float, float]:
     attend = METHOD.attention(ContextParallel.single(), settings)
     set_layers(model, settings, attend)
     model.head.loss_sum = fused_loss_sum
-    optimizer = adamw(model, 1e-3, Recipe(), offload=settings.optimizer_offload)
+    optimizer = adamw(model, 1e-3, AdamWSettings(), offload=settings.optimizer_offload)
     tokens = torch.randint(SHAPE.vocab, (1, TOKENS + 1))
     with LiveBytes() as live:
         for parameter in model.parameters():

@@ -8,8 +8,7 @@ import torch
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
-from engine.recipe import Recipe
-from engine.settings import ModelShape
+from engine.settings import AdamWSettings, ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 
@@ -19,7 +18,7 @@ def trained(one_pass: bool, gradient_size: float, steps: int = 3) -> tuple[list[
     with torch.device("meta"):
         model = Decoder(SHAPE)
     initialise(model, 0, torch.device("cpu"))
-    optimizer = adamw(model, 1e-2, Recipe(), one_pass=one_pass)
+    optimizer = adamw(model, 1e-2, AdamWSettings(), one_pass=one_pass)
     assert isinstance(optimizer, OnePassAdamW) == one_pass
     generator, norms = torch.Generator().manual_seed(1), []
     for _ in range(steps):

@@ -88,12 +88,10 @@ def test_values_drawn_in_blocks_do_not_depend_on_the_number_of_ranks(
 
 def test_only_a_rank_that_is_alone_keeps_its_parameters_whole() -> None:
     assert keeps_whole(SETTINGS)
-    assert not keeps_whole(dataclasses.replace(SETTINGS, parameters="gathered"))
     assert not keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True))  # memory is short there
-    assert keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True, parameters="kept"))
+    assert keeps_whole(SETTINGS, optimizer_offload=False)
+    assert not keeps_whole(SETTINGS, optimizer_offload=True)
     assert not keeps_whole(dataclasses.replace(SETTINGS, world_size=2))
-    with pytest.raises(ValueError, match="parameters is kept, but 2 ranks share them; give auto, or gathered"):
-        dataclasses.replace(SETTINGS, world_size=2, parameters="kept")
 
 
 def unsupported_reason(hosts: str) -> str:

@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from engine.burst import METHOD
-from engine.measurement import UNCHECKED, Measurement, write_measurement
-from engine.profile.unfinished import PROFILE, TRACE_FILE, unfinished
+from engine.measurement import PROFILE, TRACE_FILE, UNCHECKED, Measurement, unfinished, write_measurement
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.launcher import Outcome
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor

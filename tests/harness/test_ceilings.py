@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.repeated import matmul_parameters
+from engine.checkpoint.counts import matmul_parameters
 from engine.settings import TrialSettings
 from engine.tasks.products import DIRECTIONS, matrix_products
 from harness.metrics.ceilings import kernel_bound_seconds, own_gemm_tflops

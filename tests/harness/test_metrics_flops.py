@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.checkpoint.repeated import matmul_parameters
+from engine.checkpoint.counts import matmul_parameters
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import (
     seconds_at_kernel_speed,

@@ -66,13 +66,13 @@ def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
 ) -> None:
     found = next(row.record for row in compared_records() if row.record.startswith("h200x4/"))
     record = stored_named(found).data
-    for name, start in (("before", "2026-11-21T23:59:59+00:00"), ("after", "2026-11-22T00:00:00+00:00")):
+    for name, start in (("before", "2026-11-22T03:59:59+00:00"), ("after", "2026-11-22T04:00:00+00:00")):
         folder = tmp_path / "h200x4" / "same_run" / "trials" / name
         folder.mkdir(parents=True)
         left = record | {"trial_id": name, "started_at": start}
         (folder / "record.json").write_text(json.dumps(left), encoding="utf-8")
     monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
-    assert TODAY == "2026-11-22"
+    assert TODAY == "2026-11-22T04:00"
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
@@ -129,7 +129,7 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         record = stored.record()
         hardware = hardware_for(record.gpu)
         assert hardware is not None
-        settings = settings_that_ran(stored, record, hardware)
+        settings = settings_that_ran(record, hardware)
         drawn, planned = PREDICTOR.predict(settings, hardware), forecast(settings, hardware)
         assert planned.time is not None
         assert drawn.seconds == planned.time.seconds

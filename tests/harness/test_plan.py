@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.data.build import build_store
+from engine.checkpoint.planning.choice import left_open
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings
 from harness.spec.experiment import load_experiment
-from harness.spec.trial import Trial
+from harness.spec.trial import Trial, id_of
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 NODE = Machine(
@@ -76,26 +78,36 @@ def test_the_note_of_a_model_is_no_part_of_a_trial(tmp_path: Path) -> None:
     assert (reworded.settings, reworded.id) == (trial.settings, trial.id)
 
 
-def test_the_dtype_of_an_original_makes_another_trial_than_the_fp32_that_was_sent_before() -> None:
-    model = ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256)
-
-    def named(method: str, **settings: Any) -> str:
-        each = TrialSettings(task="train", method=method, model=model, seq_len=1024, cp_size=2, **settings)
-        return Trial(experiment="", title="", settings=each, deadline_seconds=1).id
-
-    for method in ("burst", "ring", "ulysses"):  # whose trials before there was `auto` are the ones of today
-        assert named(method) == named(method, grad_comm_dtype="fp32")
-    for method in ("megatron_cp", "loongtrain_double_ring", "loongtrain_usp"):
-        assert named(method) != named(method, grad_comm_dtype="fp32")
-    assert named("ulysses", repeat_kv_heads=False) != named("ulysses")
+SMALL = TrialSettings(
+    task="train", method="burst", seq_len=64,
+    model=ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256),
+)  # fmt: skip
 
 
-def test_a_trial_keeps_the_id_it_had_before_settings_were_added() -> None:
-    model = ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256)
-    settings = TrialSettings(task="train", method="burst", model=model, seq_len=64)
-    bisected = replace(settings, checkpoint=Checkpoint(replay="bisect"))
-    ids = [Trial(experiment="", title="", settings=each, deadline_seconds=1).id for each in (settings, bisected)]
-    assert (ids[0], len(set(ids))) == ("train-burst-s64-cp1-56cca729", 2)
+def test_an_id_is_a_digest_of_what_differs_from_its_default_so_that_later_settings_change_none() -> None:
+    given = {"task": "train", "method": "burst", "seq_len": 64, "world_size": 1, "model.gated": False}
+    given |= {f"model.{name}": getattr(SMALL.model, name) for name in
+              ("name", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")}  # fmt: skip
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
+    settings = replace(SMALL, model=replace(SMALL.model, gated=False, note="words"))
+    assert id_of(settings) == f"train-burst-s64-cp1-{digest}"
+
+
+def test_every_setting_off_its_default_makes_another_trial() -> None:
+    others = [
+        replace(SMALL, checkpoint=Checkpoint(replay="bisect")), replace(SMALL, steps=Steps(measured=4)),
+        replace(SMALL, z_loss=1e-4), replace(SMALL, model=replace(SMALL.model, qk_norm=True)),
+        replace(SMALL, checkpoint=Checkpoint(plan="auto")),
+        left_open(replace(SMALL, checkpoint=Checkpoint(plan="auto")), ()),
+        left_open(replace(SMALL, checkpoint=Checkpoint(plan="auto")), ("mlp_tiles",)),
+    ]  # fmt: skip
+    assert len({id_of(each) for each in (SMALL, *others)}) == len(others) + 1
+
+
+def test_what_the_planner_chose_is_no_part_of_an_id() -> None:
+    free = left_open(replace(SMALL, checkpoint=Checkpoint(plan="auto")), ())
+    chosen = replace(free, mlp_tiles=8, checkpoint=replace(free.checkpoint, every=0, tail=0.5))
+    assert id_of(chosen) == id_of(free)
 
 
 def test_more_ranks_than_tokens_are_refused_with_checkpointed_products(tmp_path: Path) -> None:
@@ -109,7 +121,6 @@ def test_more_ranks_than_tokens_are_refused_with_checkpointed_products(tmp_path:
 def test_equal_settings_are_one_trial(tmp_path: Path) -> None:
     assert len(_plan(tmp_path, "sweep.cp_size=[1, 2, 1]")) == 4
     assert len(_plan(tmp_path, "sweep.world_size=[0, 2]", "fixed.cp_size=2")) == 2  # 0 stands for cp_size x tp_size
-    assert len(_plan(tmp_path, "sweep.method=[burst]", "sweep.grad_comm_dtype=[auto, fp32, input]")) == 4
 
 
 def test_exclude_drops_what_matches_all_its_keys(tmp_path: Path) -> None:
@@ -235,7 +246,7 @@ def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Pa
 
 
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
-    trials = _plan(tmp_path, "fixed.cp_size=8", "fixed.repeat_kv_heads=false")
+    trials = _plan(tmp_path, "fixed.cp_size=8", "fixed.model.heads=24", "fixed.model.kv_heads=3")
     reasons = {trial.settings.method: trial.unsupported_reason for trial in trials}
     assert reasons["burst"] is None
     assert reasons["ulysses"] is not None

@@ -94,6 +94,6 @@ def test_there_is_no_table_without_a_profile() -> None:
 
 
 def test_the_table_knows_every_category_in_its_order() -> None:
-    from engine.profile.categories import CATEGORIES
+    from engine.profile.breakdown import CATEGORIES
 
     assert tuple(HEADERS) == CATEGORIES

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.measurement import LINK, Measurement, write_measurement
-from engine.profile.unfinished import PROFILE, unfinished
+from engine.measurement import LINK, PROFILE, Measurement, unfinished, write_measurement
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.base.errors import UsageError
 from harness.cli import main

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.recipe import Recipe
-from engine.settings import Checkpoint
+from engine.settings import AdamWSettings, Checkpoint
 from engine.training.config import Evaluation, Saving, Schedule
 from harness.base.errors import UsageError
 from harness.training.file import load_training
@@ -28,7 +27,7 @@ def test_a_minimal_file_takes_the_defaults_of_timed_trials(written) -> None:
     config = load_training(written(MINIMAL)).config
     assert (config.settings.task, config.settings.method, config.settings.seq_len) == ("train", "burst", 1024)
     assert (config.settings.dtype, config.settings.data, config.steps) == ("bf16", "python_docs", 10)
-    assert (config.optimizer, config.evaluate.every, config.save.keep) == (Recipe(), 0, 2)
+    assert (config.optimizer, config.evaluate.every, config.save.keep) == (AdamWSettings(), 0, 2)
 
 
 def test_every_section_reaches_the_configuration_and_overrides_win(written) -> None:
@@ -41,7 +40,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
     config = load_training(written(text), overrides).config
     assert config.settings.checkpoint == Checkpoint(every=1, tail=0.25)
     assert config.settings.learning_rate == 1e-3
-    assert config.optimizer == Recipe(weight_decay=0.0)
+    assert config.optimizer == AdamWSettings(weight_decay=0.0)
     assert config.lr_schedule == Schedule(warmup=2, minimum=0.0)
     assert (config.evaluate, config.save) == (Evaluation(every=5), Saving(every=4, keep=7))
     assert config.metrics.tensorboard

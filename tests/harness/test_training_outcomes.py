@@ -12,7 +12,7 @@ import pytest
 from engine.measurement import write_json
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.training.config import TrainingConfig
-from engine.training.metrics import MetricsWriter
+from engine.training.files import MetricsWriter
 from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine

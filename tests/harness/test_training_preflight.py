@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from engine.data import open_tokens
-from engine.data.build import build_store
-from engine.data.held_out import spans
+from engine.data.sequences import spans
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.hf.shards import SINGLE
 from engine.models.architecture import architecture_named, config_of

@@ -11,9 +11,9 @@ from engine.training.config import TrainingConfig
 from engine.training.files import RUN_FILE
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
-from harness.training.places import place_of
+from harness.training.hosts import place_of
+from harness.training.planning import settings_that_fit
 from harness.training.run import impossible, resuming
-from harness.training.sizes import settings_that_fit
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=4, kv_heads=4, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(

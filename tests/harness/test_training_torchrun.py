@@ -15,7 +15,7 @@ import pytest
 from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from harness.base.errors import UsageError
 from harness.launch.ports import reserve_port
-from harness.training.places import place_of
+from harness.training.hosts import place_of
 from harness.training.torchrun import check_hosts, joined
 from tests.harness.test_train_command import CONFIG, PROJECT, burst, job_that_ends_soon
 from tests.patience import AMPLE, wait_until

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.agreement import Agreement
-from engine.cuda.unrecorded import keep_until_over, unrecorded
+from engine.cuda.streams import keep_until_over, unrecorded
 
 _QUOTED_CHARACTERS = 160  # of another error's first line
 
@@ -73,7 +73,7 @@ class Transport(Protocol):
 @dataclass(slots=True)
 class _SendReceive:
     """Transfer of `PointToPoint`. All its tensors are held until it has been waited for: nothing else holds them
-    (`engine.cuda.unrecorded`)."""
+    (`engine.cuda.streams`)."""
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]

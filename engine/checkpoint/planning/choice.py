@@ -10,7 +10,7 @@ from engine.settings import Checkpoint, TrialSettings
 
 # Dotted names of the settings that the planner may choose.
 OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
-BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles", "gather_ahead")
+BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles")
 PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
 
 
@@ -23,7 +23,6 @@ class Choice:
     projection_tiles: int = 1
     optimizer_offload: bool = False
     head_tiles: int = 0
-    gather_ahead: int = 1
 
 
 def choice_of(settings: TrialSettings) -> Choice:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.counts import group_starts
-from engine.checkpoint.planning.choice import Choice
-from engine.checkpoint.planning.memory import own_tile_tokens
-from engine.checkpoint.repeated import (
+from engine.checkpoint.counts import (
     added_weights,
+    group_starts,
     head_share,
     layer_pairs,
     layers_run_again,
@@ -18,6 +15,8 @@ from engine.checkpoint.repeated import (
     repeated_attention,
     repeated_products,
 )
+from engine.checkpoint.planning.choice import Choice
+from engine.checkpoint.planning.memory import own_tile_tokens
 from engine.settings import BYTES_OF, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -39,7 +38,6 @@ class Speeds:
     attention: float = 450e12  # FLOP/s of attention's forward
     memory: float = 3e12  # bytes/s of the GPU's own memory
     host_link: float = 40e9  # bytes/s between GPU and host, one direction
-    gather: float = 300e9  # bytes/s that a rank receives while parameters are gathered
 
 
 class CostModel:
@@ -66,7 +64,6 @@ class CostModel:
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = own_tile_tokens(model, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
-        self._waits: dict[int, float] = {}
 
     def seconds(self, choice: Choice) -> float:
         """What the choice adds."""
@@ -92,30 +89,7 @@ class CostModel:
             added += 2 * self._moments  # in and out; neither forward nor backward hides them
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
-        return added + self.wait(choice.gather_ahead) - self.wait(self._settings.model.layers)
-
-    def wait(self, ahead: int) -> float:
-        """Seconds that a step waits for parameters when so many layers are gathered ahead, with nothing computed
-        again."""
-        if ahead not in self._waits:
-            self._waits[ahead] = self._micro * (self._forward_wait(ahead) + self._backward_wait(ahead))
-        return self._waits[ahead]
-
-    def _forward_wait(self, ahead: int) -> float:
-        model, layer = self._settings.model, self._layer / self._micro
-        table, head = model.vocab * model.hidden, 2.0 * self._rank_tokens * model.vocab * model.hidden
-        units = [(table, 0.0), *((model.layer_parameters, layer),) * model.layers, (table, head / self._speeds.gemm)]
-        return gathering_wait([(self._gathering(count), seconds) for count, seconds in units], ahead)
-
-    def _backward_wait(self, ahead: int) -> float:
-        """The head's parameters stay from its forward on."""
-        layer = self._gathering(self._settings.model.layer_parameters), 2 * self._layer / self._micro
-        return gathering_wait([(0.0, 0.0), *(layer,) * self._settings.model.layers], ahead)
-
-    def _gathering(self, parameters: int) -> float:
-        """Seconds until a rank has the others' parts of so many parameters."""
-        ranks = self._settings.world_size
-        return BYTES_OF[self._settings.dtype] * parameters * (1 - 1 / ranks) / self._speeds.gather
+        return added
 
     def repeated(self, choice: Choice) -> float:
         """Of it, repeated work, and the copies of what is offloaded."""
@@ -145,18 +119,3 @@ class CostModel:
         if tail not in self._heads:
             self._heads[tail] = head_share(self._settings, tail)
         return self._heads[tail]
-
-
-def gathering_wait(units: Sequence[tuple[float, float]], ahead: int) -> float:
-    """Seconds that the computation of `units`, (seconds of gathering, seconds of computing) in order, waits for them.
-
-    Gathering runs beside computing, one unit after another. That of a unit may begin when the unit `ahead` places
-    before it begins to compute.
-    """
-    gathered = computed = 0.0  # when the last unit was
-    begun: list[float] = []
-    for place, (gathering, computing) in enumerate(units):
-        gathered = max(gathered, begun[place - ahead] if place >= ahead else 0.0) + gathering
-        begun.append(max(computed, gathered))
-        computed = begun[-1] + computing
-    return computed - sum(computing for _, computing in units)

@@ -62,7 +62,6 @@ class _OfParameters:
 
     copies: float  # all the time
     gathered: float  # while a layer's backward runs, with the layer before gathered ahead
-    further: float  # of one more layer that is gathered ahead
     gathered_first: float  # the same of the first layer
     head: float  # in the LM head: weight and its gradients
     head_weight: float  # of these, what is there before the gradients are
@@ -100,7 +99,6 @@ class MemoryModel:
             copies=0.0,
             gathered=(3 * item + wide) * layer + tied,
             gathered_first=(2 * item + wide) * layer + tied,
-            further=item * layer,
             head=(2 * item + 2 * wide) * table,
             head_weight=item * table,
             mlp_sums=wide * shape.mlp_parameters,
@@ -110,7 +108,6 @@ class MemoryModel:
             copies=item * shape.parameters if item < wide else 0.0,
             gathered=wide * layer,
             gathered_first=wide * layer,
-            further=0.0,
             head=(item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
@@ -201,18 +198,17 @@ class MemoryModel:
         saved = self._saved_whole(choice)
         below = inputs + attention
         all_saved = (layers - again) * saved + below
-        layer = held.gathered + (choice.gather_ahead - 1) * held.further
         moments = [("LM head", all_saved + self._head(choice.head_tiles, held), 0.0)]
         if again < layers:
             peak = self._whole_layer(choice, held.mlp_sums, least)
-            moments.append(("backward of the last layer", all_saved + layer + peak, self._head_gradient))
-            gathered = layer if again else held.gathered_first
+            moments.append(("backward of the last layer", all_saved + held.gathered + peak, self._head_gradient))
+            gathered = held.gathered if again else held.gathered_first
             first = "backward of the first layer kept whole" if again else "backward of the first layer"
             moments.append((first, saved + below + gathered + peak, self._gradients(again)))
         if again:
             peak = self._layer(choice, held.mlp_sums)
             last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
-            moments.append((last, below + layer + peak, self._gradients(again - 1)))
+            moments.append((last, below + held.gathered + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
             own = inputs / group_starts(checkpoint, again) + attention / again
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))

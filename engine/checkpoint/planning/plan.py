@@ -1,17 +1,28 @@
 """From settings whose checkpointing is open to settings with a value for everything, and what these are predicted to
-take. A forecast says in words what was chosen and why, and stands in the trial's record."""
+take.
+
+The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
+All layers are equal, so how many are kept whole, and how much of each, says everything. Three facts save comparisons
+and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and from one
+whole layer on more of them hold more.
+
+A forecast says in words what was chosen and why, and stands in the trial's record.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from engine.checkpoint.planning.choice import Choice, choice_of, open_names, with_choice
+from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, Choice, choice_of, open_names, with_choice
 from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
-from engine.checkpoint.planning.search import Grid, Problem, cheapest, leanest
-from engine.forecast import Forecast
 from engine.lm_head.loss_kernel import forms_tiles
-from engine.settings import TrialSettings
+from engine.measurement import Forecast
+from engine.settings import Checkpoint, TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
@@ -54,21 +65,21 @@ def planned(
     *,
     correction: float = 1.0,
     correction_source: str = "",
-    grid: Grid | None = None,
+    grid: SearchGrid | None = None,
 ) -> tuple[TrialSettings, Forecast]:
     """The settings with the cheapest values of those that `planned` names, and the forecast.
 
     Where no values fit, those that take least memory, and the forecast says so: whether they run is then measured.
     """
     names = open_names(settings)
-    problem = Problem(
+    problem = PlanningProblem(
         memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
         cost=CostModel(settings, speeds or Speeds()),
         share=lambda memory: budget.share(memory, correction),
         start=choice_of(settings),
         open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),
         layers=settings.model.layers,
-        grid=grid or Grid(),
+        grid=grid or SearchGrid(),
     )
     found = cheapest(problem)
     choice = found or leanest(problem)
@@ -90,17 +101,166 @@ def planned(
     return with_choice(settings, choice), forecast
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchGrid:
+    """Values that are compared of each open setting, the one that costs least time first."""
+
+    tail: Sequence[float] = tuple(step / 10 for step in range(10, -1, -1))
+    mlp: Sequence[float] = tuple(step / 50 for step in range(50, -1, -1))
+    mlp_tiles: Sequence[int] = (1, 8, 32)
+    projection_tiles: Sequence[int] = (1, 8)
+    every: Sequence[int] = (1, 4, 16)
+    replay: Sequence[str] = ("hold", "bisect")
+    offload: Sequence[str] = ("none", "inputs", "all")
+    optimizer_offload: Sequence[bool] = (False, True)
+    head_tiles: Sequence[int] = (0, 32, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningProblem:
+    """What is to be chosen, and by what."""
+
+    memory: MemoryModel
+    cost: CostModel
+    share: Callable[[RankMemory], float]  # of the budget that a rank's memory takes; it fits up to 1
+    start: Choice  # the values of settings that are not open
+    open_names: frozenset[str]  # dotted names of those that are
+    layers: int
+    grid: SearchGrid = field(default_factory=SearchGrid)
+
+    def values(self, name: str) -> Sequence[Any]:
+        """The values of a setting to compare: its own where it is not open."""
+        if name in BESIDE_CHECKPOINT:
+            if name not in self.open_names:
+                return (getattr(self.start, name),)
+            values = getattr(self.grid, name)
+            if name == "head_tiles":  # fewer than the head's own hold more and save no time
+                return [tiles for tiles in values if tiles == values[0] or tiles > self.cost.own_head_tiles]
+            return values
+        if f"checkpoint.{name}" in self.open_names:
+            return getattr(self.grid, name)
+        return (getattr(self.start.checkpoint, name),)
+
+    def frames(self) -> Iterator[Choice]:
+        """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
+        names = BESIDE_CHECKPOINT
+        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
+        least = {"tail": self.values("tail")[-1], "mlp": self.values("mlp")[-1]}
+        for offload, every, replay in itertools.product(*map(self.values, ("offload", "every", "replay"))):
+            if every < 2 and replay != self.values("replay")[0]:
+                continue  # nothing follows from a group of one
+            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, **least)
+            for each in beside:
+                yield Choice(checkpoint=checkpoint, **each)
+
+    def whole_layers(self, frame: Choice) -> list[int]:
+        """Numbers of whole layers to compare, ascending."""
+        if not frame.checkpoint.every:
+            return [self.layers]
+        if "checkpoint.whole_layers" in self.open_names:
+            return list(range(self.layers + 1))
+        return [min(self.layers, self.start.checkpoint.whole_layers)]
+
+    def with_kept(self, frame: Choice, whole: int, tail: float, mlp: float) -> Choice:
+        """A frame with whole layers, tail and MLP."""
+        of = frame.checkpoint
+        every, offload, replay = of.every, of.offload, of.replay
+        if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
+            every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
+            tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
+        kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
+        return replace(frame, checkpoint=kept)
+
+
+def cheapest(problem: PlanningProblem) -> Choice | None:
+    """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
+    best: Choice | None = None
+    least = float("inf")
+    bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
+    for frame in sorted(problem.frames(), key=problem.cost.fixed):
+        if problem.cost.fixed(frame) >= least:
+            break
+        # A shorter tail repeats more, but where it is copied to the host that may take longer.
+        cheapest_tails = tails if frame.checkpoint.offload == "all" else tails[:1]
+        for whole in _may_fit(problem, frame):
+            if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
+                break  # fewer whole layers repeat more
+            # No tail leaves more room for the MLP's products than the shortest.
+            most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
+            for tail in tails if whole < problem.layers else tails[:1]:
+                if bound(problem.with_kept(frame, whole, tail, most)) >= least:
+                    continue
+                for choice in _rivals(problem, frame, whole, tail, least):
+                    if (seconds := problem.cost.seconds(choice)) < least:
+                        best, least = choice, seconds
+    return best
+
+
+def _rivals(problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float) -> Iterator[Choice]:
+    """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
+    shares = _mlps(problem, frame, whole, tail, least)
+    for some in (shares, shares[-1:]):
+        for mlp in some:
+            choice = problem.with_kept(frame, whole, tail, mlp)
+            if problem.share(problem.memory.of(choice)) <= 1:
+                yield choice
+                break
+
+
+def leanest(problem: PlanningProblem) -> Choice:
+    """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
+    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    choices = [
+        problem.with_kept(frame, whole, **least)
+        for frame in problem.frames()
+        for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
+    ]
+    return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
+
+
+def _may_fit(problem: PlanningProblem, frame: Choice) -> list[int]:
+    """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
+    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+
+    def share(whole: int) -> float:
+        return problem.share(problem.memory.of(problem.with_kept(frame, whole, **least), least=True))
+
+    numbers = problem.whole_layers(frame)
+    inner = [number for number in numbers if 0 < number < problem.layers]
+    ends = [number for number in numbers if number not in inner and share(number) <= 1]
+    return sorted([*inner[: bisect_right(inner, 1.0, key=share)], *ends], reverse=True)
+
+
+def _mlps(
+    problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float = float("inf")
+) -> Sequence[float]:
+    """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
+    is whole."""
+    mlps = problem.values("mlp") if whole else problem.values("mlp")[:1]
+
+    def seconds(mlp: float) -> float:
+        return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
+
+    def may_fit(mlp: float) -> bool:
+        return problem.share(problem.memory.of(problem.with_kept(frame, whole, tail, mlp), least=True)) <= 1
+
+    cheaper = len(mlps) if seconds(mlps[-1]) < least else bisect_left(mlps, least, key=seconds)
+    if not cheaper or not may_fit(mlps[cheaper - 1]):
+        return ()
+    return mlps[bisect_left(mlps, True, hi=cheaper, key=may_fit) : cheaper]
+
+
 def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     """Names of settings of which every value is the same: there is nothing to choose."""
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}
-    if settings.world_size == 1:  # a single rank has all parameters
-        names |= {"gather_ahead"}
     return names
 
 
-def _words(choice: Choice, problem: Problem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool) -> str:
+def _words(
+    choice: Choice, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
+) -> str:
     """What was chosen, and why, in one sentence."""
     kept = "; ".join(kept_in_words(choice, problem.layers))
     needed = memory.without_gpu if budget.gpu is None else memory.reserved
@@ -135,6 +295,5 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
     words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)
     words += [f"projections in {choice.projection_tiles} tiles"] * (choice.projection_tiles > 1)
     words += [f"LM head in {choice.head_tiles} tiles"] * (choice.head_tiles > 0)
-    words += [f"parameters gathered {choice.gather_ahead} layers ahead"] * (choice.gather_ahead > 1)
     words += ["moments on the host"] * choice.optimizer_offload
     return words

@@ -166,19 +166,3 @@ def test_a_context_refuses_what_it_cannot_do_on_every_rank() -> None:
             "seq_len 10 does not split into 2 x cp_size = 4 equal zigzag chunks",
             f"rank {rank} is not in the group it was given",
         ]
-
-
-def test_keywords_and_schedules_of_earlier_versions_are_taken_with_a_warning() -> None:
-    q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64) for _ in range(3))
-    expected = burst_attention(q, k, v, schedule="ulysses", num_head_chunks=2, grad_comm_dtype="input")
-    with pytest.warns(DeprecationWarning, match="is now") as said:
-        found = burst_attention(q, k, v, schedule="head_exchange", head_parts=2, gradient_wire="input", stored=None)
-    assert torch.equal(found, expected)
-    assert sorted(str(warning.message) for warning in said) == [
-        "gradient_wire is now grad_comm_dtype; write grad_comm_dtype=",
-        "head_parts is now num_head_chunks; write num_head_chunks=",
-        "schedule head_exchange is now ulysses; write schedule='ulysses'",
-        "stored is now saved; write saved=",
-    ]
-    with pytest.raises(TypeError, match="head_parts and num_head_chunks"):
-        burst_attention(q, k, v, head_parts=1, num_head_chunks=1)

@@ -22,7 +22,7 @@ ATTENTION = ROOT / "engine" / "attention"
 KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
 # Off the path: autocast off, no second derivatives, Triton or torch, one stream or two, no marks on sent memory.
 GUARDS = {
-    "engine/ops/autograd.py", "engine/ops/triton_kernels.py", "engine/cuda/alternate.py", "engine/cuda/unrecorded.py",
+    "engine/ops/autograd.py", "engine/ops/triton_kernels.py", "engine/cuda/alternate.py", "engine/cuda/streams.py",
 }  # fmt: skip
 MAX_FILES, MAX_LINES = 5, 640
 LOCAL_NAMES = {"key_side", "query_side", "local_grads", "chunk_grads"}

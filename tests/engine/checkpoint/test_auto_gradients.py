@@ -10,8 +10,7 @@ import torch
 
 from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
-from engine.checkpoint.planning.plan import Budget, planned
-from engine.checkpoint.planning.search import Grid
+from engine.checkpoint.planning.plan import Budget, SearchGrid, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
@@ -24,7 +23,7 @@ ASKED = left_open(
     ),
     (),
 )
-SMALL_TILES = Grid(mlp_tiles=(1, 3), projection_tiles=(1, 3), every=(1, 2))
+SMALL_TILES = SearchGrid(mlp_tiles=(1, 3), projection_tiles=(1, 3), every=(1, 2))
 
 
 def plans(world_size: int) -> dict[str, TrialSettings]:

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, PLANNABLE, Choice, choice_of, left_open, open_names
-from engine.checkpoint.planning.cost import CostModel, Speeds, gathering_wait
+from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
-from engine.checkpoint.planning.plan import Budget, planned
-from engine.checkpoint.planning.search import Grid, Problem, cheapest
+from engine.checkpoint.planning.plan import Budget, PlanningProblem, SearchGrid, cheapest, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 B1 = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)
-SMALL_GRID = Grid(
+SMALL_GRID = SearchGrid(
     tail=(1.0, 0.5, 0.0), mlp=(1.0, 0.3, 0.0), mlp_tiles=(1, 4), projection_tiles=(1, 4), every=(1, 2),
-    head_tiles=(0, 16), gather_ahead=(1, 2),
+    head_tiles=(0, 16),
 )  # fmt: skip
 
 
@@ -31,20 +30,22 @@ def settings(
     return left_open(trial, given)
 
 
-def problem(trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: Grid | None = None) -> Problem:
+def problem(
+    trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: SearchGrid | None = None
+) -> PlanningProblem:
     budget = Budget(gpu=gpu)
-    return Problem(
+    return PlanningProblem(
         memory=MemoryModel(trial),
         cost=CostModel(trial, speeds or Speeds()),
         share=lambda memory: budget.share(memory, 1.0),
         start=choice_of(trial),
         open_names=open_names(trial),
         layers=trial.model.layers,
-        grid=grid or Grid(),
+        grid=grid or SearchGrid(),
     )
 
 
-def every_choice(given: Problem) -> list[Choice]:
+def every_choice(given: PlanningProblem) -> list[Choice]:
     """All of them, also those that say the same in two ways."""
     names = ("tail", "mlp", "offload", "replay", "every", *BESIDE_CHECKPOINT)
     by_hand = given.start.checkpoint.every == 0 and "checkpoint.every" not in given.open_names
@@ -71,7 +72,6 @@ SHAPES = [
 GIVEN: list[tuple[str, ...]] = [
     (), (), ("checkpoint.tail",), ("checkpoint.every",), ("mlp_tiles", "optimizer_offload"),
     ("checkpoint.whole_layers", "head_tiles"), ("checkpoint.offload", "checkpoint.replay", "checkpoint.mlp"),
-    ("gather_ahead",),
 ]  # fmt: skip
 
 
@@ -93,7 +93,6 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
         gemm=chance.choice([1e12, 500e12]),
         attention=chance.choice([5e11, 400e12]),
         host_link=chance.choice([1e9, 40e9]),
-        gather=chance.choice([3e9, 300e9]),
     )
     open_ended = problem(trial, float("inf"), speeds, SMALL_GRID)
     choices = every_choice(open_ended)
@@ -161,32 +160,9 @@ def test_a_correction_leaves_room_and_is_named() -> None:
     assert corrected[1].words.endswith("the prediction is taken 1.2 times (trial x)")
 
 
-def test_gathering_ahead_saves_waiting_until_computation_hides_it() -> None:
-    # Three layers that gather in 2 s and compute in 3 s, and a head that gathers in 7 s.
-    units = [(2.0, 3.0)] * 3 + [(7.0, 1.0)]
-    assert gathering_wait(units, 1) == 2 + (7 - 3)  # the first layer's, and the head's beside the last layer alone
-    assert gathering_wait(units, 2) == 2 + 2  # begins with the second layer, once the third one's parameters are there
-    assert gathering_wait(units, 3) == gathering_wait(units, 9) == 2 + 2
-    assert gathering_wait([(0.0, 3.0)] * 4, 1) == 0
-    slow = [(5.0, 1.0)] * 4  # the link is the bound, whatever is gathered ahead
-    assert gathering_wait(slow, 1) == gathering_wait(slow, 3) == 4 * 5 + 1 - 4
-
-
 LARGE_HEAD = ModelShape(
     name="large_head", layers=8, hidden=1024, ffn=2048, heads=8, kv_heads=8, head_dim=128, vocab=256000
 )
-
-
-def test_layers_are_gathered_further_ahead_where_the_head_takes_long_to_gather_and_memory_is_left() -> None:
-    trial, slow = settings(LARGE_HEAD, 1 << 16, world_size=8), Speeds(gather=10e9)
-    assert planned(trial, Budget(gpu=139 * GIB), slow)[0].gather_ahead > 1
-    assert planned(trial, Budget(gpu=139 * GIB), Speeds(gather=1e13))[0].gather_ahead == 1
-    by_hand = settings(LARGE_HEAD, 1 << 16, ("gather_ahead",), world_size=8)
-    chosen, forecast = planned(by_hand, Budget(gpu=139 * GIB), slow)
-    assert chosen.gather_ahead == 1
-    assert forecast.added_seconds > planned(trial, Budget(gpu=139 * GIB), slow)[1].added_seconds
-    alone, _ = planned(settings(LARGE_HEAD, 1 << 16), Budget(gpu=139 * GIB), slow)
-    assert alone.gather_ahead == 1  # one rank gathers nothing
 
 
 def test_the_head_goes_in_more_tiles_where_its_logits_are_what_does_not_fit() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from engine.checkpoint.planning.memory import GIB, memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
-from engine.old_names import current_settings
 from engine.settings import TrialSettings, from_json
 from harness.metrics.hardware import hardware_for
 from harness.plan.own_records import TODAY
@@ -23,9 +21,7 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any]]]:
     found = []
     for run, stored in stored_records():
         record = stored.data
-        settings = from_json(TrialSettings, current_settings(record["settings"]))
-        if "parameters" not in record["settings"]:  # from before there was the choice: FSDP2 of one rank
-            settings = replace(settings, parameters="gathered")
+        settings = from_json(TrialSettings, record["settings"])
         # What started earlier saved more: layers had not learned to form the product of SwiGLU again.
         if record["started_at"] < TODAY or settings.task != "train" or settings.method.endswith("_upstream"):
             continue

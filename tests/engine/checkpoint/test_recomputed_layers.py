@@ -14,9 +14,8 @@ from torch import Tensor
 import engine.memory.offload
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint.attend_once import AttendOnce
 from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
-from engine.checkpoint.recompute import Recompute, set_activations
+from engine.checkpoint.recompute import AttendOnce, Recompute, set_activations
 from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 

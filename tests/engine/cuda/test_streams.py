@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
-from engine.cuda.streams import Handles, own_stream
-from engine.tasks.between_trials import clear
+from engine.cuda.streams import own_stream
+from engine.worker import clear
 
 POOL = 32  # streams that torch has of each priority
-
-
-def test_two_callers_never_have_one_handle_and_trials_have_the_same_ones() -> None:
-    made = itertools.count()
-    handles = Handles(lambda: next(made))
-    first = [handles.take() for _ in range(5)]
-    for _trial in range(3 * POOL):
-        trial = [handles.take() for _ in range(4)]
-        assert len({*first, *trial}) == 9
-        for handle in trial:
-            handles.give(handle)
-    assert next(made) == 9
-    freed = first.pop()
-    handles.give(freed)
-    assert freed in [handles.take() for _ in range(4)]
 
 
 @pytest.mark.gpu

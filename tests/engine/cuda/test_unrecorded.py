@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.attention.comm.p2p import _SendReceive
-from engine.cuda import unrecorded as module
-from engine.cuda.unrecorded import keep_until_over, unrecorded
+from engine.cuda import streams as module
+from engine.cuda.streams import keep_until_over, unrecorded
 
 BUSY = 1_000_000_000  # cycles of a GPU: about half a second
 

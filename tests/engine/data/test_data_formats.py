@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from engine.data import open_tokens
-from engine.data.formats import HEAD_BYTES, format_unsupported_reason
+from engine.data.sources import HEAD_BYTES, format_unsupported_reason
 
 ROOT = Path(__file__).parents[3]
 RECORDS = [{"text": f'Document {number} says "yes".\nIt ends.', "id": number} for number in range(400)]

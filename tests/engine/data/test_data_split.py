@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.data import TokenStore
-from engine.data.build import build_store
-from engine.data.held_out import ShuffledSequences, Span, permuted, spans
+from engine.data.sequences import ShuffledSequences, Span, permuted, spans
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.data import TokenStore, open_tokens
-from engine.data.build import build_store, token_type
+from engine.data.store import build_store, token_type
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer, cut_at_lines, tokenizer_named
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checkpoint.recompute import set_activations
-from engine.memory.host_memory import host_buffer, host_like
-from engine.memory.offload import DeviceStore, HostStore, _OnHost
+from engine.memory.offload import DeviceStore, HostStore, _OnHost, host_buffer, host_like
 from engine.models.decoder import Decoder, DenseAttention
 from engine.settings import Checkpoint, ModelShape
 

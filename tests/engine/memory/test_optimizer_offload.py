@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import engine.memory.offloaded_adamw
-from engine.memory.offloaded_adamw import BUFFERS, MOMENTS, OffloadedAdamW
+import engine.optimizer
 from engine.models.decoder import Decoder
-from engine.optimizer import adamw
-from engine.recipe import Recipe
-from engine.settings import ModelShape
+from engine.optimizer import BUFFERS, MOMENTS, OffloadedAdamW, adamw
+from engine.settings import AdamWSettings, ModelShape
 from tests.ranks import run_on_ranks
 
 # Odd sizes on purpose: shards of unequal length, and pieces that end inside a parameter.
@@ -29,7 +27,7 @@ PIECE = 64
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.memory.offloaded_adamw, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(engine.optimizer, "PIECE_ELEMENTS", PIECE)
 
 
 def model_of(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
@@ -74,7 +72,7 @@ def assert_identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: torch.dtype) -> None:
     plain, offloaded = model_of(dtype), model_of(dtype)
-    expected, found = adamw(plain, 1e-2, Recipe()), adamw(offloaded, 1e-2, Recipe(), offload=True)
+    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=True)
     assert not isinstance(expected, OffloadedAdamW)
     train(plain, expected, range(5))
     train(offloaded, found, range(5))
@@ -83,7 +81,7 @@ def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: to
 
 def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    optimizer = adamw(model, 1e-2, Recipe(), offload=True)
+    optimizer = adamw(model, 1e-2, AdamWSettings(), offload=True)
     train(model, optimizer, range(1))
     homes = {(p, name): optimizer.state[p][name].data_ptr() for p in model.parameters() for name in MOMENTS}
     made: list[int] = []
@@ -103,13 +101,13 @@ def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monke
 @pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
 def test_states_move_between_offloaded_and_plain_optimizers(saves: bool, loads: bool) -> None:
     straight = model_of()
-    optimizer = adamw(straight, 1e-2, Recipe())
+    optimizer = adamw(straight, 1e-2, AdamWSettings())
     train(straight, optimizer, range(6))
 
     first, second = model_of(), model_of()
-    before = adamw(first, 1e-2, Recipe(), offload=saves)
+    before = adamw(first, 1e-2, AdamWSettings(), offload=saves)
     train(first, before, range(3))
-    after = adamw(second, 5e-1, Recipe(), offload=loads)
+    after = adamw(second, 5e-1, AdamWSettings(), offload=loads)
     second.load_state_dict(first.state_dict())
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     assert after.param_groups[0]["lr"] == before.param_groups[0]["lr"]
@@ -123,12 +121,12 @@ def sharded(offload: bool) -> tuple[Decoder, torch.optim.Optimizer]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, adamw(model, 1e-2, Recipe(), offload=offload)
+    return model, adamw(model, 1e-2, AdamWSettings(), offload=offload)
 
 
 def resumed_and_straight(directory: str) -> bool:
     """Train, save with torch.distributed.checkpoint, load into a new optimizer, train on: the same as in one go."""
-    engine.memory.offloaded_adamw.PIECE_ELEMENTS = PIECE
+    engine.optimizer.PIECE_ELEMENTS = PIECE
     straight, optimizer = sharded(offload=False)
     train(straight, optimizer, range(4))
     expected = contents(straight, optimizer)
@@ -166,7 +164,7 @@ def test_a_distributed_checkpoint_holds_offloaded_states(tmp_path: Path) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies between devices overlap there")
 def test_on_a_gpu_states_live_in_host_memory_and_equal_the_fused_step() -> None:
     plain, offloaded = model_of(device="cuda"), model_of(device="cuda")
-    expected, found = adamw(plain, 1e-2, Recipe()), adamw(offloaded, 1e-2, Recipe(), offload=True)
+    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=True)
     train(plain, expected, range(20))
     train(offloaded, found, range(20))
     assert {found.state[p][name].device.type for p in offloaded.parameters() for name in MOMENTS} == {"cpu"}

@@ -117,8 +117,7 @@ def test_a_tied_model_holds_its_table_once() -> None:
     assert apart - tied == pytest.approx(3 * 4 * table + 2 * table, rel=0.01)  # master, moments, and the copy in bf16
 
 
-def test_a_feature_is_no_other_trial_where_it_is_as_in_llama() -> None:
-    assert id_of(trial(LLAMA)) == id_of(trial(replace(LLAMA, architecture="qwen3")))
+def test_a_feature_makes_another_trial() -> None:
     assert id_of(trial(LLAMA)) != id_of(trial(replace(LLAMA, tied=True)))
 
 

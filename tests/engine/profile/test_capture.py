@@ -13,13 +13,11 @@ import torch
 
 from engine.burst import METHOD
 from engine.distributed import arrange
-from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, read_measurement
+from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, TRACE_FILE, read_measurement
+from engine.profile.breakdown import CATEGORIES
 from engine.profile.capture import StepProfiler, step_to_trace
-from engine.profile.categories import CATEGORIES
-from engine.profile.unfinished import TRACE_FILE
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks.phases import Phases
-from engine.worker import TASKS, measure
+from engine.worker import TASKS, Phases, measure
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)

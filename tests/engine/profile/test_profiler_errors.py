@@ -12,11 +12,10 @@ import torch
 from engine import worker
 from engine.burst import METHOD
 from engine.distributed import arrange
-from engine.measurement import Measurement, read_measurement, write_measurement
+from engine.measurement import Measurement, read_measurement, unfinished, write_measurement
 from engine.profile import capture
-from engine.profile.unfinished import unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
-from engine.tasks.phases import Phases
+from engine.worker import Phases
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)

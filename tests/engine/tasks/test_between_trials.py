@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.attention.kernels import fa4
-from engine.tasks.between_trials import clear
-from engine.tasks.turns import Turns
-from engine.worker import write_error
+from engine.measurement import TrialQueue
+from engine.worker import clear, write_error
 
 
 def test_tensors_and_results_that_our_modules_keep_are_dropped_and_those_of_others_stay(monkeypatch):
@@ -52,9 +51,9 @@ def test_the_peak_of_host_memory_is_that_of_the_next_trial():
 
 
 def test_a_rank_finishes_only_its_own_turn(tmp_path):
-    turns = Turns.named_in(Turns(tmp_path).environment)
+    turns = TrialQueue.named_in(TrialQueue(tmp_path).environment)
     assert turns is not None
-    assert Turns.named_in({}) is None
+    assert TrialQueue.named_in({}) is None
     for rank in (0, 10):
         turns.finish(1, rank)
     turns.finish(11, 3)

@@ -17,7 +17,7 @@ from engine.data.sequences import Sequences
 from engine.distributed import arrange
 from engine.lm_head.plain import IGNORE
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks.captured import choice
+from engine.tasks import cuda_graph
 from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks
 
@@ -25,8 +25,7 @@ SHAPE = ModelShape(name="small", layers=2, hidden=64, ffn=96, heads=4, kv_heads=
 SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=512, cuda_graph="step")
 OBSTACLES: dict[str, dict[str, object]] = {
     "2 ranks exchange tensors": {"world_size": 2},
-    "states are in host memory": {"optimizer_offload": True, "parameters": "kept"},
-    "gathered layer by layer": {"parameters": "gathered"},
+    "states are in host memory": {"optimizer_offload": True},
     "saved tensors go to host memory": {"checkpoint": Checkpoint(offload="inputs")},
     "dtype fp64": {"dtype": "fp64"},
     "loss_kernel liger reads the labels": {"loss_kernel": "liger"},
@@ -41,28 +40,28 @@ def changed(**values: object) -> TrialSettings:
 
 @pytest.mark.parametrize(("words", "values"), OBSTACLES.items(), ids=list(OBSTACLES))
 def test_what_cannot_be_captured_is_refused_and_auto_leaves_it_alone(words: str, values: dict[str, object]) -> None:
-    reason = choice.unsupported_reason(changed(**values), "cuda")
+    reason = cuda_graph.unsupported_reason(changed(**values), "cuda")
     assert reason is not None
     assert words in reason
     assert reason.startswith("cuda_graph is step, but ")
     auto = changed(cuda_graph="auto", **values)
-    assert choice.unsupported_reason(auto, "cuda") is None
-    assert words in (choice.not_captured_reason(auto, "cuda") or "")
+    assert cuda_graph.unsupported_reason(auto, "cuda") is None
+    assert words in (cuda_graph.not_captured_reason(auto, "cuda") or "")
 
 
 def test_a_step_of_one_gpu_is_captured_where_asked_and_by_auto_up_to_4096_tokens() -> None:
-    assert choice.unsupported_reason(SETTINGS, "cuda") is None
+    assert cuda_graph.unsupported_reason(SETTINGS, "cuda") is None
     for tokens, captured in ((4096, True), (4097, False)):
         long = changed(seq_len=tokens)
-        assert choice.not_captured_reason(long, "cuda") is None
-        found = choice.not_captured_reason(dataclasses.replace(long, cuda_graph="auto"), "cuda")
+        assert cuda_graph.not_captured_reason(long, "cuda") is None
+        found = cuda_graph.not_captured_reason(dataclasses.replace(long, cuda_graph="auto"), "cuda")
         assert (found is None) == captured
-    assert choice.not_captured_reason(changed(seq_len=2048, batch_size=3, cuda_graph="auto"), "cuda") is not None
-    assert choice.not_captured_reason(changed(cuda_graph="none"), "cuda") == "cuda_graph is none"
+    assert cuda_graph.not_captured_reason(changed(seq_len=2048, batch_size=3, cuda_graph="auto"), "cuda") is not None
+    assert cuda_graph.not_captured_reason(changed(cuda_graph="none"), "cuda") == "cuda_graph is none"
 
 
 def test_other_tasks_have_no_step_to_capture() -> None:
-    assert choice.unsupported_reason(changed(task="attention"), "cpu") is None
+    assert cuda_graph.unsupported_reason(changed(task="attention"), "cpu") is None
 
 
 def on_a_cpu(cache: str, setting: str) -> str | dict[str, str]:
@@ -158,7 +157,7 @@ def test_replayed_steps_equal_launched_ones_bit_for_bit(levers: dict[str, object
 
 def two_trials(cache: str, settings: TrialSettings) -> list[int]:
     """Allocated bytes before and after a trial whose steps are captured."""
-    from engine.tasks.between_trials import clear
+    from engine.worker import clear
 
     os.environ["BURST_CACHE"] = cache
     found = []

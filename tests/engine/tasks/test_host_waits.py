@@ -28,7 +28,7 @@ LEVERS = (
     {},
     {"checkpoint": Checkpoint(every=0)},
     {"checkpoint": Checkpoint(every=2, tail=0.5), "mlp_tiles": 3, "projection_tiles": 2},
-    {"parameters": "gathered", "gradient_accumulation": 2},
+    {"gradient_accumulation": 2},
     {"lm_head_fusion": False},
 )
 # Operations whose result is a number of Python, or whose size depends on values.
@@ -89,7 +89,7 @@ def moved_by_fsdp(cache: str, settings: TrialSettings) -> list[tuple[int, bool]]
 
 
 def test_labels_stay_on_the_host_where_fsdp_moves_its_inputs_to_the_gpu(tmp_path: Path) -> None:
-    settings = dataclasses.replace(SETTINGS, parameters="gathered", gradient_accumulation=2)
+    settings = dataclasses.replace(SETTINGS, optimizer_offload=True, gradient_accumulation=2)
     # Tokens and positions, which are on the GPU already.
     assert run_on_ranks(1, moved_by_fsdp, str(tmp_path), settings) == [[(2, True), (2, True)]]
 

@@ -15,7 +15,7 @@ import torch
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks import inside
+from engine.tasks import task as task_module
 from engine.tasks.attention import AttentionTask
 from engine.tasks.train import TrainTask
 from tests.patience import AMPLE, wait_until
@@ -69,11 +69,11 @@ class SlowLayers:
 def layers_of_a_step(cache: str, settings: TrialSettings) -> tuple[list[dict[str, Any]], bool]:
     """Lines of a step whose layers wait for them, and whether a second one has a thread that could write more."""
     os.environ["BURST_CACHE"] = cache
-    inside.REPORT_SECONDS = 0.01
+    task_module.REPORT_SECONDS = 0.01
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     slow = SlowLayers(task)
     task.run(slow.lines.append)
-    inside.REPORT_SECONDS = AMPLE
+    task_module.REPORT_SECONDS = AMPLE
     reporters = []
     for number in (2, 3):
         slow.backward = False
@@ -104,7 +104,7 @@ def test_a_long_step_tells_each_layer_it_reaches_and_a_short_one_has_no_thread(
 
 def phases_of_a_call(cache: str, settings: TrialSettings) -> list[dict[str, Any]]:
     os.environ["BURST_CACHE"] = cache
-    inside.REPORT_SECONDS = 0.01
+    task_module.REPORT_SECONDS = 0.01
     task = AttentionTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     lines: list[dict[str, Any]] = []
     expected = iter(["forward alone", "forward"])  # later calls compare with float64
@@ -125,7 +125,7 @@ def test_a_long_call_of_attention_tells_which_forward_it_is_in(tmp_path: Path) -
 
 
 def test_only_rank_0_tells() -> None:
-    quiet = inside.InsideStep(torch.device("cpu"), rank=1)
+    quiet = task_module.InsideStep(torch.device("cpu"), rank=1)
     before = threading.active_count()
     with quiet.step(lambda _: None, 1, 1, 64):
         assert threading.active_count() == before
@@ -135,7 +135,7 @@ def test_only_rank_0_tells() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the host runs ahead of it")
 def test_a_place_is_told_when_the_device_has_reached_it_and_nothing_waits_for_it() -> None:
     device = torch.device("cuda", 0)
-    steps = inside.InsideStep(device, rank=0)
+    steps = task_module.InsideStep(device, rank=0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

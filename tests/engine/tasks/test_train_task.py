@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import engine.memory.offload
 from engine.burst import METHOD
-from engine.data.build import build_store
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
 from engine.initialise import initialise

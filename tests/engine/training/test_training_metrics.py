@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.training.metrics import MetricsWriter, read_metrics
+from engine.training.files import MetricsWriter, read_metrics
 
 
 def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.build import build_store
-from engine.data.held_out import VALIDATION
+from engine.data.sequences import VALIDATION
 from engine.data.sources import PYTHON_DOCS
+from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint
 from engine.training.config import Evaluation
-from engine.training.saving import whole_parameters
+from engine.training.state import whole_parameters
 from tests.engine.training.training_runs import SHAPE, config, curve, order, several
 from tests.ranks import run_on_ranks
 
@@ -184,7 +184,7 @@ def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
     ("case", "problem"),
     [
         ("newest damaged", "its file __1_0.distcp has changed since it was written"),
-        ("newest half written", "its checkpoint.json cannot be read (FileNotFoundError)"),
+        ("newest half written", "its checkpoint.json cannot be read (No such file or directory)"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_sentence(two_ranks, one_rank, folder, case, problem):

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from engine.data import open_tokens
-from engine.data.held_out import spans
+from engine.data.sequences import spans
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.training.config import Evaluation
-from engine.training.run import StopRequest
+from engine.training.loop import StopRequest
 from tests.engine.training.training_runs import SHAPE, begin, config, go_on, order, whole
 from tests.ranks import run_on_ranks
 

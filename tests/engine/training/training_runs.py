@@ -13,8 +13,8 @@ from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.training.config import Evaluation, Order, Saving, Schedule, TrainingConfig
-from engine.training.metrics import read_metrics
-from engine.training.run import StopRequest, TrainingRun
+from engine.training.files import read_metrics
+from engine.training.loop import StopRequest, TrainingRun
 
 # 257 rows of the embedding do not divide by 2 or 4, so ranks hold shards of different sizes.
 SHAPE = ModelShape(name="odd", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=257)

@@ -6,7 +6,7 @@ another process, keeps it from being captured. The model has no dropout, and so 
 
 from __future__ import annotations
 
-from engine.settings import TrialSettings, keeps_whole
+from engine.settings import TrialSettings
 
 MOST_TOKENS = 4096  # that `auto` captures: above, the kernels take longer than their launches (docs/train.md)
 KERNELS = ("fa4",)  # of attention that `auto` captures; with others a capture has not been measured
@@ -40,8 +40,6 @@ def obstacle(settings: TrialSettings, device_type: str) -> str | None:
         return f"{settings.world_size} ranks exchange tensors in a step, and only a step of one rank can be captured"
     if settings.optimizer_offload:
         return "the optimizer's states are in host memory (optimizer_offload)"
-    if not keeps_whole(settings):
-        return "the parameters are gathered layer by layer (parameters: gathered)"
     if checkpoint.offload != "none":
         return f"saved tensors go to host memory (checkpoint.offload: {checkpoint.offload})"
     if settings.dtype == "fp64":

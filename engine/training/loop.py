@@ -1,36 +1,83 @@
-"""The loop: step, save, evaluate, until the steps are done or a stop is requested.
+"""One rank of a training run: `python -m engine.training.loop ATTEMPT_DIR`, started torchrun-style.
 
-SIGTERM or SIGINT lets the run finish its step and save; a second one ends the process at once.
+Reads ATTEMPT_DIR/order.json and writes the files of `engine.training.files`. The loop is step, save, evaluate, until
+the steps are done or a stop is requested: SIGTERM or SIGINT lets all ranks finish the current step, save, and exit with
+0; a second one ends the process at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import os
 import signal
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.data.held_out import ShuffledSequences
-from engine.distributed import World
+from engine.data.sequences import ShuffledSequences, Span
+from engine.data.store import TokenStore
+from engine.distributed import World, leave
+from engine.lm_head.choose import loss_sum_of
+from engine.lm_head.plain import IGNORE
+from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder
-from engine.tasks.task import OnProgress
-from engine.tasks.train import Step, TrainTask
-from engine.training.agreement import agreed, check_same
+from engine.settings import from_json
+from engine.tasks.task import OnProgress, Refused, progress_to
+from engine.tasks.train import TrainTask
 from engine.training.config import Order, learning_rate
-from engine.training.evaluate import Evaluator
-from engine.training.files import checkpoints_directory
-from engine.training.metrics import MetricsWriter
+from engine.training.files import ORDER_FILE, OUTCOME_FILE, MetricsWriter, checkpoints_directory, run_of
 from engine.training.preflight import check_shape, check_steps, check_weights, facts_of, training_data
-from engine.training.saving import Checkpoints
+from engine.training.state import Checkpoints
+from engine.worker import exit_on_error, prepare, silent
+
+_Found = TypeVar("_Found")
+
 
 GIB = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the attempt of the given directory and end the process; returns the exit code of a command line that names no
+    directory."""
+    if len(arguments) != 1:
+        print("usage: python -m engine.training.loop ATTEMPT_DIR", file=sys.stderr)
+        return 2
+    attempt = Path(arguments[0])
+    rank = int(os.environ.get("RANK", "0"))
+    stop = StopRequest()
+    with exit_on_error(attempt, rank):
+        training = set_up(attempt, stop)
+        finished = training.run(progress_to(attempt) if rank == 0 else silent)
+        if rank == 0:
+            write_json(attempt / OUTCOME_FILE, {"step": training.steps_done, "finished": finished})
+        leave()
+    raise AssertionError("a rank does not outlive its run")
+
+
+def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
+    """The run, after all checks of its order. Raises Refused."""
+    try:
+        data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
+        order = cast(Order, from_json(Order, data))
+        method = cast(NativeMethod, importlib.import_module(order.method).METHOD)
+        # torchrun starts ranks again with the same store, which still has the addresses of those that failed.
+        start = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return TrainingRun(order, method, prepare(order.config.settings, method, start), run_of(attempt), stop)
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 class TrainingRun:
@@ -128,7 +175,8 @@ class TrainingRun:
         speed = config.tokens_per_step / (seconds * self.world.size)
         self._write(
             "step",
-            **_measured(done),
+            loss=done.loss,
+            grad_norm=done.grad_norm,
             learning_rate=rate,
             seconds=seconds,
             tokens_per_gpu_per_second=speed,
@@ -164,10 +212,6 @@ class TrainingRun:
 
     def _progress(self, **figures: object) -> dict[str, object]:
         return {"step": self.steps_done, "of": self.config.steps, **figures}
-
-
-def _measured(done: Step) -> dict[str, float]:
-    return {"loss": done.loss, "grad_norm": done.grad_norm}
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -211,3 +255,94 @@ def start_from(model: Decoder, directory: Path) -> None:
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
     assert not parameters, f"no weights for {sorted(parameters)}"
+
+
+class Evaluator:
+    """Always the same sequences: the first ones of the held-out span."""
+
+    def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
+        """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
+        assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
+        self._task, self._store, self._span, self._sequences = task, store, span, sequences
+        # Training may add a z-loss; evaluation is the cross-entropy alone.
+        self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)
+
+    def loss(self) -> float:
+        """Mean loss per target token. Collective."""
+        task = self._task
+        total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
+        positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
+        with torch.no_grad(), self._evaluation_loss():
+            for tokens_BS, labels_BS in self._rounds():
+                labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
+                tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
+                total[0] += task.model(tokens_BL, positions_L, labels_BL).double()
+                total[1] += (labels_BL != IGNORE).sum()
+        dist.all_reduce(total)
+        loss_sum, targets = total.tolist()
+        return float(loss_sum / targets)
+
+    @contextlib.contextmanager
+    def _evaluation_loss(self) -> Iterator[None]:
+        """The model with the loss of evaluation."""
+        head = self._task.model.head
+        training_loss, head.loss_sum = head.loss_sum, self._loss_sum
+        try:
+            yield
+        finally:
+            head.loss_sum = training_loss
+
+    def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of this replica. All replicas take part in all rounds, because their ranks hold each other's
+        parameters: a replica without sequences left computes one that does not count."""
+        settings = self._task.settings
+        per_round = settings.batch_size * settings.dp_size
+        for first in range(0, self._sequences, per_round):
+            mine = first + self._task.world.replica * settings.batch_size
+            rows = [self._row(number) for number in range(mine, mine + settings.batch_size)]
+            tokens, labels = (torch.stack(part) for part in zip(*rows, strict=True))
+            yield tokens, labels
+
+    def _row(self, number: int) -> tuple[Tensor, Tensor]:
+        seq_len = self._task.settings.seq_len
+        counts = number < self._sequences
+        start = self._span.start + (number if counts else 0) * seq_len
+        tokens_S = self._store.window(start, seq_len + 1)
+        labels_S = tokens_S[1:] if counts else torch.full_like(tokens_S[1:], IGNORE)
+        return tokens_S[:-1], labels_S
+
+
+def agreed(world: World, check: Callable[[], _Found]) -> _Found:
+    """What `check` finds on this rank. Collective.
+
+    Raises ValueError on every rank when it does on one, naming that rank's host unless all have a problem.
+    """
+    found: _Found | None = None
+    problem = ""
+    try:
+        found = check()
+    except ValueError as error:
+        problem = str(error)
+    answers = cast(list[tuple[str, str]], world.gather((socket.gethostname(), problem)))
+    problems = [(host, words) for host, words in answers if words]
+    if problems:
+        host, words = problems[0]
+        raise ValueError(words if len(problems) == len(answers) else f"{host}: {words}")
+    return cast(_Found, found)
+
+
+def check_same(world: World, facts: dict[str, Any]) -> None:
+    """Raises ValueError on every rank when a host's facts about the run differ from those of the first. Collective."""
+    answers = cast(list[tuple[str, dict[str, Any]]], world.gather((socket.gethostname(), facts)))
+    first, expected = answers[0]
+    for host, found in answers[1:]:
+        for name, value in expected.items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"the data on {host} are not those on {first} ({name}: {found.get(name)} there, {value} on "
+                    f"{first}); give every host the same text or store at the same path"
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,17 +2,24 @@
 
 The format is torch.distributed.checkpoint's, which any number of ranks can read. It holds no random state and no data
 position: the order of the data follows from seed and step.
+
+On one host, and on shared storage, all ranks see one directory and nothing is copied. Otherwise each host has a
+directory of its own at the path that it was given, and files are copied between these: torch.distributed.checkpoint
+reads all files from one place.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from engine.atomic import flush_to_disk
 from engine.distributed import World
 from engine.memory.resources import software
 from engine.models.decoder import Decoder
@@ -42,13 +50,129 @@ from engine.training.manifest import (
     keep_newest,
     publish,
     read_manifest,
+    read_whole,
     set_aside,
     step_of,
     sweep,
     write_manifest,
 )
 from engine.training.preflight import check_facts, no_checkpoint
-from engine.training.storage import Courier, find_storage
+
+PIECE_BYTES = 16 * 2**20  # of a file in memory while it is copied
+KEEPERS = 2  # directories that keep a whole checkpoint each, so that the loss of one host loses none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """The directories of all ranks. A directory is named by its leader, the first rank that sees it."""
+
+    rank: int
+    leaders: tuple[int, ...]  # by rank: the leader of its directory
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks see one directory."""
+        return len(set(self.leaders)) == 1
+
+    @property
+    def leader(self) -> int:
+        """Of this rank's directory."""
+        return self.leaders[self.rank]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes, renames and removes what is in its directory."""
+        return self.leader == self.rank
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Leaders of the directories that keep whole checkpoints."""
+        return tuple(sorted(set(self.leaders))[:KEEPERS])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank's directory keeps whole checkpoints."""
+        return self.leader in self.keepers
+
+    def share(self, names: Sequence[str]) -> Sequence[str]:
+        """The files of this rank's directory that this rank reads: each is read by one of its ranks."""
+        mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
+        return names[mine.index(self.rank) :: len(mine)]
+
+
+def find_storage(directory: Path, world: World) -> Storage:
+    """Find out by small files which ranks see the same `directory`; it is made where it is missing. Collective."""
+    directory.mkdir(parents=True, exist_ok=True)
+    own = f".seen-{secrets.token_hex(8)}" if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    if own:
+        (directory / own).touch()
+    marks = cast(list[str], world.gather(own))
+    # Each by its name: a list of the directory may be an old one on a network file system.
+    leader = next((rank for rank, mark in enumerate(marks) if mark and (directory / mark).exists()), world.rank)
+    leaders = cast(list[int], world.gather(leader))
+    if own:
+        (directory / own).unlink()
+    return Storage(rank=world.rank, leaders=tuple(leaders))
+
+
+class Courier:
+    """Copies files of a checkpoint from the ranks that have them to other directories."""
+
+    def __init__(self, storage: Storage, world: World) -> None:
+        """Collective."""
+        self._storage, self._world = storage, world
+        # Files are in host memory, which NCCL does not send; on CPUs too they must not queue between collectives.
+        self._group = dist.new_group(backend="gloo", group_desc="files")
+
+    def deliver(
+        self, source: Path, target: Path, parts: Sequence[Mapping[str, FileFacts]], receivers: Sequence[int]
+    ) -> None:
+        """Copy files from `source` to the `target` of each receiver, a leader, unless its directory has them already.
+
+        `parts` are the files that each rank sends, by rank. Collective. Raises OSError on every rank when one of them
+        could not read or write, or when content arrives changed.
+        """
+        problem = ""  # the first of this rank
+        for receiver in receivers:
+            for sender, files in enumerate(parts):
+                if self._storage.leaders[sender] == receiver or self._world.rank not in (sender, receiver):
+                    continue
+                for name, facts in files.items():
+                    if self._world.rank == sender:
+                        found = self._copy(source / name, facts.bytes, receiver, sends=True)
+                    else:
+                        found = self._copy(target / name, facts.bytes, sender, sends=False)
+                        found = found or damage(target, {name: facts})
+                    problem = problem or found
+        answers = cast(list[str], self._world.gather(problem))
+        if found := next(filter(None, answers), ""):
+            raise OSError(found)
+
+    def _copy(self, path: Path, size: int, peer: int, *, sends: bool) -> str:
+        """Send a file to a peer, or receive one; returns the problem, if there was one. All of its bytes are sent and
+        taken in any case, because the peer counts on them."""
+        piece, moved, problem = torch.zeros(PIECE_BYTES, dtype=torch.uint8), 0, ""
+        move = dist.send if sends else dist.recv
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "rb" if sends else "wb") as file:
+                while moved < size:
+                    part = piece[: size - moved]
+                    if sends:
+                        file.readinto(part.numpy())  # type: ignore[attr-defined]
+                    move(part, peer, group=self._group)
+                    moved += len(part)
+                    if not sends:
+                        file.write(part.numpy())
+            if not sends:
+                flush_to_disk(path)
+        except OSError as error:
+            problem = f"{path.name} cannot be {'read' if sends else 'written'} ({error.strerror})"
+        while moved < size:
+            part = piece[: size - moved]
+            move(part, peer, group=self._group)
+            moved += len(part)
+        return problem
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -220,9 +344,7 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
 
     Raises ValueError when the checkpoint is not whole.
     """
-    manifest = read_manifest(path)
-    if problem := damage(path, manifest.files):
-        raise ValueError(problem)
+    manifest = read_whole(path)
     shape = cast(ModelShape, from_json(ModelShape, manifest.model))
     with torch.device("meta"):
         sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}

@@ -15,8 +15,8 @@ from engine.attention.masks import parse_mask
 from engine.distributed import arrange
 from engine.measurement import UNCHECKED
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.tasks import dense_check
-from engine.tasks.dense_check import check_problem, check_training
+from engine.tasks import check_training as training_checks
+from engine.tasks.check_training import check_problem, check_training
 from harness.records.judging import training_fault
 from harness.spec.methods import method_named
 from tests.engine.tasks import wrong_methods
@@ -35,8 +35,8 @@ def of(**changes: Any) -> TrialSettings:
 EXACT = {
     1: [
         of(model=DEEP, dtype="bf16", lm_head_fusion=False, z_loss=0.01),
-        of(model=DEEP, parameters="gathered", gradient_accumulation=16, checkpoint=Checkpoint(every=4)),
-        of(dtype="bf16", parameters="kept", optimizer_offload=True, mask="documents:7,17,5,..."),
+        of(model=DEEP, optimizer_offload=True, gradient_accumulation=16, checkpoint=Checkpoint(every=4)),
+        of(dtype="bf16", mask="documents:7,17,5,..."),
         of(dtype="fp64", mlp_tiles=64, projection_tiles=8, head_tiles=16, batch_size=4),
         of(method="torch_cp"),
         # Every query sees one key, so dq and dk are 0 but for rounding, which has no error relative to them.
@@ -64,7 +64,7 @@ EXACT = {
         of(cp_size=2, world_size=4, gradient_accumulation=2),
         of(method="ring", cp_size=4),
         of(method="megatron_cp", cp_size=4, dtype="bf16", model=DEEP),
-        of(method="ulysses", cp_size=4, model=DEEP, overlap_projections=True, checkpoint=Checkpoint(every=0)),
+        of(method="ulysses", cp_size=4, model=DEEP, checkpoint=Checkpoint(every=0)),
         of(method="ulysses", cp_size=4, model=dataclasses.replace(TINY, kv_heads=2), dtype="bf16"),
         of(method="loongtrain_double_ring", cp_size=4, emulate_nodes=2, dtype="bf16"),
         of(method="loongtrain_usp", cp_size=4, emulate_nodes=2),
@@ -146,16 +146,16 @@ def left_behind(cases: list[TrialSettings]) -> list[str]:
     world = arrange(settings, torch.device("cpu"))
     method = method_named(settings.method)
     first = check_training(settings, method, world, {})  # fills what is kept for good
-    dense_check._checked.clear()
+    training_checks._checked.clear()
     state, before = torch.get_rng_state(), live_tensors()
     found = check_training(settings, method, world, {})
-    assert list(dense_check._checked.values()) == [found]
+    assert list(training_checks._checked.values()) == [found]
     problems = [] if found == first else ["another result"]
     if live_tensors() != before:
         problems.append("tensors stay")
     if not torch.equal(state, torch.get_rng_state()):
         problems.append("random state")
-    dense_check._Step = None  # type: ignore[assignment, misc]
+    training_checks._CheckedStep = None  # type: ignore[assignment, misc]
     problems += ["checked again" for each in others if check_training(each, method, world, {}) != found]
     return problems
 

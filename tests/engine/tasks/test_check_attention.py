@@ -17,8 +17,8 @@ from engine.attention.masks.mask import regions_of
 from engine.attention.reference import dense_gradients
 from engine.distributed import World
 from engine.measurement import NOT_FINITE
-from engine.tasks import exactness
-from engine.tasks.exactness import DENSE_TOKENS, SAMPLED_ROWS, TENSORS, attention_errors, checked_rows
+from engine.tasks import check_attention
+from engine.tasks.check_attention import DENSE_TOKENS, SAMPLED_ROWS, TENSORS, attention_errors, checked_rows
 from tests.ranks import run_on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 192, 4, 2, 8
@@ -48,7 +48,9 @@ class Ranks:
 
 def exact(cp: ContextParallel, mask: Mask, dtype: torch.dtype = torch.float64, sampled: bool = True) -> Any:
     """A problem on these ranks, and a function that computes it by a dense float64 run of the whole."""
-    exactness.DENSE_TOKENS, exactness.SAMPLED_ROWS = (TOKENS // 2, 48) if sampled else (TOKENS, SAMPLED_ROWS)
+    check_attention.DENSE_TOKENS, check_attention.SAMPLED_ROWS = (
+        (TOKENS // 2, 48) if sampled else (TOKENS, SAMPLED_ROWS)
+    )
     generator = torch.Generator().manual_seed(0)
     shards = [
         cp.shard(torch.randn(2, TOKENS, heads, HEAD_DIM, generator=generator).to(dtype), 1).clone()
@@ -139,7 +141,7 @@ def without_memory() -> tuple[dict[str, Any], bool]:
         def attend(truth: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-        exactness._Truth.attend = attend  # type: ignore[method-assign]
+        check_attention._Truth.attend = attend  # type: ignore[method-assign]
     extra = attention_errors(cast(World, Ranks()), cp, shards, parse_mask("causal"), compute)
     return extra, bool(torch.equal(cp.unshard(shards[0])[:, ::TOKENS], cp.unshard(shards[0])[:, ::TOKENS]))
 
@@ -168,7 +170,7 @@ def test_a_sample_has_rows_of_every_run_of_every_rank(layout, ranks: int) -> Non
 def test_a_row_of_a_mask_with_many_blocks_is_read_off_its_pattern_not_off_tiles() -> None:
     """A row against 8192 blocks takes seconds to form in tiles, and too many of them are refused."""
     mask, rows = parse_mask("block_sparse:128:strided-2:causal"), [0, 127, 128, 500_000, (1 << 20) - 1]
-    starts_RI, stops_RI = exactness.seen_runs(mask, rows, 1 << 20)
+    starts_RI, stops_RI = check_attention.seen_runs(mask, rows, 1 << 20)
     queries = Shards(tuple((Segment(row, 1),) for row in rows))
     pairs = region_areas(regions_of(mask, 1 << 20), queries).tolist()
     assert (stops_RI - starts_RI).sum(dim=1).tolist() == pairs

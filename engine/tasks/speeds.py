@@ -1,8 +1,11 @@
-"""Speed of a model's own matrix products, measured on the GPUs of a trial right after its last step.
+"""Speed of a trial's own matrix products, and of the link between nodes, measured beside its steps.
 
-A figure of a large square GEMM, from another day and machine, is a poor ceiling: products of narrow weights are
-slower, and so is a GPU that is warm from training. The products are measured one by one, on random numbers (zeros
-take less power, so clocks stay higher), with a cold L2 cache as between the other kernels of a step.
+A figure of a large square GEMM, from another day and machine, is a poor ceiling: products of narrow weights are slower,
+and so is a GPU that is warm from training. The products are measured one by one right after the last step, on random
+numbers (zeros take less power, so clocks stay higher), with a cold L2 cache as between the other kernels of a step.
+
+The link is measured before the warm-up, among the measured steps, and after them. On shared machines its speed drifts
+within seconds, so a single measurement says little about the steps beside it; three show by how much it drifted.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.comm.link_speed import LATENCY_BYTES, MESSAGE_BYTES
+from engine.attention.context import ContextParallel
+from engine.attention.planning.cost_model import GIB
 from engine.distributed import World
-from engine.measurement import Extra
-from engine.settings import TrialSettings
+from engine.measurement import LINK, Extra
+from engine.settings import Steps, TrialSettings
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.task import DTYPES
 
@@ -31,10 +37,10 @@ _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 IN_THIS_TRIAL = "in this trial, after its last step"
 EARLIER = "in an earlier trial of the same processes, after its last step"
 
-Speeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
+ProductSpeeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
 
 # Ranks that run one trial after another measure a shape once: (speeds, when the measurement began).
-_measured: dict[tuple[object, ...], tuple[Speeds, str]] = {}
+_measured: dict[tuple[object, ...], tuple[ProductSpeeds, str]] = {}
 
 
 def gemm_figures(world: World, settings: TrialSettings) -> Extra:
@@ -50,7 +56,7 @@ def gemm_figures(world: World, settings: TrialSettings) -> Extra:
     products = matrix_products(settings.model)
     tokens = settings.batch_size * settings.seq_len // settings.cp_size
     rows = {product.name: rows_of(product, tokens, DTYPES[settings.dtype].itemsize) for product in products}
-    mine: tuple[Speeds, str, str] | str
+    mine: tuple[ProductSpeeds, str, str] | str
     try:
         mine = _measure_once(world.device, products, rows, DTYPES[settings.dtype])
     except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is one, and so is a cuBLAS handle without memory
@@ -66,7 +72,7 @@ def rows_of(product: MatrixProduct, tokens: int, itemsize: int) -> int:
 
 def measure_products(
     device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
-) -> Speeds:
+) -> ProductSpeeds:
     """TFLOP/s of every product in every direction on this device, the median of a few calls each."""
     flush = torch.empty(_L2_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     known: dict[tuple[int, int, int], dict[str, float]] = {}  # products of one shape are measured once
@@ -116,7 +122,7 @@ def _wall_seconds(call: Callable[[], Tensor]) -> float:
 
 def _measure_once(
     device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
-) -> tuple[Speeds, str, str]:
+) -> tuple[ProductSpeeds, str, str]:
     """(speeds, when, where) on this rank, measured now unless an earlier trial of this process had these shapes."""
     key = (str(device), products, tuple(rows.items()), dtype)
     if key in _measured:
@@ -138,3 +144,77 @@ def _combined(found: list[Any], products: tuple[MatrixProduct, ...], rows: dict[
     }
     shapes = {product.name: [rows[product.name], product.inputs, product.outputs] for product in products}
     return {"gemm_tflops": median, "gemm": {"shapes": shapes, "where": where, "started_at": started_at}}
+
+
+MOMENTS = ("before", "between", "after")
+PATTERNS = ("one_peer", "all_peers")  # that each rank sends to at once
+TENSOR_BYTES = 128 << 20  # at most of a tensor that is given
+
+
+class LinkProbes:
+    """Measures the link around the steps of one trial. Where a sequence's ranks are on one node it does nothing.
+
+    Each measurement takes both patterns in which schedules send between nodes, one peer for each rank and all peers at
+    once, and keeps the faster: the speed of the slower one is no bound for schedules that send in the other.
+
+    A measurement receives one message beside the tensors that exist between steps. A step holds more than that at its
+    fullest, so no peak rises: the message is Q, or no larger than `message_bytes`, the size of Q, which a step has in
+    memory several times over.
+    """
+
+    def __init__(
+        self, world: World, cp: ContextParallel, steps: Steps, *, message: Tensor | None = None, message_bytes: int = 0
+    ) -> None:
+        self._world, self._cp, self._steps = world, cp, steps
+        self._spans_nodes = cp.node_size < cp.size
+        self._message_bytes = min(message_bytes, MESSAGE_BYTES)
+        self._message = None if message is None else message.detach().flatten()[: TENSOR_BYTES // message.itemsize]
+        self._patterns = dict.fromkeys(PATTERNS, 0.0)  # GiB/s, the fastest of all moments
+        self._seconds_per_gib = dict.fromkeys(MOMENTS, 0.0)  # 0 where it was not measured
+
+    def before_step(self, index: int) -> None:
+        """Measure where it is time: before the first step, and in the middle of the measured ones. Collective.
+
+        A single measured step has no middle: then between the warm-up and that step.
+        """
+        if index == 0:
+            self._measure("before")
+        if index == self._steps.warmup + self._steps.measured // 2:
+            self._measure("between")
+
+    def figures(self) -> Extra:
+        """Extras of the record, after one last measurement: GiB/s of the slowest replica, and seconds of a small
+        message. Collective."""
+        self._measure("after")
+        latency = 0.0
+        if self._spans_nodes:
+            latency = LATENCY_BYTES / GIB / self._speed(self._bytes(LATENCY_BYTES), PATTERNS[0])
+        *slowest, latency = self._world.slowest([*self._seconds_per_gib.values(), latency])
+        if not all(slowest):
+            return {}
+        speeds = {moment: 1 / seconds for moment, seconds in zip(MOMENTS, slowest, strict=True)}
+        return {
+            LINK: speeds,
+            "across_gib_per_second": speeds["after"],
+            "link_by_pattern": {pattern: speed for pattern, speed in self._patterns.items() if speed},
+            "link_latency_seconds": latency,
+        }
+
+    def _measure(self, moment: str) -> None:
+        if not self._spans_nodes:
+            return
+        message = self._bytes(self._message_bytes) if self._message is None else self._message
+        patterns = PATTERNS if self._cp.node_size > 1 else PATTERNS[:1]  # nodes of one rank: both are the same
+        speeds = {pattern: self._speed(message, pattern) for pattern in patterns}
+        for pattern, speed in speeds.items():
+            self._patterns[pattern] = max(self._patterns[pattern], speed)
+        self._seconds_per_gib[moment] = 1 / max(speeds.values())
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._world.device)
+
+    def _speed(self, message: Tensor, pattern: str) -> float:
+        """GiB per second of messages of this size. The ranks are on several nodes. Collective."""
+        across = self._cp.measure_link(message, spread=pattern == "all_peers")
+        assert across is not None, "several nodes have a group"
+        return across

@@ -52,7 +52,6 @@ from engine.settings import (
     Schedule,
     Steps,
     TrialSettings,
-    keeps_whole,
 )
 from engine.tasks.train import TrainTask
 
@@ -93,7 +92,7 @@ def check_training(settings: TrialSettings, method: NativeMethod, world: World, 
     if key not in _checked:
         _give_back(world.device)  # for what is not allocated by torch, such as communicators
         try:
-            _checked[key] = _Step(problem, method, world).compared()
+            _checked[key] = _CheckedStep(problem, method, world).compared()
         except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
             _checked[key] = {UNCHECKED: str(error)}
         gc.collect()
@@ -129,8 +128,6 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         mlp_tiles=min(settings.mlp_tiles, 4),
         projection_tiles=min(settings.projection_tiles, 4),
         head_tiles=min(settings.head_tiles, 4),
-        parameters="kept" if keeps_whole(settings) else "gathered",
-        optimizer_offload=False,
         cuda_graph="none",
         steps=Steps(warmup=0, measured=1),
         learning_rate=1.0,
@@ -277,7 +274,7 @@ def _seen_in(model: Decoder) -> Iterator[_Seen]:
             hook.remove()
 
 
-class _Step:
+class _CheckedStep:
     """One step of a check problem on these ranks, and the dense one. Creating it is collective."""
 
     def __init__(self, problem: TrialSettings, method: NativeMethod, world: World) -> None:

@@ -1,0 +1,93 @@
+"""The experiment files still describe the published runs: what they plan is what the records hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.machine.this_machine import Machine, imagined
+from harness.plan.matrix import plan
+from harness.spec.experiment import load_experiment
+from harness.spec.trial import id_of
+from tests.published import stored_records
+
+ROOT = Path(__file__).parents[2]
+
+# Published runs that the experiment files still describe whole, by the command in results/published/README.md.
+AUTO = ("sweep.schedule=[auto]",)
+FP32 = ("fixed.grad_comm_dtype=fp32",)  # what every method sent before `auto` stood for what its original sends
+EQUAL = ("sweep.settings=[equal]", "sweep.method=[burst, megatron_cp, ulysses]")  # usp is ulysses on one node
+SETTINGS_ONCE = (
+    None, "fp64", "deterministic", "head_tiles", "hybrid", "layouts", "usp", "tensor_parallel", "z_loss",
+    "batch_size", "gradient_accumulation", "replicas", "seed", "gelu", "qk_norm",
+)  # fmt: skip
+RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
+    ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
+    ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
+    ("h200x4/attention_exchange", "attention_node", "exchange", FP32),
+    ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]", "fixed.cuda_graph=none")),
+    ("h200x2/training_node_two", "training_node", "two", ()),
+    (
+        "h200x2/training_node_two_long", "training_node", "two_long",
+        (*EQUAL, "sweep.seq_len=[128k]", "steps.rounds=3"),
+    ),
+    ("h200x2/training_node_two_longest", "training_node", "two_long", (*EQUAL, "sweep.seq_len=[256k]")),
+    ("h200x2/training_node_two_published", "training_node", "two_long", ("sweep.settings=[as_published]",)),
+    ("h200x2/training_node_small_two", "training_node", "small_two", ()),
+    ("h200x2/training_node_weak", "training_node", "weak", ("sweep.cp_size=[1,2]",)),
+    ("h200x2/attention_window_best", "attention_window", "best", ("sweep.cp_size=[1,2]",)),
+    (
+        "h200x2/attention_node_256k", "attention_node", None,
+        ("sweep.cp_size=[1,2]", "sweep.seq_len=[256k]", "steps.warmup=1", "steps.measured=3"),
+    ),
+    (
+        "h200x2/training_node_small_ring", "training_node", "small_two",
+        (
+            "sweep.settings=[equal]", "sweep.method=[burst,megatron_cp]", "sweep.schedule=[auto,ring]",
+            "exclude=[{method: megatron_cp, schedule: ring}]",
+        ),
+    ),
+    ("h200x2/training_node_small_auto", "training_node", "small_two", ("sweep.settings=[equal]",)),
+    (
+        "h200x2/checkpoint_tail_two", "checkpoint_tail", "two",
+        ("sweep.seq_len=[256k]", "steps.measured=1", "steps.rounds=1", "limits.share_ranks=true"),
+    ),
+    (
+        "h200x2/node_kernels_two", "node_systems", "first",
+        (
+            "sweep.seq_len=[64k]", "sweep.method=[burst]", "sweep.kernel=[auto, cudnn]", "steps.rounds=3",
+        ),
+    ),
+    (
+        "h200x2/two_nodes_overlap", "attention_two_nodes", None,
+        (
+            "sweep.cp_size=[2]", "sweep.emulate_nodes=[2]", "sweep.seq_len=[128k]", "sweep.method=[burst]",
+            "sweep.schedule=[double_ring,ulysses]", "steps.warmup=1", "steps.measured=2",
+        ),
+    ),
+    ("h200x4/attention_window", "attention_window", None, FP32),
+    # At 256K a trial was interrupted, which a resumed run executes.
+    ("h200x4/attention_two_nodes", "attention_two_nodes", "best", ("sweep.seq_len=[64k, 128k]", *FP32)),
+    ("h200x4/attention_two_nodes_grouped", "attention_two_nodes", "grouped", (*AUTO, *FP32)),
+    ("h200x4/longest_sequence", "longest_sequence", None, ("sweep.seq_len=[4M]", *FP32)),
+    ("h200x4/longest_sequence", "longest_sequence", "alone", ("sweep.seq_len=[1200k]", *FP32)),
+    ("h200x4/longest_sequence", "longest_sequence", "agreement", FP32),
+    ("h200x4/lm_head", "lm_head", None, FP32),
+    ("h200x4/lm_head", "lm_head", "check", FP32),
+    ("h200x4/memory_levers", "memory_levers", "two", FP32),
+    ("h200x4/checkpoint_tail", "checkpoint_tail", "two", ("sweep.seq_len=[128k]", *FP32)),
+    ("cpu/grad_comm_dtype", "attention_precision", "wire", ()),
+    *(("cpu/one_setting_each", "one_setting_each", scale, ()) for scale in SETTINGS_ONCE),
+    ("cpu/checkpoint_tail", "checkpoint_tail", "curve", FP32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("folder", "name", "scale", "overrides"), RUNS)
+def test_an_experiment_plans_the_trials_of_its_published_run(folder, name, scale, overrides) -> None:
+    experiment = load_experiment(ROOT / "experiments" / f"{name}.yaml", scale, overrides)
+    cpu = Machine(hostname="vm", device="cpu", cores=2, memory_gib=8.0)
+    trials = plan(experiment, cpu if folder.startswith("cpu") else imagined("NVIDIA H200", 141.0))
+    recorded = {id_of(stored.record().settings) for run, stored in stored_records() if run == folder}
+    assert trials
+    assert [trial.id for trial in trials if trial.id not in recorded] == []

@@ -1,0 +1,107 @@
+"""The published records were written again under the names of today, once. Beside the files before: only names changed.
+
+The table of names stands here and nowhere else. Settings that went are at the value that every run had without them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.settings import TrialSettings, from_json, to_json
+from harness.records.stored import runs_below, stored_run
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "results" / "published"
+BEFORE = "af1cec78ebe8af17c36530d743f20307a3b98f25"  # the last commit with the records as recorded
+
+NAMES = {"gradient_wire": "grad_comm_dtype", "head_parts": "num_head_chunks"}
+SCHEDULES = {"head_exchange": "ulysses", "heads_inside": "usp", "heads_across": "usp_transposed"}
+RECORDED_SCHEDULES = SCHEDULES | {"all_to_all": "ulysses"}
+GONE = {
+    "repeat_kv_heads": True, "overlap_projections": False, "gather_ahead": 1, "parameters": "auto",
+    "between_nodes": "plain",
+}  # fmt: skip
+
+
+def went(settings: dict[str, Any]) -> bool:
+    """Whether a record is of code that went with it: attention passes as CUDA graphs, transfers with reserves."""
+    return settings.get("cuda_graph") == "pass" or settings.get("between_nodes", "plain") != "plain"
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+
+
+def paths_before() -> list[str]:
+    found = git("ls-tree", "-r", "--name-only", BEFORE, "results/published").stdout.split()
+    return [path for path in found if path.endswith(".jsonl")]
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    return {NAMES.get(name, name): value for name, value in values.items()}
+
+
+def settings_of_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The settings as today's reader fills them."""
+    found = renamed(recorded)
+    found["schedule"] = SCHEDULES.get(found["schedule"], found["schedule"])
+    for name, value in GONE.items():
+        assert found.pop(name, value) == value
+    planned = found.get("planned", "").split()
+    found["planned"] = " ".join(name for name in planned if name not in GONE)
+    whole: dict[str, Any] = to_json(from_json(TrialSettings, found))
+    return whole
+
+
+def record_of_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    found = recorded | {"settings": settings_of_today(recorded["settings"])}
+    if (measured := recorded["measurement"]) is not None:
+        resolved = renamed(measured["chosen"])
+        if "schedule" in resolved:
+            resolved["schedule"] = RECORDED_SCHEDULES.get(resolved["schedule"], resolved["schedule"])
+        if "estimate" in resolved:
+            words = resolved["estimate"].split(" ")
+            resolved["estimate"] = " ".join(RECORDED_SCHEDULES.get(word, word) for word in words)
+        found["measurement"] = measured | {"chosen": resolved}
+    return found
+
+
+@cache
+def lines_before(path: str) -> list[str]:
+    return git("show", f"{BEFORE}:{path}").stdout.splitlines()
+
+
+@pytest.mark.skipif(git("cat-file", "-e", f"{BEFORE}^{{commit}}").returncode != 0, reason="a copy without the history")
+def test_records_differ_from_those_before_in_names_alone() -> None:
+    compared = 0
+    for path in paths_before():
+        header, *lines = lines_before(path)
+        if "burst_run" not in json.loads(header):  # of errors on CPU ranks: no record of a run
+            assert (ROOT / path).read_text(encoding="utf-8").splitlines() == lines_before(path)
+            continue
+        today = {one.trial: one.data for one in stored_run(ROOT / path).records()}
+        for before in map(json.loads, lines):
+            if went(before["settings"]):
+                assert before["trial_id"] not in today
+                continue
+            now = today.pop(before["trial_id"])
+            settings = to_json(from_json(TrialSettings, now["settings"]))  # with what was added since
+            assert now | {"settings": settings} == record_of_today(before), (path, before["trial_id"])
+            compared += 1
+        assert not today, path
+    assert compared > 600
+
+
+def test_no_record_has_an_old_name() -> None:
+    for run in map(stored_run, runs_below(PUBLISHED)):
+        for one in run.records():
+            resolved = (one.data["measurement"] or {}).get("chosen", {})
+            assert not (NAMES.keys() | GONE.keys()) & one.data["settings"].keys(), one.place
+            assert not NAMES.keys() & resolved.keys(), one.place
+            assert resolved.get("schedule") not in RECORDED_SCHEDULES, one.place
