@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -54,17 +55,17 @@ class KeyValueRing(EngineCommand):
         """The schedule that runs: the setting where the system has it, else the system's first."""
         return settings.schedule if settings.schedule in self.schedules else self.schedules[0]
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        from engine.attention.bound import BoundAttention
-
+    def choices(self, settings: TrialSettings) -> Choices:
         # An all-to-all exchanges all heads before attention, and all after it.
-        return BoundAttention(
-            cp,
-            settings,
+        return trial_choices(settings, self.grad_comm_dtype)._replace(
             schedule=self.schedule_of(settings),
             backward="key_value",
             exchange="relay",
             num_head_chunks=1,
-            grad_comm_dtype=self.grad_comm_dtype,
             forward_streams=self.forward_streams,
         )
+
+    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+        from engine.attention.bound import BoundAttention
+
+        return BoundAttention(cp, settings, self.choices(settings))

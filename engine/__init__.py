@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.attention.context import ContextParallel
-    from engine.attention.planning.layout_choice import choose_layout
     from engine.attention.prepared import burst_attention, prepare_attention
+    from engine.attention.resolve import choose_layout
 
 __all__ = ["ContextParallel", "burst_attention", "choose_layout", "prepare_attention"]
 
 _MODULES = {
     "ContextParallel": "engine.attention.context",
     "burst_attention": "engine.attention.prepared",
-    "choose_layout": "engine.attention.planning.layout_choice",
+    "choose_layout": "engine.attention.resolve",
     "prepare_attention": "engine.attention.prepared",
 }
 

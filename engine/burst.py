@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import split_unsupported_reason
 from engine.attention.masks import parse_mask
-from engine.attention.planning.layout_choice import trial_layout
+from engine.attention.resolve import Choices, trial_choices, trial_layout
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ class Burst(EngineCommand):
     def layout(self, settings: TrialSettings) -> str | Layout:
         return trial_layout(settings)
 
+    def choices(self, settings: TrialSettings) -> Choices:
+        return trial_choices(settings)
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        return BoundAttention(
-            cp, settings, schedule=settings.schedule, backward=settings.backward, exchange=settings.exchange
-        )
+        return BoundAttention(cp, settings, self.choices(settings))
 
 
 METHOD = Burst()

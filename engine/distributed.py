@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.attention.comm.topology import host_name, node_size_of, ranks_by_node
+from engine.attention.problem import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
 
 _WAITING_RANKS = 2048  # that may connect before rank 0 takes their connections; torch's own number

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from engine.attention.comm.topology import shared_node_size
-from engine.attention.planning.cost_model import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason
+from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from engine.attention.algorithms.saved import SavedOutput
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
+    from engine.attention.resolve import Choices
     from engine.settings import TrialSettings
 
 
@@ -83,6 +83,14 @@ class NativeMethod(Method, Protocol):
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned."""
+        ...
+
+
+class PlannedMethod(NativeMethod, Protocol):
+    """A native method whose attention the engine plans: its choices are known without running it."""
+
+    def choices(self, settings: TrialSettings) -> Choices:
+        """What the method fixes of its attention, and what it leaves to `engine.attention.resolve`."""
         ...
 
 

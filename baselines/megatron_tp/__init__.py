@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from baselines.ring_baseline import fixed_settings_unsupported_reason
 from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -57,15 +58,17 @@ class MegatronTensorParallel(EngineCommand):
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"
 
+    def choices(self, settings: TrialSettings) -> Choices:
+        # The tokens of all ranks are here, of some heads: one rank's attention.
+        return trial_choices(settings, self.grad_comm_dtype)._replace(
+            schedule="ring", backward="auto", exchange="relay"
+        )
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
         from engine.attention.context import ContextParallel as Context
 
-        # The tokens of all ranks are here, of some heads: one rank's attention.
-        return BoundAttention(
-            Context.single("contiguous"), settings, schedule="ring", backward="auto", exchange="relay",
-            grad_comm_dtype=self.grad_comm_dtype,
-        )  # fmt: skip
+        return BoundAttention(Context.single("contiguous"), settings, self.choices(settings))
 
 
 METHOD = MegatronTensorParallel()

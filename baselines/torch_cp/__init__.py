@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from baselines.ring_baseline import fixed_settings_unsupported_reason
 from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -56,11 +57,14 @@ class TorchContextParallel(EngineCommand):
     def layout(self, settings: TrialSettings) -> str:
         return "zigzag" if settings.mask == "causal" else "contiguous"  # load balancing is for causal masks alone
 
+    def choices(self, settings: TrialSettings) -> Choices:
+        return trial_choices(settings)._replace(schedule="ring", backward="key_value", exchange="relay")
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         if cp.size == 1:
             from engine.attention.bound import BoundAttention
 
-            return BoundAttention(cp, settings, schedule="ring", backward="key_value", exchange="relay")
+            return BoundAttention(cp, settings, self.choices(settings))
         from baselines.torch_cp.attention import TorchRing
 
         return TorchRing(cp, settings)

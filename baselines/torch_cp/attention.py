@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.algorithms.saved import SavedOutput, save_suffix
+from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import CAUSAL, FULL
 from engine.attention.kernels import BackwardInputs, Kernel, KernelProblem, choose_kernel
 from engine.attention.op import laid_out
-from engine.attention.planning.comm_volume import Sent
 from engine.ops.autograd import accumulation_dtype, outside_autocast, refuse_second_derivative
 from engine.settings import TrialSettings
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from baselines.ring_baseline import fixed_settings_unsupported_reason
 from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -58,11 +59,16 @@ class Ulysses(EngineCommand):
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"
 
+    def choices(self, settings: TrialSettings) -> Choices:
+        # One all-to-all of all heads before attention and one after, as published.
+        return trial_choices(settings)._replace(
+            schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1
+        )
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        # One all-to-all of all heads before attention and one after, as published.
-        attend = BoundAttention(cp, settings, schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1)
+        attend = BoundAttention(cp, settings, self.choices(settings))
         return attend if settings.model.kv_heads % cp.size == 0 else RepeatingHeads(attend, cp.size)
 
 

@@ -5,38 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_suffix
+from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
-from engine.attention.planning.comm_volume import Sent
-from engine.attention.planning.workload import recomputes_attention
 from engine.attention.prepared import PreparedAttention, prepare_attention
+from engine.attention.resolve import Choices
 from engine.settings import TrialSettings
 
 
 class BoundAttention:
     """An `engine.method.AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
-    def __init__(
-        self,
-        cp: ContextParallel,
-        settings: TrialSettings,
-        *,
-        schedule: str,
-        backward: str,
-        exchange: str,
-        num_head_chunks: int | None = None,
-        grad_comm_dtype: str = "fp32",
-        forward_streams: int = 1,
-    ) -> None:
-        """`grad_comm_dtype` is what the setting's `auto` stands for; a dtype set by hand replaces it."""
-        self._cp, self._settings = cp, settings
-        self._schedule, self._backward, self._exchange = schedule, backward, exchange
-        self._num_head_chunks, self._forward_streams = num_head_chunks, forward_streams
-        by_hand = settings.grad_comm_dtype
-        self._grad_comm_dtype = grad_comm_dtype if by_hand == "auto" else by_hand
+    def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices) -> None:
+        """`choices`: of the method, as `engine.method.NativeMethod.choices` gives them."""
+        self._cp, self._settings, self._choices = cp, settings, choices
         self._mask = parse_mask(settings.mask)
-        self._recompute = recomputes_attention(settings)
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(
@@ -61,18 +45,9 @@ class BoundAttention:
                 k_BLKD,
                 mask=self._mask,
                 cp=self._cp,
-                kernel=self._settings.kernel,
-                schedule=self._schedule,
-                backward=self._backward,
-                exchange=self._exchange,
-                deterministic=self._settings.deterministic,
-                grad_comm_dtype=self._grad_comm_dtype,
-                num_head_chunks=self._num_head_chunks,
-                recompute=self._recompute,
                 return_lse=True,
-                lse_gradient=False,  # the LSE is only saved for a recomputation
-                forward_streams=self._forward_streams,
                 tensor_layout="BSHD",
+                **self._choices._asdict(),
             )
         return self._prepared[key]
 
@@ -83,14 +58,14 @@ class BoundAttention:
         plan = self._last_plan()
         if plan is None:
             return {}
-        return plan.resolved() | {"grad_comm_dtype": self._grad_comm_dtype} | self._tail_shares(plan)
+        return plan.resolved() | {"grad_comm_dtype": self._choices.grad_comm_dtype} | self._tail_shares(plan)
 
     def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
         if plan is None:
             return None
-        call = plan.sent_bytes(gathered=not self._recompute)
+        call = plan.sent_bytes(gathered=not self._choices.recompute)
         return call.forward + call.backward
 
     def _last_plan(self) -> AttentionPlan | None:

@@ -22,7 +22,8 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
 from engine.attention.masks import Mask
 from engine.attention.op import attention_backward, attention_forward
-from engine.attention.resolve import Choices, cached_plan
+from engine.attention.plan import cached_plan
+from engine.attention.resolve import Choices
 from engine.ops.autograd import accumulation_dtype
 
 

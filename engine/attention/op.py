@@ -47,7 +47,7 @@ class _BurstAttention(torch.autograd.Function):
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
-        ctx.call = plan.cp.begin_call()
+        ctx.call = plan.cp.comms.begin_call()
         out_BLND, lse_BNL, saved = _forward(
             plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, saved_output, ctx.call, save=not recompute
         )
@@ -168,7 +168,7 @@ def attention_forward(
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.begin_call(), save=False)
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
     return out_BLND, lse_BNL
 
 

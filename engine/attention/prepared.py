@@ -29,7 +29,8 @@ from engine.attention.inputs import (
 )
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
-from engine.attention.resolve import Choices, cached_plan
+from engine.attention.plan import cached_plan
+from engine.attention.resolve import Choices
 
 _CAUSAL = Causal()
 
@@ -80,7 +81,7 @@ def burst_attention(
             and reference have it.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
         schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see
-            `engine.attention.planning.cost_model`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
+            `engine.attention.cost`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
             ring.
         exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
             fastest that the links allow.
@@ -164,7 +165,7 @@ def _refuse(error: Exception, cp: ContextParallel | None, *tensors: object) -> N
         raise error
     except ValueError as reason:
         if cp is not None:
-            cp.refuse(reason)
+            cp.comms.refuse(reason)
         raise
 
 
@@ -233,7 +234,7 @@ class PreparedAttention:
                 f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
                 f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
             )
-            self.cp.refuse(error)
+            self.cp.comms.refuse(error)
             raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
@@ -259,7 +260,7 @@ class PreparedAttention:
         try:
             check_sinks(sinks_N, q_BLND)
         except ValueError as error:
-            self.cp.refuse(error)
+            self.cp.comms.refuse(error)
             raise
 
     def resolved(self) -> dict[str, str]:

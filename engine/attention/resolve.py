@@ -1,43 +1,66 @@
-"""From settings to a plan: every `auto` is resolved here, once for a shape, dtype and device.
+"""From what a user leaves open to choices: every `auto` of attention is resolved here, in one pure function, no torch.
 
-The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, Ulysses around it, or attention over
-gathered keys. A context keeps the plans used last (`cached_plan`).
+    resolve(problem, hardware, choices) -> Resolved
+
+Engine (`engine.attention.plan`), memory planner, prediction and reports read the same `Resolved`; nothing else asks the
+cost model. `choose_layout` answers `layout: auto`, before a sequence is sharded. All of it is integer code and
+arithmetic on values that all ranks share, so that every rank chooses the same.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from torch import Tensor
-
-from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
-from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.saved import AttentionPlan
-from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
-from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
-from engine.attention.kernels import KernelProblem, choose_kernel
-from engine.attention.masks import Mask
-from engine.attention.masks.pairs import pair_table
-from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
-from engine.attention.planning.cost_model import (
+from engine.attention.comm_plan import comm_plan
+from engine.attention.comm_volume import (
+    CallBytes,
+    Narrowed,
+    RingVolume,
+    Sent,
+    Shards,
+    all_to_all_bytes,
+    gather_bytes,
+    gradient_widths,
+    head_slot_bytes,
+    narrowed,
+    ring_slot_bytes,
+)
+from engine.attention.cost import Estimate, HardwareModel, Workload, choose_num_head_chunks, choose_schedule
+from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
+from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
+from engine.attention.masks.mask import FirstRows
+from engine.attention.problem import (
     ALL_GATHER,
     BACKWARD_SIDES,
+    EXCHANGES,
+    GRAD_COMM_DTYPES,
+    RUNS_OF_TOKENS,
     ULYSSES_SCHEDULES,
-    HardwareModel,
-    asks_for_link,
-    chosen_schedule,
-    model_chooses,
+    Division,
+    Problem,
+    all_to_all_ranks,
+    divided,
+    problem_of_trial,
+    schedule_unsupported_reason,
 )
-from engine.attention.planning.workload import workload_of
-from engine.cuda.alternate import streams_of
+from engine.settings import TrialSettings
+
+__all__ = [
+    "Choices", "Estimate", "HardwareModel", "Resolved", "asks_for_link", "best_layout", "cheaper_backward",
+    "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices", "trial_layout",
+]  # fmt: skip
+
+ALL_RANKS = 8  # up to so many ranks are added up to choose a side; of more ranks, three
+PREFERENCE = tuple(LAYOUTS[name] for name in ("contiguous", "zigzag", "striped"))
+AS_GOOD = 1.05  # of the best imbalance: striped tiles cost kernels several per cent, and further ring steps are added
 
 
 class Choices(NamedTuple):
-    """The settings of a call besides its mask, as `plan_attention` takes them."""
+    """The settings of a call besides its mask: those of `burst_attention` and `prepare_attention`. A tuple, because a
+    call without a prepared plan looks its plan up by them."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -53,196 +76,331 @@ class Choices(NamedTuple):
     forward_streams: int = 1
 
 
-def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
-    """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What every `auto` became. Numbers that need the tables of a mask are computed where they are first read."""
 
-    `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
-    ValueError when nothing fits.
-    """
-    try:
-        check_mask(mask)
-    except ValueError as error:
-        cp.refuse(error)
-        raise
-    key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
-    plan: AttentionPlan | None = cp.plans.get(key)
-    if plan is None:
-        try:
-            check_inputs(q_BLND, k_BLKD, k_BLKD)
-            check_scale(choices.scale)
-            check_softcap(choices.softcap)
-        except ValueError as error:
-            cp.refuse(error)
-            raise
-        settings = choices._asdict()
+    problem: Problem
+    hardware: HardwareModel
+    choices: Choices  # as they were given
+    schedule: str  # as asked or chosen; `ring` for a double ring on one node and all_gather on one rank
+    reason: str  # one sentence: why `auto` took the schedule, or that it was given
+    estimate: Estimate | None  # of all schedules, where the cost model chose
+    division: Division  # members of the all-to-all, and the ring after it
+    head_exchange: str | None  # all_to_all, copy_engine; none for one of a single rank; None without one
+    exchange: str  # of the ring: relay, direct, copy_engine; none for a ring of one rank; all_gather
+    num_head_chunks: int
+    written_bytes: int  # per element of a gradient, as the kernel writes it
 
-        def said() -> dict[str, object]:
-            return {
-                "q": tuple(q_BLND.shape),
-                "k": tuple(k_BLKD.shape),
-                "dtype": str(q_BLND.dtype),
-                "device": q_BLND.device.type,
-                "mask": _described(mask),
-                **settings,
-            }
+    @property
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self.problem.layout.name
 
-        number = cp.agree(key, said)
-        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(number), **settings)
-        plan = cp.plans.put(key, made)
-    return plan
+    @cached_property
+    def backward(self) -> str:
+        """The side sent in backward, query or key_value; under `auto` the one whose bytes take less time."""
+        if self.schedule == ALL_GATHER:
+            return "key_value"
+        if self.choices.backward != "auto":
+            return self.choices.backward
+        problem, division = self.problem, self.division
+        return cheaper_backward(problem.mask, division.layout, self.volume, problem.seq_len, self.shards, self.hardware)
 
+    @property
+    def narrow_grads(self) -> Narrowed:
+        """Where gradients are sent in the inputs' dtype; all_gather sends all as at its slowest links."""
+        found = narrowed(self.choices.grad_comm_dtype)
+        if self.schedule == ALL_GATHER:
+            return Narrowed(*(found.at_slowest(self.problem.nodes),) * 3)
+        return found
 
-def _described(mask: Mask) -> str:
-    """The mask in words that are the same on every rank, also for a mask without words of its own."""
-    words = f"{type(mask).__name__} {mask}"
-    return re.sub(r" at 0x[0-9a-f]+", "", words)
+    @property
+    def summed_bytes(self) -> int:
+        """Per element of a summed gradient at the slowest links that it crosses."""
+        return (self.shards.inter_node if self.problem.nodes > 1 else self.shards.intra_node).summed
 
+    @cached_property
+    def shards(self) -> Shards:
+        """A rank's shards of one head chunk after the all-to-all, with the widths of gradients on each link."""
+        widths = gradient_widths(self.narrow_grads, self.problem.input_bytes, self.written_bytes)
+        return Shards.of(self.problem, widths, shared_by=self.division.shared_by, chunks=self.num_head_chunks)
 
-def plan_attention(
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    *,
-    mask: Mask,
-    cp: ContextParallel,
-    scale: float | None = None,
-    softcap: float | None = None,
-    kernel: str = "auto",
-    schedule: str = "auto",
-    backward: str = "auto",
-    exchange: str = "auto",
-    deterministic: bool = False,
-    grad_comm_dtype: str = "fp32",
-    num_head_chunks: int | None = None,
-    recompute: bool = False,
-    lse_gradient: bool = True,
-    forward_streams: int = 1,
-) -> AttentionPlan:
-    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
+    @property
+    def volume(self) -> RingVolume:
+        """Counts the bytes of the ring."""
+        return RingVolume(ring=self.division.ring, node_size=self.division.node_size, exchange=self.exchange)
 
-    Without `lse_gradient` backward skips the check for a gradient of the LSE; with some kernels it makes the host wait
-    for the GPU. The other arguments are those of `burst_attention` and `prepare_attention`.
-    """
-    if forward_streams not in (1, 2):
-        raise ValueError(f"forward_streams is {forward_streams}; give 1 or 2")
-    batch, tokens, heads, head_dim = q_BLND.shape
-    kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
-    cp.segments(seq_len)  # refuses lengths the layout cannot split
-    if backward not in ("auto", *BACKWARD_SIDES):
-        raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
-    if grad_comm_dtype not in GRAD_COMM_DTYPES:
-        raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
-    narrow = narrowed(grad_comm_dtype)[-1 if cp.node_size < cp.size else 0]  # at the slowest links
-    estimated = q_BLND.is_cuda and model_chooses(schedule, backward, exchange)
-    workload = workload_of(
-        mask,
-        cp.layout,
-        cp_size=cp.size,
-        node_size=cp.node_size,
-        seq_len=seq_len,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        input_bytes=q_BLND.itemsize,
-        grad_comm_dtype=grad_comm_dtype,
-        recompute=recompute,
-        counts_traffic=estimated,
-    )
-    # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
-    # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
-    asks = q_BLND.is_cuda and asks_for_link(schedule, backward, exchange, num_head_chunks)
-    link = cp.link(q_BLND.device, fixed=deterministic) if asks else None
-    hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
-    schedule, chunks, estimate = chosen_schedule(
-        workload,
-        cp.layout.name,
-        hardware,
-        schedule=schedule,
-        backward=backward,
-        exchange=exchange,
-        num_head_chunks=num_head_chunks,
-        on_gpu=q_BLND.is_cuda,
-    )
-    gathers = schedule == ALL_GATHER and cp.size > 1
-    if schedule == ALL_GATHER and not gathers:
-        schedule = "ring"  # of one rank
-    inner, shared_by = cp, 1
-    if schedule in ULYSSES_SCHEDULES:
-        all_to_all, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
-        shared_by = len(members)
-        if chunks < 1 or kv_heads // shared_by % chunks:
-            raise ValueError(
-                f"num_head_chunks {chunks} does not divide the {kv_heads // shared_by} KV heads of a rank under "
-                f"schedule {schedule}; give a number that does"
+    @property
+    def sends_queries(self) -> bool:
+        return self.backward == "query"
+
+    @cached_property
+    def receive_slot_bytes(self) -> int:
+        """Bytes of all receive slots of the fullest rank: 0 where nothing is sent by copy engine."""
+        problem, division, slots = self.problem, self.division, 0
+        if self.head_exchange == "copy_engine":
+            slots += head_slot_bytes(self.shards, self.choices.recompute)
+        if self.exchange == "copy_engine" and division.ring.node_size > 1:
+            slots += ring_slot_bytes(
+                problem.mask, division.layout, division.ring, problem.seq_len, self.shards, self.sends_queries
             )
-        ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
-    elif not gathers:
-        ring = cp.ring(schedule)
-    if gathers:
-        kinds = gathered_kinds(mask, cp.layout, seq_len, cp.size)
-    else:
-        kinds = pair_table(mask, inner.layout, seq_len, inner.size).kinds
-    problem = KernelProblem(
-        device=q_BLND.device,
-        dtype=q_BLND.dtype,
-        heads=heads // shared_by // chunks,
-        kv_heads=kv_heads // shared_by // chunks,
-        head_dim=head_dim,
-        bands=kinds,
-        deterministic=deterministic,
-        softcap=softcap,
-        any_delta=lse_gradient,
+        return slots
+
+    def sent(self, cp_rank: int, *, gathered: bool) -> CallBytes:
+        """Bytes that CP rank `cp_rank` sends in a forward and its backward, which may read what an all-to-all of
+        forward received (`gathered`) or receives it again."""
+        problem, division = self.problem, self.division
+        if self.schedule == ALL_GATHER:
+            return gather_bytes(problem.cp_size, problem.node_size, self.shards)
+        call = self.volume.rank_bytes(problem, division, cp_rank, self.shards, self.sends_queries)
+        if self.head_exchange is not None:
+            call += all_to_all_bytes(
+                division.members(cp_rank), cp_rank, problem.node_size, self.shards, gathered=gathered,
+                packed=self.head_exchange != "copy_engine",
+            )  # fmt: skip
+        return call.times(self.num_head_chunks)
+
+    def written_as(self, written_bytes: int) -> Resolved:
+        """The same for a kernel that writes each element of a gradient in so many bytes."""
+        return self if written_bytes == self.written_bytes else replace(self, written_bytes=written_bytes)
+
+
+def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Resolved:
+    """Turn every `auto` of a call into a choice. Raises ValueError, with the reason in one sentence, for what cannot
+    run.
+
+    The cost model's speeds are a GPU's: elsewhere `auto` is a ring, and heads are not cut into chunks. It is a ring as
+    well where `backward` or `exchange`, which are switches of a ring, are given.
+    """
+    if choices.backward not in ("auto", *BACKWARD_SIDES):
+        raise ValueError(f"backward {choices.backward!r} is unknown; choose auto, query or key_value")
+    if choices.grad_comm_dtype not in GRAD_COMM_DTYPES:
+        known = ", ".join(GRAD_COMM_DTYPES)
+        raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
+    if choices.exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+    estimated = problem.on_gpu and _model_chooses(choices)
+    workload = Workload.of(
+        problem, grad_comm_dtype=choices.grad_comm_dtype, recompute=choices.recompute, counts_traffic=estimated
     )
-    attend = choose_kernel(kernel, problem)
-    scale = head_dim**-0.5 if scale is None else scale
-    if gathers:
-        return AllGatherPlan(
-            cp=cp,
-            mask=mask,
-            gather=cp.gather(),
-            token_runs=_token_runs(cp, seq_len, range(cp.size)),
-            kernel=attend,
-            seq_len=seq_len,
-            shards=Shards.of(problem, attend, batch, tokens, "input" if narrow else "fp32"),
-            scale=scale,
-            deterministic=deterministic,
-            narrow_grads=narrow,
-            streams=streams_of(forward_streams, q_BLND.device),
-        )
-    resolved_exchange = inner.choose_exchange(exchange, ring, q_BLND.device)
-    ring_plan = RingPlan(
-        cp=inner,
-        mask=mask,
-        ring=ring,
-        exchange=resolved_exchange,
-        comms=inner.ring_comms(ring, resolved_exchange),
-        kernel=attend,
-        backward_side="query" if backward == "auto" else backward,
-        seq_len=seq_len,
-        shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
-        scale=scale,
-        deterministic=deterministic,
-        narrow_grads=narrowed(grad_comm_dtype),
-        estimate=estimate,
-        link=link,
-        # Copies into receive slots follow the stream that they were posted on.
-        streams=streams_of(forward_streams if resolved_exchange == "relay" and inner.size > 1 else 1, q_BLND.device),
-    )
-    if backward == "auto":
-        ring_plan = ring_plan.with_cheaper_backward(hardware)
-    if schedule not in ULYSSES_SCHEDULES:
-        return ring_plan
-    return UlyssesPlan(
-        cp=cp,
-        members=members,
+    schedule, estimate = choices.schedule, None
+    reason = f"schedule {schedule} is given"
+    if schedule == "auto":
+        schedule = "ring" if problem.nodes == 1 else "double_ring"
+        if estimated:
+            estimate = choose_schedule(workload, problem.layout.name, hardware, choices.num_head_chunks)
+            schedule = estimate.best
+            reason = f"auto takes {schedule}, the fastest by estimate: {estimate}"
+        elif problem.on_gpu:
+            reason = f"auto is {schedule} because backward or exchange is given"
+        else:
+            reason = f"auto is {schedule} because the cost model's speeds are those of GPUs"
+    if unsupported_reason := schedule_unsupported_reason(schedule, problem, problem.layout.name):
+        raise ValueError(unsupported_reason)
+    chunks = 1
+    if schedule in ULYSSES_SCHEDULES:
+        chunks = _num_head_chunks(schedule, problem, workload, hardware, choices.num_head_chunks)
+    if (schedule == "double_ring" and problem.nodes == 1) or (schedule == ALL_GATHER and problem.cp_size == 1):
+        schedule = "ring"
+    division = divided(schedule, problem.layout, problem.cp_size, problem.node_size)
+    head_exchange = None
+    if schedule in ULYSSES_SCHEDULES:
+        head_exchange = _head_exchange(schedule, choices.exchange, problem, division)
+    exchange = ALL_GATHER if schedule == ALL_GATHER else _ring_exchange(choices.exchange, problem, division)
+    item = problem.input_bytes
+    return Resolved(
+        problem=problem,
+        hardware=hardware,
+        choices=choices,
         schedule=schedule,
-        all_to_all=all_to_all,
-        token_runs=_token_runs(cp, seq_len, members),
-        inner=ring_plan,
+        reason=reason,
+        estimate=estimate,
+        division=division,
+        head_exchange=head_exchange,
+        exchange=exchange,
         num_head_chunks=chunks,
+        written_bytes=item if problem.on_gpu else max(4, item),
     )
 
 
-def _token_runs(cp: ContextParallel, seq_len: int, ranks: Iterable[int]) -> tuple[TokenRun, ...]:
-    """Runs of consecutive tokens of these ranks, in order of position."""
-    return token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in ranks))
+def _model_chooses(choices: Choices) -> bool:
+    """Whether `auto` is the cost model's choice on GPUs."""
+    return choices.schedule == choices.backward == choices.exchange == "auto"
+
+
+def asks_for_link(problem: Problem, choices: Choices) -> bool:
+    """Whether a choice depends on the speed of the link between nodes; where it does not, none is measured."""
+    if not problem.on_gpu or problem.nodes == 1:
+        return False
+    return _model_chooses(choices) or (choices.schedule in ULYSSES_SCHEDULES and choices.num_head_chunks is None)
+
+
+def _num_head_chunks(
+    schedule: str, problem: Problem, workload: Workload, hardware: HardwareModel, given: int | None
+) -> int:
+    """The given number of head chunks or, on GPUs, the cheapest. Raises ValueError for one that does not divide."""
+    if given is None:
+        return choose_num_head_chunks(schedule, workload, hardware) if problem.on_gpu else 1
+    kv_heads = problem.kv_heads // all_to_all_ranks(schedule, problem)
+    if given < 1 or kv_heads % given:
+        raise ValueError(
+            f"num_head_chunks {given} does not divide the {kv_heads} KV heads of a rank under schedule {schedule}; "
+            "give a number that does"
+        )
+    return given
+
+
+def _head_exchange(schedule: str, exchange: str, problem: Problem, division: Division) -> str:
+    """How an all-to-all sends heads: by copy engine where all its ranks share a node and `exchange` allows it."""
+    inside, reason = schedule == "usp" or problem.nodes == 1, problem.copies_unsupported_reason
+    if exchange == "copy_engine" and problem.cp_size > 1:
+        if not inside and schedule == "ulysses":
+            raise ValueError(
+                f"exchange copy_engine copies inside a node and nodes are of {problem.node_size}; choose exchange auto"
+            )
+        if reason:
+            raise ValueError(reason)
+    if division.shared_by == 1:
+        return "none"
+    copied = inside and exchange in ("auto", "copy_engine") and reason is None
+    return "copy_engine" if copied else "all_to_all"
+
+
+def _ring_exchange(exchange: str, problem: Problem, division: Division) -> str:
+    """How a ring sends chunks: by `auto` the fastest that the links inside its inner rings allow."""
+    ring, reason = division.ring, problem.copies_unsupported_reason
+    if ring.cp_size == 1:
+        return "none"
+    spans_nodes = ring.node_size > division.node_size
+    if exchange == "auto":
+        return "relay" if spans_nodes else "direct" if reason else "copy_engine"
+    if exchange == "copy_engine" and reason:
+        raise ValueError(reason)
+    if exchange == "copy_engine" and spans_nodes:
+        raise ValueError(
+            f"exchange copy_engine copies inside a node and this ring has {ring.node_size} ranks over nodes of "
+            f"{division.node_size}; choose schedule double_ring or exchange relay"
+        )
+    return exchange
+
+
+def cheaper_backward(
+    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, hardware: HardwareModel
+) -> str:
+    """The backward side whose bytes take less time on the links; `query` on a tie, as for a single rank."""
+
+    def seconds(side: str) -> float:
+        sent = group_backward_bytes(mask, layout, volume, seq_len, shards, side == "query")
+        return hardware.link_seconds(sent.near, sent.far)
+
+    return min(BACKWARD_SIDES, key=seconds)
+
+
+@lru_cache(maxsize=256)
+def group_backward_bytes(
+    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, sends_queries: bool
+) -> Sent:
+    """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
+
+    The same on every rank. Ranks are added up because with contiguous causal shards the first rank sends most with one
+    side and the last rank with the other, and both finish at the same time.
+    """
+    size = volume.ring.cp_size
+    total = Sent()
+    for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
+        work = comm_plan(mask, layout, volume.ring, seq_len, rank, sends_queries)
+        total += volume.backward(work, rank, shards, sends_queries)
+    return total
+
+
+def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
+    """The layout that divides the mask's work most evenly; of those as good as the best, the simplest.
+
+    Contiguous is preferred: with local masks a rank then needs chunks of the fewest other ranks, and every step has the
+    fewest tiles. Zigzag has two runs of tokens per rank; striped has tiles with every rank. A layout that would cut the
+    mask into too many tiles is skipped. Only layouts that can split the length are considered; when none can, all are,
+    and the error names the one that would have been best.
+
+    Raises ValueError with the mask's `unsupported_reason` when it does not describe `seq_len` tokens.
+    """
+    return best_layout(mask, seq_len, cp_size).name
+
+
+def best_layout(
+    mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0, among: Sequence[Layout] = PREFERENCE
+) -> Layout:
+    """`choose_layout` where attention's outputs are saved for the last `tail` of the sequence and recomputed before it.
+
+    With a tail between 0 and 1 the recomputed work and the saved rows should be divided evenly as well, and zigzag over
+    head and tail is one more candidate.
+    """
+    cut = tail_cut(tail, seq_len, cp_size)
+    layouts = list(among)
+    if 0 < cut < seq_len:
+        layouts.insert(layouts.index(LAYOUTS["zigzag"]) + 1, SplitZigzag(tail))
+    layouts = [layout for layout in layouts if split_unsupported_reason(layout, seq_len, cp_size) is None] or layouts
+
+    def unevenness(layout: Layout) -> float:
+        work = imbalance(mask, layout, seq_len, cp_size)
+        if not 0 < cut < seq_len:
+            return work
+        kept = kept_share(layout, seq_len, cp_size, cut) * seq_len / (seq_len - cut)
+        return max(work, kept, imbalance(FirstRows(mask, cut), layout, seq_len, cp_size))
+
+    shares = {layout: unevenness(layout) for layout in layouts}
+    good = [layout for layout in layouts if shares[layout] <= min(shares.values()) * AS_GOOD]
+    others = sorted(set(layouts) - set(good), key=shares.__getitem__)
+    return next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
+
+
+def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
+    """Whether the mask has few enough tiles under this layout, judged by the first shard against itself."""
+    try:
+        rank_pair_tiles(mask, layout, seq_len, cp_size, 0, 0)
+    except TooManyTiles:
+        return False
+    return True
+
+
+def trial_layout(settings: TrialSettings) -> str | Layout:
+    """The layout of a trial of method `burst`: its own, or for `auto` the best."""
+    tail = settings.checkpoint.tail
+    if settings.layout == "split_zigzag":
+        return SplitZigzag(tail)
+    if settings.layout != "auto":
+        return settings.layout
+    recomputes = settings.task == "train" and settings.checkpoint.layers_again(settings.model.layers) > 0
+    # An all-to-all or all-gather moves runs of consecutive tokens.
+    among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
+    return best_layout(
+        parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
+    )
+
+
+def recomputes_attention(settings: TrialSettings) -> bool:
+    """Whether a trial's attention is called again in backward, with outputs that checkpointing has kept."""
+    return settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
+
+
+def trial_choices(settings: TrialSettings, grad_comm_dtype: str = "fp32") -> Choices:
+    """The choices of a trial of method `burst`; of a baseline with other ones in their place. `grad_comm_dtype` is what
+    the setting's `auto` stands for."""
+    dtype = settings.grad_comm_dtype
+    return Choices(
+        kernel=settings.kernel,
+        schedule=settings.schedule,
+        backward=settings.backward,
+        exchange=settings.exchange,
+        deterministic=settings.deterministic,
+        grad_comm_dtype=grad_comm_dtype if dtype == "auto" else dtype,
+        recompute=recomputes_attention(settings),
+        lse_gradient=False,  # the LSE is only saved for a recomputation
+    )
+
+
+def resolve_trial(settings: TrialSettings, node_size: int, hardware: HardwareModel | None = None) -> Resolved:
+    """What a trial of method `burst` becomes on GPUs, with `node_size` context-parallel ranks on a node. Raises
+    ValueError for what cannot run."""
+    problem = problem_of_trial(settings, as_layout(trial_layout(settings)), node_size)
+    return resolve(problem, hardware or HardwareModel(), trial_choices(settings))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.attention.comm.gather import GroupGather
+from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
 from engine.lm_head.tiles import check_labels
@@ -52,7 +52,7 @@ class TensorParallel:
     @property
     def gather(self) -> GroupGather:
         """Collective at first use."""
-        return self.cp.gather()
+        return self.cp.comms.gather()
 
     def shape(self) -> ModelShape:
         """Of the model that one rank holds."""

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.comm.link_speed import LATENCY_BYTES, MESSAGE_BYTES
+from engine.attention.comm.link_speed import GIB, LATENCY_BYTES, MESSAGE_BYTES
 from engine.attention.context import ContextParallel
-from engine.attention.planning.cost_model import GIB
 from engine.distributed import World
 from engine.measurement import LINK, Extra
 from engine.settings import Steps, TrialSettings
@@ -215,6 +214,6 @@ class LinkProbes:
 
     def _speed(self, message: Tensor, pattern: str) -> float:
         """GiB per second of messages of this size. The ranks are on several nodes. Collective."""
-        across = self._cp.measure_link(message, spread=pattern == "all_peers")
+        across = self._cp.comms.measure_link(message, spread=pattern == "all_peers")
         assert across is not None, "several nodes have a group"
         return across

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
+from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
-from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import Gpu, read_gpu

@@ -223,6 +223,7 @@ def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
         "interval": list(found.interval) if found.interval else None,
         "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
         "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
+        "schedule_reason": time.exchange.reason if time else None,
         "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
         "phases": dict(time.phases) if time else None,
         "gib_by_moment": memory_by_moment(settings) if found.nodes else None,

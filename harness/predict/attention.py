@@ -10,38 +10,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.attention.geometry.layout import Gathered, Layout
+from engine.attention.comm_plan import ChunkRanges, comm_plan, length
+from engine.attention.comm_volume import all_to_all_bytes
+from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.planning.comm_plan import ChunkRanges, comm_plan, length
-from engine.attention.planning.comm_volume import all_to_all_bytes
+from engine.attention.problem import ALL_GATHER, Problem, divided
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
 from harness.predict.gathering import all_gather_passes
-from harness.predict.problem import AttentionProblem, Exchange, Pass, kernel_seconds, step_areas
+from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
 
 
-def within_a_node(schedule: str) -> str:
-    """What a schedule is where nothing lies between nodes."""
-    return {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}.get(schedule, schedule)
-
-
-def attention_passes(problem: AttentionProblem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
+def attention_passes(problem: Problem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention. Raises ValueError for what the schedule cannot run."""
     across = exchange.across_gib(speeds)
     if problem.cp_size == 1:
         return _alone(problem, speeds, False), _alone(problem, speeds, True)
-    if exchange.schedule in ("ring", "double_ring"):
-        size = problem.cp_size if exchange.schedule == "ring" else problem.node_size
-        ring = Ring(cp_size=problem.cp_size, node_size=size)
-        return _RingOfRanks(
-            problem=problem, exchange=exchange, speeds=speeds, across=across, ring=ring, layout=problem.layout
-        ).passes()
-    if exchange.schedule == "all_gather":
+    if exchange.schedule == ALL_GATHER:
         return all_gather_passes(problem, exchange, speeds, across)
-    return _all_to_all_passes(problem, exchange, speeds, across)
+    division = divided(exchange.schedule, problem.layout, problem.cp_size, problem.node_size)
+    if division.ring.cp_size == 1:
+        passes = _alone(problem, speeds, False), _alone(problem, speeds, True)
+    else:
+        passes = _RingOfRanks(
+            problem=problem, exchange=exchange, speeds=speeds, across=across, ring=division.ring,
+            layout=division.layout, shared_by=division.shared_by,
+        ).passes()  # fmt: skip
+    return _between_all_to_alls(passes, problem, exchange, speeds, across, division.members(0))
 
 
-def _alone(problem: AttentionProblem, speeds: Speeds, backward: bool) -> Pass:
+def _alone(problem: Problem, speeds: Speeds, backward: bool) -> Pass:
     """All visible pairs in one call, of a share of the heads."""
     pairs = problem.mask.area(problem.seq_len)
     return Pass(kernels=kernel_seconds(problem.pair_flops * pairs / problem.cp_size, pairs, speeds, backward))
@@ -51,7 +49,7 @@ def _alone(problem: AttentionProblem, speeds: Speeds, backward: bool) -> Pass:
 class _RingOfRanks:
     """A ring whose ranks each hold `1 / shared_by` of the heads, over links of GiB/s inside nodes and between them."""
 
-    problem: AttentionProblem
+    problem: Problem
     exchange: Exchange
     speeds: Speeds
     across: float
@@ -78,9 +76,7 @@ class _RingOfRanks:
         sends_queries = backward and self.exchange.backward == "query"
         plan = comm_plan(problem.mask, self.layout, ring, problem.seq_len, rank, sends_queries)
         areas = step_areas(problem.mask, self.layout, problem.seq_len, ring, rank, sends_queries)
-        part = problem.shards(
-            self.exchange.gradient_bytes, tokens=problem.seq_len // ring.cp_size, shared_by=self.shared_by
-        )
+        part = self.exchange.shards(problem, self.shared_by)
         chunk_bytes = part.sent_side(sends_queries) if backward else 2 * part.key
         gradient_bytes = part.gradient(sends_queries, self.exchange.gradient_bytes) if backward else 0
         inside = self.across if self.spans else self.speeds.inside_gib
@@ -170,49 +166,23 @@ def _received(ranges: ChunkRanges, local_rank: int, inner_step: int, size: int, 
     return min(whole, length(ranges.used[owner, local_rank])) if (owner, local_rank) in ranges.used else whole
 
 
-def _all_to_all_passes(
-    problem: AttentionProblem, exchange: Exchange, speeds: Speeds, across: float
+def _between_all_to_alls(
+    inner: tuple[Pass, Pass],
+    problem: Problem,
+    exchange: Exchange,
+    speeds: Speeds,
+    across: float,
+    members: tuple[int, ...],
 ) -> tuple[Pass, Pass]:
-    """Heads exchanged among some ranks, around attention of the rest: alone, or a ring."""
-    size, schedule = problem.node_size, exchange.schedule
-    members = {
-        "ulysses": tuple(range(problem.cp_size)),
-        "usp": tuple(range(size)),
-        "usp_transposed": tuple(range(0, problem.cp_size, size)),
-    }.get(schedule)
-    if members is None:
-        raise ValueError(
-            f"schedule {schedule!r} is unknown to the prediction; choose ring, double_ring, all_gather, "
-            "ulysses, usp or usp_transposed"
-        )
-    shared_by = len(members)
-    inner = _inner_passes(problem, exchange, speeds, across, shared_by)
+    """Forward and backward with the heads exchanged among `members` around them; one member exchanges nothing."""
+    if len(members) == 1:
+        return inner
     # All tokens of the members, with the heads of one; a KV head that several ranks share is sent to each of them.
-    tokens = problem.seq_len // problem.cp_size * shared_by
-    whole = problem.shards(exchange.gradient_bytes, tokens=tokens, shared_by=shared_by)
-    sent = all_to_all_bytes(members, members[0], size, whole, gathered=True, packed=False)
+    whole = exchange.shards(problem, len(members))
+    sent = all_to_all_bytes(members, members[0], problem.node_size, whole, gathered=True, packed=False)
     passes = []
     for call, around in zip((sent.forward, sent.backward), inner, strict=True):
         near, far = call.near / (speeds.inside_gib * GIB), call.far / (across * GIB)
         exposed = 1 / exchange.head_chunks  # the rest overlaps with the kernels of another chunk
         passes.append(around + Pass(kernels=0.0, inside=near * exposed, across=far * exposed))
     return passes[0], passes[1]
-
-
-def _inner_passes(
-    problem: AttentionProblem, exchange: Exchange, speeds: Speeds, across: float, shared_by: int
-) -> tuple[Pass, Pass]:
-    """What each rank computes on its share of the heads."""
-    if shared_by == problem.cp_size:
-        return _alone(problem, speeds, False), _alone(problem, speeds, True)
-    size, nodes = problem.node_size, problem.nodes
-    if exchange.schedule == "usp":
-        groups = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(nodes))
-        ring = Ring(cp_size=nodes, node_size=1)
-    else:
-        groups = tuple(tuple(range(local, problem.cp_size, size)) for local in range(size))
-        ring = Ring(cp_size=size, node_size=size)
-    return _RingOfRanks(
-        problem=problem, exchange=exchange, speeds=speeds, across=across, ring=ring,
-        layout=Gathered(problem.layout, groups), shared_by=shared_by,
-    ).passes()  # fmt: skip

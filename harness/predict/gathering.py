@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.geometry.ring import Ring
+from engine.attention.problem import Problem
 from engine.checkpoint.counts import layers_recomputed
 from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.problem import AttentionProblem, Exchange, Pass, kernel_seconds, step_areas
+from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +40,11 @@ class Group:
         return near, (self.ranks - self.node_ranks) * nbytes / (self.across * GIB)
 
 
-def all_gather_passes(
-    problem: AttentionProblem, exchange: Exchange, speeds: Speeds, across: float
-) -> tuple[Pass, Pass]:
+def all_gather_passes(problem: Problem, exchange: Exchange, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
     """Forward and backward of the rank with most to compute: K and V gathered and put in order, a call for each tile;
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
     group = Group(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
-    part = problem.shards(exchange.gradient_bytes, tokens=problem.seq_len // problem.cp_size)
+    part = exchange.shards(problem)
     keys = 2 * part.key * part.tokens
     gradients = part.gradient(False, exchange.gradient_bytes) * part.tokens
     inside, between = group.gather(keys)

@@ -1,4 +1,4 @@
-"""One layer's attention as the prediction sees it: the problem, how a method moves tensors, and what a pass takes."""
+"""One layer's attention as the prediction sees it: how a method moves tensors, and what a pass takes."""
 
 from __future__ import annotations
 
@@ -7,50 +7,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from engine.attention.comm_volume import Shards, Widths
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import pair_table
-from engine.attention.planning.comm_volume import Shards, Widths
+from engine.attention.problem import Problem
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
 from harness.metrics.hardware import Speeds
 from harness.predict.speeds import TERA
 
 Side = Literal["query", "key_value"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionProblem:
-    """Attention over one sequence on ranks that are spread over nodes."""
-
-    mask: Mask
-    layout: Layout
-    seq_len: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    input_bytes: int  # per element of Q, K and V
-    cp_size: int
-    node_size: int  # context-parallel ranks of a node
-
-    @property
-    def nodes(self) -> int:
-        return self.cp_size // self.node_size
-
-    @property
-    def pair_flops(self) -> float:
-        """Of one visible (query, key) pair in forward, over batch and heads."""
-        return 4.0 * self.batch * self.heads * self.head_dim
-
-    def shards(self, gradient_bytes: int, *, tokens: int, shared_by: int = 1) -> Shards:
-        """Of a rank that holds `tokens` of the sequence and `1 / shared_by` of the heads, at least one of each kind."""
-        widths = Widths(unreduced=gradient_bytes, summed=gradient_bytes)
-        return Shards(
-            batch=self.batch, tokens=tokens, heads=max(1, self.heads // shared_by),
-            kv_heads=max(1, self.kv_heads // shared_by), head_dim=self.head_dim, input_bytes=self.input_bytes,
-            intra_node=widths, inter_node=widths,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +29,16 @@ class Exchange:
     gradient_bytes: int  # per element of a partial gradient between ranks
     tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
     head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
+    reason: str = ""  # why the schedule runs: that it is given, or how `auto` chose it
 
     def across_gib(self, speeds: Speeds) -> float:
         """GiB/s of each GPU to another node, as NCCL is set up for the method."""
         return speeds.across_gib if self.tuned_links else speeds.across_default_gib
+
+    def shards(self, problem: Problem, shared_by: int = 1) -> Shards:
+        """Of a rank that divides the heads among `shared_by` ranks and holds their tokens."""
+        width = Widths(unreduced=self.gradient_bytes, summed=self.gradient_bytes)
+        return Shards.of(problem, (width,) * 3, shared_by=shared_by)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.attention.geometry.layout import as_layout
-from engine.attention.masks import parse_mask
+from engine.attention.problem import Problem, problem_of_trial
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -21,7 +21,7 @@ from harness.metrics.throughput import GIB
 from harness.predict.attention import attention_passes
 from harness.predict.exchanges import exchange_of
 from harness.predict.gathering import tensor_parallel_seconds
-from harness.predict.problem import AttentionProblem, Exchange, Pass
+from harness.predict.problem import Exchange, Pass
 from harness.predict.speeds import TERA
 from harness.spec.methods import method_named
 
@@ -121,23 +121,11 @@ def context_ranks_of_node(settings: TrialSettings, node_ranks: int) -> int:
     return size
 
 
-def attention_problem(settings: TrialSettings, node_size: int) -> AttentionProblem:
+def attention_problem(settings: TrialSettings, node_size: int) -> Problem:
     """Attention of one layer of a trial. Raises ValueError for a mask or layout that does not exist."""
-    mask, model = parse_mask(settings.mask), settings.model
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = "zigzag" if layout_of is None else layout_of(settings)
-    return AttentionProblem(
-        mask=mask,
-        layout=as_layout(layout),
-        seq_len=settings.seq_len,
-        batch=settings.batch_size,
-        heads=max(1, model.heads // settings.tp_size),
-        kv_heads=max(1, model.kv_heads // settings.tp_size),
-        head_dim=model.head_dim,
-        input_bytes=BYTES_OF[settings.dtype],
-        cp_size=settings.cp_size,
-        node_size=node_size,
-    )
+    return problem_of_trial(settings, as_layout(layout), node_size)
 
 
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}

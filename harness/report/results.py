@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from engine.atomic import write_atomic
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
+from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.measurement import Upstream
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.intervals import Interval, TwoRounds, medians_of_two

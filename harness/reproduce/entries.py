@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
+from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
 from harness.records.record import RecordPlace
 from harness.report.results import ONE_RANK, Row, flatten

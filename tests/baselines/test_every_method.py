@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 import baselines
+from engine.attention.comm_volume import least_inter_node_bytes
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
-from engine.attention.planning.inter_node import SpanningProblem, least_inter_node_bytes
+from engine.attention.problem import Problem
 from engine.measurement import Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine
@@ -106,7 +107,7 @@ def test_no_method_that_counts_its_bytes_sends_fewer_between_nodes_than_are_need
         assert far == [None] * 4  # a transport of its own: reports form no bound
         return
     least = least_inter_node_bytes(
-        SpanningProblem(
+        Problem(
             cp_size=4, node_size=2, heads=settings.model.heads, kv_heads=settings.model.kv_heads,
             mask=parse_mask(settings.mask), layout=layout_named(ranks[0].resolved["layout"]), seq_len=settings.seq_len,
             batch=2, head_dim=settings.model.head_dim, input_bytes=8,

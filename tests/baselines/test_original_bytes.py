@@ -52,7 +52,7 @@ def bytes_sent(module: str, trials: list[TrialSettings], node_size: int) -> list
             torch.ones(BATCH, TOKENS, n, shape.head_dim, dtype=torch.bfloat16, requires_grad=True) for n in heads
         )
         kernel = WritesInputs()
-        with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
+        with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             attend = method.attention(cp, settings)
             attend(q, k, v)[0].sum().backward()
         found.append((attend.computed_sent().total, cp.traffic.sent_bytes))
@@ -231,11 +231,11 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(("sent", "expected"), [("auto", 2304), ("fp32", 3072)])
 def test_megatrons_ring_sends_2304_mib_of_a_7b_layer_at_64k_on_four_ranks(sent: str, expected: int) -> None:
+    from engine.attention.comm_plan import comm_plan
+    from engine.attention.comm_volume import RingVolume, Shards, Widths, narrowed
     from engine.attention.geometry.layout import layout_named
     from engine.attention.geometry.ring import Ring
     from engine.attention.masks import Causal
-    from engine.attention.planning.comm_plan import comm_plan
-    from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, narrowed
     from harness.spec.methods import method_named
 
     taken = method_named("megatron_cp").grad_comm_dtype if sent == "auto" else sent

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.planning.cost_model import RUNS_OF_TOKENS
+from engine.attention.problem import RUNS_OF_TOKENS
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.initialise
-from engine.attention.comm.topology import node_size_of
+from engine.attention.problem import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.attention.planning.cost_model import RING_SCHEDULES, ULYSSES_SCHEDULES
+from engine.attention.problem import RING_SCHEDULES, ULYSSES_SCHEDULES
 from harness.records.record import Record, Round
 from harness.records.stored import read_records, runs_below
 from harness.report.results import row_of, rows_of

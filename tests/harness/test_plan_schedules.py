@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.planning.cost_model import HeadsAndRanks, schedule_unsupported_reason
+from engine.attention.problem import HeadsAndRanks, schedule_unsupported_reason
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine, together
 from harness.plan.matrix import unsupported_reason

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import TokenRun, in_order, write_by_member
-from engine.attention.comm.gather import GroupGather
+from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
+from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Layout, Segment
 from engine.attention.geometry.tiles import Tile, without_upper_bands
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.comm_volume import CallBytes, Shards, gather_bytes
-from engine.attention.planning.cost_model import ALL_GATHER
+from engine.attention.resolve import Resolved
 from engine.cuda.alternate import ONE_STREAM, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -53,11 +52,11 @@ class AllGatherPlan:
 
     cp: ContextParallel
     mask: Mask
+    choice: Resolved
     gather: GroupGather
     token_runs: tuple[TokenRun, ...]  # of all ranks, in order of position
     kernel: Kernel
     seq_len: int
-    shards: Shards  # of this rank
     scale: float
     deterministic: bool
     narrow_grads: bool  # gradients are sent in the inputs' dtype; else their sums in fp32 or wider
@@ -132,16 +131,16 @@ class AllGatherPlan:
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference."""
-        return gather_bytes(self.cp.size, self.cp.node_size, self.shards)
+        return self.choice.sent(self.cp.rank, gathered=gathered)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
         return {
             "kernel": self.kernel.name,
             "layout": self.cp.layout.name,
-            "schedule": ALL_GATHER,
-            "backward": "key_value",
-            "exchange": ALL_GATHER,
+            "schedule": self.choice.schedule,
+            "backward": self.choice.backward,
+            "exchange": self.choice.exchange,
             "mask": str(self.mask),
             "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
         }

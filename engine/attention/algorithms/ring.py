@@ -29,15 +29,15 @@ from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccu
 from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
+from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
+from engine.attention.comm_volume import CallBytes, Narrowed
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
-from engine.attention.planning.cost_model import Estimate, HardwareModel
+from engine.attention.resolve import Resolved
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -51,17 +51,15 @@ class RingPlan:
 
     cp: ContextParallel
     mask: Mask
+    choice: Resolved
     ring: Ring
-    exchange: str  # relay, direct or copy_engine
     comms: RingComms
     kernel: Kernel
     backward_side: str  # the side sent in backward: query or key_value
     seq_len: int
-    shards: Shards  # of this rank
     scale: float
     deterministic: bool
     narrow_grads: Narrowed  # where gradients are sent in the inputs' dtype
-    estimate: Estimate | None = None  # the cost model's figures behind the schedule, when it chose
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
@@ -108,34 +106,22 @@ class RingPlan:
         tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.seq_len)
         return tiles[0][2] if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
 
-    @property
-    def volume(self) -> RingVolume:
-        """Counts the bytes that this ring sends."""
-        return RingVolume(ring=self.ring, node_size=self.cp.node_size, exchange=self.exchange)
-
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
-        assert self.cut is None, "the forward of some rows has no backward"
-        sends_queries = self.backward_side == "query"
-        forward, backward = self.comm_plan(sends_queries=False), self.comm_plan(sends_queries)
-        return self.volume.call_bytes(forward, backward, self.cp.rank, self.shards, sends_queries)
-
-    def with_cheaper_backward(self, hardware: HardwareModel) -> RingPlan:
-        """This plan with the backward side whose bytes take less time: the same one on every rank."""
-        side = cheaper_backward(self.mask, self.cp.layout, self.volume, self.seq_len, self.shards, hardware)
-        return replace(self, backward_side=side)
+        return self.choice.sent(self.cp.rank, gathered=gathered)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
-        estimated = {"estimate": str(self.estimate)} if self.estimate else {}
+        choice = self.choice
+        found = {"estimate": str(choice.estimate)} if choice.estimate else {}
         if self.link is not None:
-            estimated["link"] = str(self.link)
-        return estimated | {
+            found["link"] = str(self.link)
+        return found | {
             "kernel": self.kernel.name,
             "layout": self.cp.layout.name,
-            "schedule": "ring" if self.ring.nodes == 1 else "double_ring",
+            "schedule": choice.schedule,
             "backward": self.backward_side,
-            "exchange": self.exchange if self.cp.size > 1 else "none",
+            "exchange": choice.exchange,
             "mask": str(self.mask),
             "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
         }

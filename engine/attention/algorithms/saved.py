@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.geometry.tiles import Band
 from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
-from engine.attention.planning.comm_volume import CallBytes
 
 SAVED_PER_CHUNK = 4  # Q, K, V and LSE of a gathered chunk
 

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import SAVED_PER_CHUNK, Saved
-from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm.collectives import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm_plan import reach
+from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import Kernel
-from engine.attention.planning.comm_plan import reach
-from engine.attention.planning.comm_volume import CallBytes, all_to_all_bytes
+from engine.attention.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class UlyssesPlan:
     `engine.attention.algorithms.saved.AttentionPlan`."""
 
     cp: ContextParallel  # all ranks, as they are before the all-to-all
+    choice: Resolved
     members: tuple[int, ...]  # CP ranks in the all-to-all
-    schedule: str
     all_to_all: AllToAll
     token_runs: tuple[TokenRun, ...]
     inner: RingPlan  # over one head chunk
@@ -124,7 +125,7 @@ class UlyssesPlan:
     @cached_property
     def _chunk_heads(self) -> tuple[slice, ...]:
         """The query heads of each chunk of this rank."""
-        heads, chunks = self.inner.shards.heads, self.num_head_chunks
+        heads, chunks = self.choice.shards.heads, self.num_head_chunks
         first = self.members.index(self.cp.rank) * chunks * heads
         return tuple(slice(first + index * heads, first + (index + 1) * heads) for index in range(chunks))
 
@@ -138,23 +139,15 @@ class UlyssesPlan:
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
-        packed, inner = self.all_to_all.name != "copy_engine", self.inner
-        exchanged = all_to_all_bytes(
-            self.members, self.cp.rank, self.cp.node_size, inner.shards, gathered=gathered, packed=packed
-        )
-        ring, chunks = inner.sent_bytes(), self.num_head_chunks
-        return CallBytes(
-            (exchanged.forward + ring.forward).times(chunks), (exchanged.backward + ring.backward).times(chunks)
-        )
+        return self.choice.sent(self.cp.rank, gathered=gathered)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
-        inner, name = self.inner.resolved(), self.all_to_all.name
-        alone = inner["exchange"] == "none"
+        choice, inner = self.choice, self.inner.resolved()
+        name, alone = str(choice.head_exchange), choice.exchange == "none"
         return inner | {
-            "schedule": self.schedule,
             "backward": name if alone else inner["backward"],
-            "exchange": name if alone else f"{name} + {inner['exchange']}",
+            "exchange": name if alone else f"{name} + {choice.exchange}",
             "num_head_chunks": str(self.num_head_chunks),
         }
 

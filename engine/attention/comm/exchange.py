@@ -23,8 +23,8 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec, tensor_specs
 from engine.attention.comm.p2p import Transfer, Transport
-from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, TokenRange
-from engine.attention.planning.receive_slots import HELD_GRADIENTS
+from engine.attention.comm_plan import ChunkRanges, CommPlan, TokenRange
+from engine.attention.comm_volume import HELD_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)

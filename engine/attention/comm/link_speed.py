@@ -21,7 +21,7 @@ from engine.attention.comm.p2p import PointToPoint, Traffic
 REPEATS = 3
 MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
 LATENCY_BYTES = 4096  # of a message that takes as long as a link's latency
-_GIB = 1 << 30
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Link:
     """The speed of the link between nodes that a schedule was chosen with."""
 
     gib: float  # per second and rank
-    measured: bool  # on these nodes, in this process; otherwise the constant of `planning.cost_model.HardwareModel`
+    measured: bool  # on these nodes, in this process; otherwise the constant of `engine.attention.cost.HardwareModel`
 
     def __str__(self) -> str:
         """As recorded."""
@@ -54,7 +54,7 @@ def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Ten
         _finish(message)
         seconds.append(time.perf_counter() - started)
     rounds = _slowest(seconds, group, message.device)[1:]  # the first round opens connections
-    return sends.nbytes / _GIB / statistics.median(rounds)
+    return sends.nbytes / GIB / statistics.median(rounds)
 
 
 @dataclass(frozen=True, slots=True)

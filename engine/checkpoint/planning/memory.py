@@ -7,7 +7,7 @@ those computed again, with the saved tensors of the layers before and the gradie
 torch's allocator keeps memory by stream. FSDP2 forms the sharded gradients on a stream of its own, so they never take
 the place of freed activations: the memory it reserves is the fullest moment without gradients, plus all gradients.
 Where one rank keeps its parameters whole there is one stream, and copies of all parameters instead of gathered ones.
-Chunks that arrive by copy engine have memory of their own, held throughout (`engine.attention.planning.receive_slots`).
+Chunks that arrive by copy engine have memory of their own, held throughout (`receive_slot_bytes`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
 Against the training records of today's engine allocated is within 4% and reserved within 8%;
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
-from engine.attention.planning.receive_slots import receive_slot_bytes
+from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.choice import Choice, choice_of, open_names
 from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
@@ -54,6 +54,18 @@ class RankMemory:
 def memory_of(settings: TrialSettings, *, on_gpu: bool = True) -> RankMemory:
     """Memory of one rank of a training trial with its settings as they are."""
     return MemoryModel(settings, on_gpu=on_gpu).of(choice_of(settings))
+
+
+def receive_slot_bytes(settings: TrialSettings) -> int:
+    """Bytes of all receive slots of the fullest rank in a trial of method `burst` whose GPUs of a node can copy into
+    each other's memory. A node is one of `emulate_nodes`; between nodes `auto` chooses as with the cost model's own
+    speed of the link, which ranks measure. A trial that cannot run has no slots: it is refused elsewhere."""
+    if settings.cp_size % settings.emulate_nodes:
+        return 0
+    try:
+        return resolve_trial(settings, settings.cp_size // settings.emulate_nodes).receive_slot_bytes
+    except ValueError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 Every measured call with its estimate goes to results/published/schedules.csv, errors and choices to
 docs/notes/2026-11-23-cost-model-of-auto.md, both under the model as it is: a new constant is put into
-`engine.attention.planning.cost_model.HardwareModel` by hand, and tests hold the two together.
+`engine.attention.cost.HardwareModel` by hand, and tests hold the two together.
 """
 
 from __future__ import annotations
 
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.cost import HardwareModel
 from harness.predict.schedules.choice import choices
 from harness.predict.schedules.fit import GUESSES, fitted_model
 from harness.predict.schedules.measured import measured_calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
+from engine.attention.cost import HardwareModel, choose_num_head_chunks, choose_schedule
 from harness.predict.schedules.measured import MeasuredCall, Problem, Side
 
 

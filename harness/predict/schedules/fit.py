@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.planning.cost_model import HardwareModel, estimate
+from engine.attention.cost import HardwareModel, estimate
 from harness.predict.schedules.measured import MeasuredCall
 
 Vector = NDArray[np.float64]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files.errors import shown
-from engine.attention.planning.cost_model import Workload
-from engine.attention.planning.workload import trial_workload
+from engine.attention.cost import Workload
+from engine.attention.resolve import recomputes_attention
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
 from harness.predict.step import attention_problem, context_ranks_of_node
@@ -136,6 +136,6 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
         schedule=chosen["schedule"],
         num_head_chunks=int(chosen.get("num_head_chunks", 1)),
         layout=chosen["layout"],
-        workload=trial_workload(settings, problem.layout, problem.node_size, counts_traffic=True),
+        workload=Workload.of(problem, recompute=recomputes_attention(settings)),
         rounds=record.step_seconds_by_round,
     )

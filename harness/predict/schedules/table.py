@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.cost import HardwareModel
 from harness.predict.schedules.choice import Choice
 from harness.predict.schedules.fit import GUESSES, estimated
 from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, Problem, Side

@@ -8,7 +8,7 @@ Three figures, of which only the last is a bound:
     reference   for forward and for backward the longer of the ideal and the needed bytes ÷ link. It holds what is
                 measured in another trial, so it is a reference as well.
     link bound  needed bytes ÷ link, with compute for nothing. No step of a schedule of the engine is shorter, by
-                construction (`engine.attention.planning.inter_node`): it needs no fewer bytes, and `link` is the
+                construction (`engine.attention.comm_volume`): it needs no fewer bytes, and `link` is the
                 fastest of what was measured before, between and after the steps and of what the fastest step itself
                 sent between nodes. A link that drifts makes the bound lower, never false. Each round is judged by its
                 own link: the bound is the median over the steps of what each one's round allows.
@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.attention.comm_volume import InterNodeBytes, least_inter_node_bytes
 from engine.attention.geometry.layout import SplitZigzag, layout_named
 from engine.attention.masks import parse_mask
-from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem, least_inter_node_bytes
+from engine.attention.problem import Problem
 from engine.settings import BYTES_OF
 from harness.report.results import UPSTREAM, Row, setting_names
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
@@ -278,7 +279,7 @@ def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:
     name = row.get("chosen_layout") or row["layout"]
     try:
         return least_inter_node_bytes(
-            SpanningProblem(
+            Problem(
                 cp_size=row["cp_size"],
                 node_size=ranks_per_node,
                 heads=row["model.heads"],

@@ -29,8 +29,8 @@ from engine import ContextParallel
 from engine.attention.kernels import BackwardInputs
 from engine.attention.masks import Causal
 from engine.attention.op import run_attention
-from engine.attention.resolve import plan_attention
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine, calls
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 SCHEDULES = (

@@ -15,8 +15,8 @@ import random
 import time
 from collections.abc import Callable
 
+from engine.attention import comm_plan, resolve
 from engine.attention.geometry.layout import LAYOUTS, Layout
-from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tile_table import shards_of
 from engine.attention.masks import (
     BlockSparse,
@@ -30,9 +30,8 @@ from engine.attention.masks import (
     pairs,
 )
 from engine.attention.masks.mask import regions_of
-from engine.attention.planning import comm_plan, comm_volume
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.problem import Problem
+from engine.attention.resolve import Choices, HardwareModel
 
 REPEATS, NODE_SIZE = 12, 8
 CACHES = (
@@ -41,7 +40,7 @@ CACHES = (
     comm_plan.ring_tables,
     comm_plan.comm_plan,
     comm_plan.ring_traffic,
-    comm_volume.group_backward_bytes,
+    resolve.group_backward_bytes,
 )
 
 
@@ -73,24 +72,18 @@ def plan_seconds(mask: Mask, layout: Layout, node_size: int, seq_len: int, cp_si
     for cache in CACHES:
         cache.cache_clear()
     shards_of(layout, seq_len, cp_size)  # of the context, not of the mask
-    ring, rank = Ring(cp_size=cp_size, node_size=node_size), cp_size // 3
-    widths = Widths(2, 4)
-    shards = Shards(
-        batch=1,
-        tokens=seq_len // cp_size,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        input_bytes=2,
-        intra_node=widths,
-        inter_node=widths,
-    )
+    problem = Problem(
+        mask=mask, layout=layout, seq_len=seq_len, batch=1, heads=32, kv_heads=8, head_dim=128, input_bytes=2,
+        cp_size=cp_size, node_size=NODE_SIZE,
+    )  # fmt: skip
+    schedule, rank = "ring" if node_size == cp_size else "double_ring", cp_size // 3
     started = time.process_time()
-    mask.area(seq_len)
-    comm_plan.traffic_left(mask, layout, cp_size, NODE_SIZE, seq_len)
-    volume = RingVolume(ring=ring, node_size=NODE_SIZE, exchange="direct")
-    side = cheaper_backward(mask, layout, volume, seq_len, shards, HardwareModel())
-    plans = [comm_plan.comm_plan(mask, layout, ring, seq_len, rank, queries) for queries in {False, side == "query"}]
+    resolve.resolve(problem, HardwareModel(), Choices())  # the estimate of every schedule
+    choice = resolve.resolve(problem, HardwareModel(), Choices(schedule=schedule))
+    plans = [
+        comm_plan.comm_plan(mask, layout, choice.division.ring, seq_len, rank, queries)
+        for queries in {False, choice.sends_queries}
+    ]
     assert all(plan.steps[0].tiles for plan in plans)
     planned = time.process_time()
     for plan in plans:

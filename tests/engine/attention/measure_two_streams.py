@@ -18,8 +18,8 @@ from engine import ContextParallel
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.comm.exchange import RingComms
 from engine.attention.masks import Causal
-from engine.attention.resolve import plan_attention
 from tests.engine.attention.test_two_streams import RANKS, PeersHere, context
+from tests.plans import plan_attention
 
 LENGTHS, HEADS, KV_HEADS, HEAD_DIM = (16384, 65536, 131072), 32, 8, 128
 ROUNDS = 10

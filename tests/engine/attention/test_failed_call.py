@@ -18,7 +18,7 @@ from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeou
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Documents, Full
 from engine.attention.op import AttentionPlan, run_attention
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 FAILING_RANK = 1

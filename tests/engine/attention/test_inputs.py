@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import Causal
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 Q = torch.zeros(1, 8, 4, 16)

@@ -19,7 +19,7 @@ from engine.attention.comm.p2p import PointToPoint
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
 from engine.attention.op import AttentionPlan, run_attention
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 WITHOUT_GRADIENT: dict[str, tuple[bool, Callable[[], contextlib.AbstractContextManager[Any]]]] = {

@@ -13,7 +13,7 @@ from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsup
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.op import run_attention
 from engine.attention.reference import dense_attention
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 DEVICE = torch.device("cpu")  # a test marked gpu sets another

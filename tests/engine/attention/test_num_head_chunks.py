@@ -13,10 +13,13 @@ import torch.distributed as dist
 from engine import ContextParallel, burst_attention
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
+from engine.attention.comm.collectives import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
+from engine.attention.cost import HardwareModel, choose_num_head_chunks, estimate
+from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import Causal, SlidingWindow
-from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
+from engine.attention.problem import Problem
+from engine.attention.resolve import Choices, resolve
 from tests.engine.attention.planning.test_cost_model import share
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.ranks import run_on_ranks
@@ -150,8 +153,25 @@ def test_receive_buffers_are_freed_when_the_work_on_them_begins() -> None:
     token_runs = (TokenRun(0, 0, 4), TokenRun(1, 0, 4))
     plan = UlyssesPlan(
         cp=alone.cp,
+        choice=resolve(
+            Problem(
+                mask=Causal(),
+                layout=layout_named("zigzag"),
+                seq_len=8,
+                batch=1,
+                heads=8,
+                kv_heads=8,
+                head_dim=4,
+                input_bytes=4,
+                cp_size=2,
+                node_size=2,
+                on_gpu=False,
+                copies_unsupported_reason="no GPU",
+            ),
+            HardwareModel(),
+            Choices(schedule="ulysses", num_head_chunks=4),
+        ),
         members=(0, 1),
-        schedule="ulysses",
         all_to_all=heads,
         token_runs=token_runs,
         inner=alone,
@@ -206,7 +226,8 @@ ODD = ((1, torch.bfloat16), (3, torch.float32), (1, torch.uint8), (1, torch.floa
 def odd_tensors() -> tuple[bool, int]:
     """Tokens of heads of odd sizes go to their ranks in two parts and come back: (unchanged, bytes sent)."""
     cp = ContextParallel(layout="contiguous")
-    all_to_all, members, _inner = cp.all_to_all("ulysses", "auto", torch.device("cpu"))
+    members = range(cp.size)
+    all_to_all = cp.comms.all_to_all(members, "all_to_all")
     token_runs = token_runs_in_order(tuple(cp.layout.segments(3 * cp.size, cp.size, rank) for rank in members))
     tokens = torch.arange(3)[None, :, None, None] + 10 * cp.rank
     tensors = tuple((tokens + 40 * torch.arange(4)[:, None]).expand(1, 3, 4, n).to(dtype) for n, dtype in ODD)

@@ -14,7 +14,7 @@ from engine.attention.algorithms.saved import save_suffix
 from engine.attention.comm.exchange import RemoteChunk
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.reference import dense_attention
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 HEAD_DIM = 128

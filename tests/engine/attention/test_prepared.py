@@ -15,14 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
-import engine.attention.resolve as resolve
 from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention import plan as planning
 from engine.attention.algorithms.saved import save_suffix
-from engine.attention.context import PlanCache
+from engine.attention.context import MAX_PLANS, PlanCache
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Strided
 from engine.attention.op import run_attention
-from engine.attention.plan_cache import MAX_PLANS
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 
@@ -112,7 +111,7 @@ def masks_of_steps() -> tuple[bool, int, int]:
     steps = [Documents((first, TOKENS - first)) for first in (5, 17, 30)]
     attend = prepare_attention(*inputs[:2], mask=steps[0], cp=cp)
     equal = True
-    with mock.patch.object(resolve, "plan_attention", side_effect=resolve.plan_attention) as planned:
+    with mock.patch.object(planning, "plan_attention", side_effect=planning.plan_attention) as planned:
         for mask in steps:
             found = results(lambda *t, m=mask: attend(*t, mask=m), inputs)
             truth = results(burst_attention, inputs, mask=mask, cp=ContextParallel(layout="contiguous"))
@@ -200,7 +199,7 @@ def test_saved_outputs_work_with_a_prepared_call(world_size, tail, least) -> Non
 
 @contextlib.contextmanager
 def counted_plans():
-    with mock.patch.object(resolve, "plan_attention", side_effect=resolve.plan_attention) as planned:
+    with mock.patch.object(planning, "plan_attention", side_effect=planning.plan_attention) as planned:
         yield planned
 
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel
 from engine.attention.masks import parse_mask
-from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES
-from engine.attention.planning.cost_model import HeadsAndRanks, schedule_unsupported_reason
+from engine.attention.problem import GRAD_COMM_DTYPES, HeadsAndRanks, schedule_unsupported_reason
 from engine.attention.reference import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks

@@ -12,8 +12,8 @@ import torch
 
 from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec
 from engine.attention.comm.exchange import AllPairsP2P
-from engine.attention.planning.comm_plan import ChunkRanges
-from engine.attention.planning.receive_slots import HELD_GRADIENTS
+from engine.attention.comm_plan import ChunkRanges
+from engine.attention.comm_volume import HELD_GRADIENTS
 
 
 class RecordingTransport:

@@ -32,8 +32,8 @@ from engine.attention.masks import (
     recompute_share,
 )
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.layout_choice import best_layout
 from engine.attention.reference import visibility
+from engine.attention.resolve import best_layout
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.test_parity import problem

@@ -16,12 +16,12 @@ from torch import Tensor
 from engine import ContextParallel
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.comm.exchange import ChunkSpec, RemoteChunk, RingComms
+from engine.attention.comm_plan import ChunkRanges
 from engine.attention.masks import Causal
-from engine.attention.planning.comm_plan import ChunkRanges
 from engine.attention.prepared import prepare_attention
 from engine.attention.reference import dense_attention
-from engine.attention.resolve import plan_attention
 from engine.cuda.alternate import ONE_STREAM, TwoStreams, streams_of
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.attention.comm_volume import gather_bytes
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
-from engine.attention.planning.comm_volume import gather_bytes
+from engine.attention.problem import Problem
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 from harness.cli import main
 from harness.metrics.hardware import Speeds, Tiles, hardware_named
@@ -18,7 +19,7 @@ from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.predict.attention import attention_passes
 from harness.predict.gathering import Group, tensor_parallel_transfers
-from harness.predict.problem import AttentionProblem, Exchange
+from harness.predict.problem import Exchange
 from harness.records.stored import read_records
 from harness.spec.models import named_model
 
@@ -26,7 +27,7 @@ SLOW = Speeds(
     gemm_tflops=1e6, attention_forward_tflops=1e6, attention_backward_tflops=1e6, memory_gib=1e9, inside_gib=0.5,
     across_gib=0.01, across_default_gib=0.01, ring_step_seconds=1e-9,
 )  # fmt: skip
-PROBLEM = AttentionProblem(
+PROBLEM = Problem(
     mask=parse_mask("causal"), layout=layout_named("zigzag"), seq_len=1 << 12, batch=1, heads=16, kv_heads=8,
     head_dim=64, input_bytes=2, cp_size=8, node_size=8,
 )  # fmt: skip
@@ -34,7 +35,7 @@ GATHERED = Exchange(schedule="all_gather", backward="key_value", gradient_bytes=
 
 
 def test_inside_a_node_gathered_attention_waits_for_the_bytes_that_the_engine_counts() -> None:
-    part = PROBLEM.shards(4, tokens=PROBLEM.seq_len // 8)
+    part = GATHERED.shards(PROBLEM)
     counted = gather_bytes(8, 8, part)
     for call, found in zip((counted.forward, counted.backward), attention_passes(PROBLEM, GATHERED, SLOW), strict=True):
         assert found.inside == pytest.approx(call.near / (0.5 * GIB))
@@ -44,7 +45,7 @@ def test_inside_a_node_gathered_attention_waits_for_the_bytes_that_the_engine_co
 
 def test_over_nodes_keys_cross_once_and_gradients_from_each_rank_to_each() -> None:
     forward, backward = attention_passes(dataclasses.replace(PROBLEM, node_size=4), GATHERED, SLOW)
-    part = PROBLEM.shards(4, tokens=PROBLEM.seq_len // 8)
+    part = GATHERED.shards(PROBLEM)
     keys = 2 * part.key * part.tokens
     assert forward.across == pytest.approx(keys / (0.01 * GIB))  # one other node's, over all links of this one
     assert backward.across == pytest.approx((keys + 4 * part.gradient(False, 4) * part.tokens) / (0.01 * GIB))

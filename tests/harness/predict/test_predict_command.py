@@ -38,6 +38,7 @@ def test_methods_differ_where_their_schedules_do(capsys: pytest.CaptureFixture[s
         assert low < row["seconds"] < high
         assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
         assert row["bottleneck"] in row["phases"]
+        assert row["schedule"] in row["schedule_reason"]
 
 
 def test_gradients_take_the_width_that_the_method_states_or_the_setting_gives(

@@ -18,16 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine import ContextParallel
-from engine.attention import context
+from engine.attention.comm import communicators
+from engine.attention.comm.communicators import Communicators
+from engine.attention.cost import HardwareModel
 from engine.attention.kernels import flex
 from engine.attention.masks import parse_mask
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.resolve import Resolved, resolve_trial
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_named
-from harness.predict.attention import within_a_node
-from harness.predict.exchanges import exchange_of
+from harness.predict.exchanges import exchange_of, resolved_of
 from harness.predict.schedules.choice import choices
 from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
 from harness.predict.schedules.measured import MeasuredCall, measured_calls
@@ -201,13 +202,16 @@ def drawn_trials(count: int) -> Iterator[tuple[TrialSettings, int]]:
 ACROSS = 5.0  # GiB/s of the link between nodes, as the ranks measure it and as the hardware file has it
 
 
-def chosen_by_ranks(settings: TrialSettings, node_size: int) -> dict[str, str]:
+NO_COPIES = "no GPU copies here"
+
+
+def chosen_by_ranks(settings: TrialSettings, node_size: int) -> Resolved:
     """What the trainer's own attention resolves on rank 0 of as many GPUs as the trial has. Tensors have shapes and no
     memory, and no group is made: choices are made before anything is sent."""
     dist.init_process_group("fake", rank=0, world_size=settings.cp_size, store=FakeStore())
     try:
         cp = ContextParallel(layout=METHOD.layout(settings), node_size=node_size)
-        cp._link_gib.append(ACROSS)
+        cp.comms._across_gib.append(ACROSS)
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
         tokens, shape = settings.seq_len // settings.cp_size, settings.model
         with FakeTensorMode():
@@ -215,43 +219,41 @@ def chosen_by_ranks(settings: TrialSettings, node_size: int) -> dict[str, str]:
                 torch.empty(settings.batch_size, tokens, heads, shape.head_dim, dtype=dtype, device="cuda")
                 for heads in (shape.heads, shape.kv_heads)
             )
-            return METHOD.attention(cp, settings).prepared(q, k).plan.resolved()
+            return METHOD.attention(cp, settings).prepared(q, k).plan.choice
     finally:
         dist.destroy_process_group()
 
 
-def test_a_prediction_takes_what_the_ranks_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks' attention chooses for a few hundred trials on GPUs, and what the prediction has for them."""
-    monkeypatch.setattr(ContextParallel, "_copies_unsupported_reason", lambda *_: "no GPU copies here")
+def test_engine_prediction_and_memory_planner_resolve_a_trial_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks' attention chooses for a few hundred trials on GPUs, and what is read of them without ranks."""
+    monkeypatch.setattr(Communicators, "copies_unsupported_reason", lambda *_: NO_COPIES)
     monkeypatch.setattr(
-        ContextParallel, "_subgroup", lambda _, ranks, __: dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        Communicators, "_subgroup", lambda _, ranks, __: dist.new_group(list(ranks)) if len(ranks) > 1 else None
     )
     # The other ranks of the imagined groups are not there to agree with.
-    monkeypatch.setattr(context, "timeout_of", lambda _: timedelta(seconds=1))
-    monkeypatch.setattr(context.Agreement, "of", lambda *_: None)
+    monkeypatch.setattr(communicators, "timeout_of", lambda _: timedelta(seconds=1))
+    monkeypatch.setattr(communicators.Agreement, "of", lambda *_: None)
     monkeypatch.setattr(type(flex.KERNEL), "unsupported_reason", lambda _: None)
     monkeypatch.setattr(type(flex.KERNEL), "refuse", lambda *_: None)
     speeds = replace(speeds_of(hardware_named("h200")), across_gib=ACROSS)
     taken: collections.Counter[tuple[str, bool]] = collections.Counter()
-    differ, refused = [], 0
+    refused = 0
     for settings, node_size in drawn_trials(300):
         settings = replace(settings, kernel="flex")
+        problem = attention_problem(settings, node_size)
         try:
-            found = exchange_of(settings, attention_problem(settings, node_size), speeds)
+            found = resolved_of(settings, replace(problem, copies_unsupported_reason=NO_COPIES), speeds)
         except ValueError as error:
             with pytest.raises(ValueError, match=re.escape(str(error))):
                 chosen_by_ranks(settings, node_size)
             refused += 1
             continue
         ranks = chosen_by_ranks(settings, node_size)
-        nodes = settings.cp_size // node_size
-        schedule = ranks["schedule"] if nodes > 1 else within_a_node(ranks["schedule"])
-        taken[schedule, settings.task == "train" and settings.checkpoint.reuses_attention(4)] += 1
-        side = found.backward if ranks["backward"] in ("query", "key_value") else ranks["backward"]
-        predicted = (found.schedule, side, str(found.head_chunks))
-        if predicted != (schedule, ranks["backward"], ranks.get("num_head_chunks", "1")):
-            differ.append((predicted, ranks, settings))
-    assert not differ, f"{len(differ)} differ, the first: {differ[0]}"
+        assert ranks == found, settings
+        assert ranks.backward == found.backward, settings
+        planned = resolve_trial(settings, node_size, found.hardware)
+        assert planned == resolved_of(settings, problem, speeds), settings
+        taken[found.schedule, found.choices.recompute] += 1
     assert {("ring", True), ("ring", False), ("ulysses", True), ("ulysses", False), ("usp", True)} <= taken.keys()
     assert refused > 10
 

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.comm_plan import comm_plan
+from engine.attention.comm_volume import RingVolume, Shards, Widths
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import parse_mask
-from engine.attention.planning.comm_plan import comm_plan
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths
+from engine.attention.problem import Problem
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
 from harness.predict.attention import attention_passes
-from harness.predict.problem import AttentionProblem, Exchange
+from harness.predict.problem import Exchange
 from harness.predict.speeds import TERA
 
 FAST = Speeds(
@@ -26,8 +27,8 @@ FAST = Speeds(
 SCHEDULES = ("ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed")
 
 
-def problem(cp_size: int = 8, node_size: int = 4, seq_len: int = 1 << 14, **changes: object) -> AttentionProblem:
-    base = AttentionProblem(
+def problem(cp_size: int = 8, node_size: int = 4, seq_len: int = 1 << 14, **changes: object) -> Problem:
+    base = Problem(
         mask=parse_mask("causal"), layout=layout_named("zigzag"), seq_len=seq_len, batch=1, heads=16, kv_heads=16,
         head_dim=64, input_bytes=2, cp_size=cp_size, node_size=node_size,
     )  # fmt: skip

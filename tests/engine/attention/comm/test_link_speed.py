@@ -12,7 +12,7 @@ from engine import ContextParallel
 from engine.attention.comm.link_speed import REPEATS, across_gib_per_second
 from engine.attention.masks import Causal
 from engine.attention.op import AttentionPlan
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 
@@ -51,9 +51,8 @@ def test_spread_every_rank_sends_an_equal_part_to_each_rank_of_other_nodes() -> 
 
 def kept_by_context() -> tuple[list[float | None], int]:
     nodes, node = ContextParallel(node_size=2), ContextParallel(node_size=4)
-    found = [nodes.link(torch.device("cpu")) for _ in range(2)]
-    hardware = [link.gib for link in found if link is not None and link.measured]
-    return [*hardware, node.link(torch.device("cpu"))], nodes.traffic.sent_bytes
+    found = [nodes.comms.across_gib(torch.device("cpu")) for _ in range(2)]
+    return [*found, node.comms.measure_link(torch.empty(64))], nodes.traffic.sent_bytes
 
 
 def test_a_context_measures_once_and_counts_no_bytes_of_it() -> None:
@@ -78,7 +77,7 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
     def plans(label: str, link: float, node_size: int, *cases: tuple[str, dict[str, object]]) -> None:
         cp = ContextParallel(node_size=node_size)
         q, k = (torch.empty(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 64 << 10, heads, 128) for heads in (32, 8))
-        with mock.patch("engine.attention.context.across_gib_per_second", return_value=link) as measure:
+        with mock.patch("engine.attention.comm.communicators.across_gib_per_second", return_value=link) as measure:
             for case, changes in cases:
                 tensor_type = torch.Tensor if changes.pop("on_cpu", False) else OnGpu
                 plan: AttentionPlan = plan_attention(

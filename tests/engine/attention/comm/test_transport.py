@@ -16,7 +16,7 @@ from engine.attention.comm import p2p as transport
 from engine.attention.comm.exchange import RemoteChunk
 from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Full
-from engine.attention.resolve import plan_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 NOTHING: tuple[TensorSpec, ...] = ()

@@ -13,25 +13,18 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.comm.all_to_all import token_runs_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner
+from engine.attention.comm.collectives import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all import CopyPlanner
+from engine.attention.comm_volume import CallBytes, RingVolume, Sent, Shards, Widths, all_to_all_bytes
+from engine.attention.cost import HardwareModel
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
 from engine.attention.op import run_attention
-from engine.attention.planning.comm_volume import (
-    CallBytes,
-    RingVolume,
-    Sent,
-    Shards,
-    Widths,
-    all_to_all_bytes,
-    cheaper_backward,
-    group_backward_bytes,
-)
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HardwareModel
-from engine.attention.resolve import plan_attention
+from engine.attention.problem import ULYSSES_SCHEDULES
+from engine.attention.resolve import cheaper_backward, group_backward_bytes
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 
@@ -106,7 +99,7 @@ def differing(
         dtype, comm_dtype = chance.choice(widths)
         recompute, chunks = chance.choice((False, True)), chance.choice((1, 2))
         q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-        with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
+        with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
         cp.traffic.reset()
         with Posted(cp) as forward:

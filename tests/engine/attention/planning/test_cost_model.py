@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.geometry.layout import layout_named
-from engine.attention.geometry.ring import Ring, RingTraffic
-from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.planning.comm_plan import ring_traffic
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
-from engine.attention.planning.cost_model import (
+from engine.attention.comm_plan import ring_traffic
+from engine.attention.comm_volume import RingVolume, Shards, Widths
+from engine.attention.cost import (
     Estimate,
     HardwareModel,
     Workload,
@@ -22,10 +19,13 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     estimate,
     ring_backward,
-    schedule_unsupported_reason,
 )
-from engine.attention.planning.workload import workload_of
-from engine.attention.resolve import plan_attention
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.ring import Ring, RingTraffic
+from engine.attention.masks import Causal, Full, SlidingWindow
+from engine.attention.problem import Problem, schedule_unsupported_reason
+from engine.attention.resolve import cheaper_backward
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 
@@ -219,7 +219,9 @@ def test_the_backward_side_of_the_estimate_is_the_one_that_the_plan_takes_by_its
         (2, 4, 8), (1, 4, 8, 16, 24, 32), ("zigzag", "contiguous", "striped"), (Causal(), Full(), SlidingWindow(255))
     ):
         layout, sizes = layout_named(name), {"batch": 1, "heads": 32, "kv_heads": kv_heads, "head_dim": 128}
-        workload = workload_of(mask, layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, **sizes)
+        workload = Workload.of(
+            Problem(mask=mask, layout=layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, **sizes)
+        )
         as_written = Widths(unreduced=2, summed=4)  # as kernels for GPUs write bf16
         shards = Shards(tokens=4096 // cp_size, input_bytes=2, intra_node=as_written, inter_node=as_written, **sizes)
         volume = RingVolume(ring=Ring(cp_size=cp_size, node_size=cp_size), node_size=cp_size, exchange="copy_engine")
@@ -232,9 +234,11 @@ def test_the_backward_side_of_the_estimate_is_the_one_that_the_plan_takes_by_its
 def choice_on_a_rank(mask_first: int, layout: str) -> str:
     """The estimate of a whole, long problem, from this rank's own context."""
     cp = ContextParallel(layout=layout, node_size=2)
-    workload = workload_of(
-        SlidingWindow(mask_first), cp.layout, cp_size=cp.size, node_size=cp.node_size, seq_len=64 << 10, batch=1,
-        heads=32, kv_heads=8, head_dim=128, input_bytes=2,
+    workload = Workload.of(
+        Problem(
+            mask=SlidingWindow(mask_first), layout=cp.layout, cp_size=cp.size, node_size=cp.node_size,
+            seq_len=64 << 10, batch=1, heads=32, kv_heads=8, head_dim=128, input_bytes=2,
+        )
     )  # fmt: skip
     found = choose_schedule(workload, cp.layout.name)
     return f"{cp.rank != 0} {found.seconds} {[choose_num_head_chunks(name, workload) for name, _ in found.seconds]}"

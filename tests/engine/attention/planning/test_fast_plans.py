@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.attention.comm_plan import comm_plan, reach
 from engine.attention.geometry.layout import LAYOUTS, Gathered, Layout, SplitZigzag
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import (
@@ -24,7 +25,6 @@ from engine.attention.masks import (
 )
 from engine.attention.masks.mask import FirstRows
 from engine.attention.masks.pairs import pair_table
-from engine.attention.planning.comm_plan import comm_plan, reach
 from tests.engine.attention.planning.slow_plans import slow_plan
 from tests.slow import slow
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from engine import ContextParallel
+from engine.attention.comm_volume import Sent, least_inter_node_bytes
 from engine.attention.geometry.layout import Layout, SplitZigzag, layout_named
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow, parse_mask
-from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Sent
-from engine.attention.planning.cost_model import RING_SCHEDULES, ULYSSES_SCHEDULES
-from engine.attention.planning.inter_node import SpanningProblem, least_inter_node_bytes
-from engine.attention.resolve import plan_attention
+from engine.attention.problem import GRAD_COMM_DTYPES, RING_SCHEDULES, ULYSSES_SCHEDULES, Problem
 from tests.engine.attention.planning.test_comm_volume import MASKS, TOKENS, WritesInputs, choices
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 
@@ -34,9 +33,9 @@ def problem(
     tokens: int = TOKENS,
     input_bytes: int = 2,
     **changes: int,
-) -> SpanningProblem:
+) -> Problem:
     """Shards of `tokens` tokens, with heads of 3 and batches of 2 as in the plans below."""
-    return SpanningProblem(
+    return Problem(
         cp_size=cp_size, node_size=node_size, heads=heads[0], kv_heads=heads[1], mask=mask, layout=layout,
         seq_len=tokens * cp_size, batch=changes.get("batch", 2), head_dim=changes.get("head_dim", 3),
         input_bytes=input_bytes,
@@ -59,7 +58,7 @@ def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], Sent
             continue
         chunks = chunked if kv_heads // shared_by % chunked == 0 else 1
         q, k = (torch.empty(2, TOKENS, n, 3, dtype=torch.bfloat16) for n in (heads, kv_heads))
-        with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
+        with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
         sent = plan.sent_bytes(gathered=gathered)
         # Where nothing is left open that costs bytes, the plan sends what is counted as the least.
@@ -131,7 +130,7 @@ def test_heads_that_do_not_divide_leave_the_rings() -> None:
 def test_of_many_ranks_three_nodes_are_counted_and_need_no_more_than_all() -> None:
     case = problem(parse_mask("sliding_window:64"), layout_named("contiguous"), 40, 2, tokens=64)
     sampled = least_inter_node_bytes(case)
-    with mock.patch("engine.attention.planning.inter_node.ALL_RANKS", 40):
+    with mock.patch("engine.attention.comm_volume.ALL_COUNTED", 40):
         whole = least_inter_node_bytes.__wrapped__(case)
     assert sampled.keys() == whole.keys()
     assert all(0 < sampled[name].total <= whole[name].total for name in whole)

@@ -10,7 +10,7 @@ import pytest
 import engine
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, imbalance
-from engine.attention.planning.layout_choice import AS_GOOD, PREFERENCE, choose_layout
+from engine.attention.resolve import AS_GOOD, PREFERENCE, choose_layout
 from engine.burst import METHOD
 from engine.settings import ModelShape, TrialSettings
 

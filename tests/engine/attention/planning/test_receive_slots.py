@@ -5,25 +5,24 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.algorithms.ring import RingPlan
+from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS, HEAD_SLOTS
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
-from engine.attention.planning.comm_volume import Widths
-from engine.attention.planning.cost_model import HardwareModel
-from engine.attention.planning.layout_choice import trial_layout
-from engine.attention.planning.receive_slots import CHUNK_SLOTS, GRADIENT_SLOTS, HEAD_SLOTS, receive_slot_bytes
-from engine.attention.resolve import plan_attention
+from engine.attention.resolve import trial_layout
+from engine.checkpoint.planning.memory import receive_slot_bytes
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 16
@@ -67,25 +66,15 @@ def slots_of(settings: TrialSettings) -> int:
     shapes = [(settings.batch_size, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
-    plan = plan_attention(
-        *shards[:2], mask=parse_mask(settings.mask), cp=cp, kernel="reference", schedule=settings.schedule,
-        backward="query" if settings.backward == "auto" else settings.backward, recompute=recompute,
-        grad_comm_dtype="fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype,
-    )  # fmt: skip
+    with mock.patch("engine.attention.plan.choose_kernel", return_value=_InputDtype()):
+        plan = plan_attention(
+            *shards[:2], mask=parse_mask(settings.mask), cp=cp, schedule=settings.schedule,
+            backward=settings.backward, recompute=recompute,
+            grad_comm_dtype="fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype,
+        )  # fmt: skip
     plan = by_copy_engine(plan, dist.group.WORLD)
-    if isinstance(plan, RingPlan):
-        plan = replace(plan, kernel=_InputDtype())
-        if settings.backward == "auto":
-            plan = replace(plan, shards=replace(plan.shards, intra_node=as_written(plan))).with_cheaper_backward(
-                HardwareModel()
-            )
     run_attention(plan, *shards, recompute=recompute).sum().backward()
     return cp.traffic.window_bytes
-
-
-def as_written(plan: RingPlan) -> Widths:
-    """Widths of gradients of a kernel that writes the inputs' dtype."""
-    return replace(plan.shards.intra_node, unreduced=2)
 
 
 def slots_of_all() -> list[int]:

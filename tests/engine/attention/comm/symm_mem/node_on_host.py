@@ -28,8 +28,8 @@ from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.exchange import AllPairsP2P, RingComms
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
-from engine.attention.comm.symm_mem.copy_engine import CopyEngine
-from engine.attention.planning.receive_slots import CHUNK_SLOTS, GRADIENT_SLOTS
+from engine.attention.comm.symm_mem.channel import CopyEngine
+from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS
 from engine.cuda import driver as cuda_driver
 from engine.cuda.driver import WAIT_VALUE_32, WRITE_VALUE_32, _Box, _Operation
 
@@ -173,8 +173,9 @@ def _on(stream: Stream):
 def by_copy_engine(plan: AttentionPlan, group: dist.ProcessGroup) -> AttentionPlan:
     """The same plan with its exchange inside the node by copy engine, which CPU ranks are refused."""
     if isinstance(plan, UlyssesPlan):
-        return replace(plan, all_to_all=CopyEngineAllToAll(group, plan.cp.traffic))
+        choice = replace(plan.choice, head_exchange="copy_engine")
+        return replace(plan, choice=choice, all_to_all=CopyEngineAllToAll(group, plan.cp.traffic))
     assert isinstance(plan, RingPlan)
     chunks, gradients = (CopyEngine(group, plan.cp.traffic, slots) for slots in (CHUNK_SLOTS, GRADIENT_SLOTS))
     pattern = AllPairsP2P(local_rank=plan.cp.rank, size=plan.cp.size, chunks=chunks, gradients=gradients)
-    return replace(plan, exchange="copy_engine", comms=RingComms(pattern))
+    return replace(plan, choice=replace(plan.choice, exchange="copy_engine"), comms=RingComms(pattern))

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from engine.attention.comm.all_to_all import token_runs_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, in_rows, unpack_slot
+from engine.attention.comm.collectives import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all import CopyPlanner, in_rows, unpack_slot
 from engine.attention.comm.symm_mem.channel import message_bytes, offsets
 from engine.attention.geometry.layout import layout_named
 from engine.cuda.driver import Copies

@@ -13,9 +13,9 @@ from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.reference import dense_gradients
-from engine.attention.resolve import plan_attention
 from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 64, 32, 16, 8, 3

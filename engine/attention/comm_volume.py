@@ -1,29 +1,59 @@
-"""How many bytes a rank will send, before there are tensors: forward, and backward with either side. Integer code.
+"""Bytes that a rank sends and holds to receive, before there are tensors, and the least that nodes must send.
 
-Communication volume, counted from the same communication plans that `engine.attention.algorithms` runs: `Traffic`
-counts the same number while it runs, to the byte. The choice of the backward side rests on these counts.
+Communication volume is counted from the plans that the engine runs: `Traffic` counts the same number while they run, to
+the byte. The choice of the backward side rests on these counts. Integer code.
+
+**Receive slots.** By copy engine peers copy into slots of memory that torch's allocator does not manage
+(`engine.attention.comm.symm_mem`). They grow to the largest message, at the first calls, and stay.
+
+**Between nodes** (`least_inter_node_bytes`). Of what a schedule leaves open the count takes what sends least: either
+side in backward, chunks forwarded or sent directly, gradients in the inputs' dtype, head chunks without padding, and
+tensors saved in forward not sent again. Counted is the node that sends most. Its ranks share the node's links, and a
+ring of all ranks lets one of them send for all, so a node is what a link's speed can be held against. From this follows
+a bound of a step's time that holds by construction:
+
+    step >= needed / link,  needed = least bytes of the schedule that sends fewest,  link = the fastest speed seen
+
+where `link` is no less than what the step itself sent between nodes divided by its seconds. A step under schedule r
+sends `sent` bytes from its fullest node, and needed <= least(r) <= sent: the first because `needed` is a minimum over
+all schedules of the engine, which its baselines run too, the second because a plan sends no less than the plan with
+every open choice at its least. So needed / link <= needed / (sent / step) <= step. Compute costs nothing in it and
+overlaps with every transfer; transfers inside a node are free. The steps are those of attention alone, without
+recomputation in between.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from engine.attention.comm_plan import CommPlan, chunks_held, comm_plan, length, ring_tables
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tile_table import Integers
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length
-from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
+from engine.attention.problem import (
+    BACKWARD_SIDES,
+    RING_SCHEDULES,
+    ULYSSES_SCHEDULES,
+    Division,
+    Problem,
+    divided,
+    schedule_unsupported_reason,
+)
 
-if TYPE_CHECKING:  # reports count bytes too, and start without torch
-    from engine.attention.kernels import Kernel, KernelProblem
-
-GRAD_COMM_DTYPES = ("fp32", "input_across", "input_after_first", "input")
-ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
+CHUNK_SLOTS = 2  # one chunk is used while the next arrives
+HELD_GRADIENTS = 2  # received gradients that may wait in their slots, to be summed together, while the next is awaited
+GRADIENT_SLOTS = HELD_GRADIENTS + 1
+HEAD_SLOTS = 2  # in each direction: one head chunk is used while the next arrives
+# Up to so many ranks all nodes are counted; of more ranks, three nodes: the fullest of those is no fuller than the
+# fullest of all, so what is needed comes out no larger.
+ALL_COUNTED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +73,6 @@ class Sent:
     def times(self, count: int) -> Sent:
         return Sent(self.near * count, self.far * count)
 
-    def seconds(self, hardware: HardwareModel) -> float:
-        """How long the links take, near and far one after the other."""
-        return self.near / (hardware.inside_gib * GIB) + self.far / (hardware.across_gib * GIB)
-
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
@@ -58,6 +84,12 @@ class CallBytes:
     @property
     def total(self) -> int:
         return self.forward.total + self.backward.total
+
+    def __add__(self, other: CallBytes) -> CallBytes:
+        return CallBytes(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, count: int) -> CallBytes:
+        return CallBytes(self.forward.times(count), self.backward.times(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +110,10 @@ class Narrowed(NamedTuple):
     later_rings: bool  # inside a node, of the chunks of other nodes
     across: bool  # between nodes
 
+    def at_slowest(self, nodes: int) -> bool:
+        """At the slowest links that gradients cross among ranks of so many nodes."""
+        return self.across if nodes > 1 else self.first_ring
+
 
 def narrowed(grad_comm_dtype: str) -> Narrowed:
     """What the setting means."""
@@ -85,11 +121,9 @@ def narrowed(grad_comm_dtype: str) -> Narrowed:
     return Narrowed(everywhere, everywhere or after, grad_comm_dtype != "fp32")
 
 
-def gradient_widths(grad_comm_dtype: str, item: int, written: int) -> tuple[Widths, ...]:
+def gradient_widths(narrow: Sequence[bool], item: int, written: int) -> tuple[Widths, ...]:
     """Of gradients of inputs of `item` bytes, of which the kernel writes `written`: for each place of `Narrowed`."""
-    return tuple(
-        Widths(item, item) if narrow else Widths(written, max(4, item)) for narrow in narrowed(grad_comm_dtype)
-    )
+    return tuple(Widths(item, item) if each else Widths(written, max(4, item)) for each in narrow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +141,17 @@ class Shards:
     later_rings: Widths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
 
     @classmethod
-    def of(cls, problem: KernelProblem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
-        """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
-        item = problem.dtype.itemsize
-        written = item if kernel.writes_input_dtype else max(4, item)
-        first, later, across = gradient_widths(grad_comm_dtype, item, written)
+    def of(cls, problem: Problem, widths: Sequence[Widths], *, shared_by: int = 1, chunks: int = 1) -> Shards:
+        """Those of one head chunk on a rank that divides the heads among `shared_by` ranks and holds their tokens, at
+        least one head of each kind; `widths` as from `gradient_widths`."""
+        first, later, across = widths
         return cls(
-            batch=batch,
-            tokens=tokens,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
+            batch=problem.batch,
+            tokens=problem.seq_len // problem.cp_size * shared_by,
+            heads=max(1, problem.heads // shared_by // chunks),
+            kv_heads=max(1, problem.kv_heads // shared_by // chunks),
             head_dim=problem.head_dim,
-            input_bytes=item,
+            input_bytes=problem.input_bytes,
             intra_node=first,
             inter_node=across,
             later_rings=later,
@@ -225,6 +258,17 @@ class RingVolume:
             self.backward(backward, cp_rank, shards, sends_queries),
         )
 
+    def rank_bytes(
+        self, problem: Problem, division: Division, cp_rank: int, shards: Shards, sends_queries: bool
+    ) -> CallBytes:
+        """Bytes that CP rank `cp_rank` sends along its ring in forward and backward."""
+        rank = division.ring_rank(cp_rank)
+        forward, backward = (
+            comm_plan(problem.mask, division.layout, self.ring, problem.seq_len, rank, queries)
+            for queries in (False, sends_queries)
+        )
+        return self.call_bytes(forward, backward, rank, shards, sends_queries)
+
     def _counted(self, cp_rank: int, nbytes: Integers) -> Sent:
         """Bytes by the rank that they are sent to, as those of this node and of others."""
         node, total = cp_rank // self.node_size, int(nbytes.sum())
@@ -268,29 +312,79 @@ def gather_bytes(cp_size: int, node_size: int, shards: Shards) -> CallBytes:
     return CallBytes(Sent(near * keys, far * keys), Sent(near * backward, far * backward))
 
 
-@lru_cache(maxsize=256)
-def group_backward_bytes(
-    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, sends_queries: bool
-) -> Sent:
-    """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
-
-    The same on every rank. Ranks are added up because with contiguous causal shards the first rank sends most with one
-    side and the last rank with the other, and both finish at the same time.
-    """
-    size = volume.ring.cp_size
-    total = Sent()
-    for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
-        work = comm_plan(mask, layout, volume.ring, seq_len, rank, sends_queries)
-        total += volume.backward(work, rank, shards, sends_queries)
-    return total
+def head_slot_bytes(part: Shards, recompute: bool) -> int:
+    """Receive slots of an all-to-all of head chunks like `part`: q, k and v arrive, results return; backward sends
+    again what it has not saved, with dout and rows of LSE and delta."""
+    tokens = part.tokens
+    query, key_value, row = (each * tokens for each in (part.query, 2 * part.key, part.row))
+    outbound = 2 * query + key_value + 2 * row if recompute else query + max(key_value, row)
+    return HEAD_SLOTS * (outbound + query + max(key_value, row))
 
 
-def cheaper_backward(
-    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, hardware: HardwareModel
-) -> str:
-    """The backward side whose bytes take less time on the links; `query` on a tie, as for a single rank."""
-    seconds = {
-        side: group_backward_bytes(mask, layout, volume, seq_len, shards, side == "query").seconds(hardware)
-        for side in BACKWARD_SIDES
-    }
-    return min(BACKWARD_SIDES, key=lambda side: seconds[side])
+def ring_slot_bytes(mask: Mask, layout: Layout, ring: Ring, seq_len: int, shards: Shards, sends_queries: bool) -> int:
+    """Receive slots of inner rings: forward receives keys and values, backward the side that is sent, and its
+    gradients. Those of the fullest rank."""
+    keys, _ = ring_tables(mask, layout, ring, seq_len, False).in_nodes
+    sent, unreduced = ring_tables(mask, layout, ring, seq_len, sends_queries).in_nodes
+    chunk = max(2 * shards.key * max(map(max, keys)), shards.sent_side(sends_queries) * max(map(max, sent)))
+    gradient = 0
+    for here, there in itertools.product(range(ring.nodes), repeat=2):  # nodes that compute, and that own the chunk
+        width = shards.inside((here - there) % ring.nodes).of(unreduced[here][there])
+        gradient = max(gradient, sent[here][there] * shards.gradient(sends_queries, width))
+    return CHUNK_SLOTS * chunk + GRADIENT_SLOTS * gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterNodeBytes:
+    """Bytes that leave the node that sends most, in one forward and its backward."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@lru_cache(maxsize=1024)
+def least_inter_node_bytes(problem: Problem) -> dict[str, InterNodeBytes]:
+    """The least that each schedule able to run the problem sends between nodes, by schedule, fewest bytes first."""
+    found = {}
+    for schedule in RING_SCHEDULES + ULYSSES_SCHEDULES:
+        if schedule_unsupported_reason(schedule, problem, problem.layout.name) is None:
+            found[schedule] = min(map(_fullest, _bytes_of_nodes(schedule, problem)), key=lambda each: each.total)
+    return dict(sorted(found.items(), key=lambda pair: pair[1].total))
+
+
+def _fullest(nodes: Sequence[CallBytes]) -> InterNodeBytes:
+    """Of the counted nodes, the one that sends most to others."""
+    fullest = max(nodes, key=lambda node: node.forward.far + node.backward.far)
+    return InterNodeBytes(forward=fullest.forward.far, backward=fullest.backward.far)
+
+
+def _bytes_of_nodes(schedule: str, problem: Problem) -> Iterator[list[CallBytes]]:
+    """Bytes of each counted node, for everything that a schedule leaves open between nodes."""
+    last = problem.nodes - 1
+    nodes = range(problem.nodes) if problem.cp_size <= ALL_COUNTED else (0, problem.nodes // 2, last)
+    ranks_of = [range(node * problem.node_size, (node + 1) * problem.node_size) for node in nodes]
+    division = divided(schedule, problem.layout, problem.cp_size, problem.node_size)
+    narrow = Widths(unreduced=problem.input_bytes, summed=problem.input_bytes)
+    part = Shards.of(problem, (narrow,) * 3, shared_by=division.shared_by)
+    if schedule in ("ulysses", "usp_transposed"):
+        yield [_sum(_exchanged(division, problem, part, rank) for rank in ranks) for ranks in ranks_of]
+        return
+    # Inside a node an exchange pattern changes no byte between nodes: only a ring of all ranks has the choice.
+    for side, exchange in itertools.product(BACKWARD_SIDES, ("relay", "direct") if schedule == "ring" else ("relay",)):
+        volume = RingVolume(ring=division.ring, node_size=division.node_size, exchange=exchange)
+        yield [
+            _sum(volume.rank_bytes(problem, division, rank, part, side == "query") for rank in ranks)
+            for ranks in ranks_of
+        ]
+
+
+def _exchanged(division: Division, problem: Problem, part: Shards, cp_rank: int) -> CallBytes:
+    return all_to_all_bytes(division.members(cp_rank), cp_rank, problem.node_size, part, gathered=True, packed=False)
+
+
+def _sum(calls: Iterable[CallBytes]) -> CallBytes:
+    return sum(calls, CallBytes())

@@ -28,13 +28,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.attention.comm_plan import traffic_left
+from engine.attention.comm_volume import narrowed
 from engine.attention.geometry.ring import RingTraffic
+from engine.attention.problem import (
+    RING_SCHEDULES,
+    ULYSSES_SCHEDULES,
+    HeadsAndRanks,
+    Problem,
+    all_to_all_ranks,
+    schedule_unsupported_reason,
+)
 
-BACKWARD_SIDES = ("query", "key_value")
-RING_SCHEDULES = ("ring", "double_ring")
-ULYSSES_SCHEDULES = ("ulysses", "usp", "usp_transposed")
-ALL_GATHER = "all_gather"
-RUNS_OF_TOKENS = (*ULYSSES_SCHEDULES, ALL_GATHER)  # schedules whose shards are runs of consecutive tokens
 GIB = 1 << 30
 TILE_ROWS = 128  # of queries in a kernel's tile
 MAX_HEAD_CHUNKS = 8  # of the heads of a rank: an eighth of the transfers is then exposed
@@ -63,19 +68,9 @@ class HardwareModel:
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsAndRanks:
-    """All that decides whether a schedule can run a problem, known before there are tensors."""
-
-    cp_size: int
-    node_size: int
-    heads: int
-    kv_heads: int
-
-    @property
-    def nodes(self) -> int:
-        return self.cp_size // self.node_size
+    def link_seconds(self, near: float, far: float) -> float:
+        """How long the links take for bytes inside a node and between nodes, one after the other."""
+        return near / (self.inside_gib * GIB) + far / (self.across_gib * GIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +83,37 @@ class Workload(HeadsAndRanks):
     rows: int  # query rows of one rank: batch x tokens
     left: RingTraffic = field(default_factory=RingTraffic)  # steps and bytes of a ring that the mask leaves
     recompute: bool = False  # checkpointing calls attention twice, and what an all-to-all received is not saved
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        *,
+        grad_comm_dtype: str = "fp32",
+        recompute: bool = False,
+        counts_traffic: bool = True,
+    ) -> Workload:
+        """That of a problem, with the width of gradients at the slowest links that they cross.
+
+        No rank's own number enters it, so that every rank estimates, and chooses, the same. Without `counts_traffic` a
+        ring counts with all its steps and bytes, whatever the mask leaves.
+        """
+        narrow = narrowed(grad_comm_dtype).at_slowest(problem.nodes)
+        rows, left = problem.batch * (problem.seq_len // problem.cp_size), RingTraffic()
+        if counts_traffic:
+            left = traffic_left(problem.mask, problem.layout, problem.cp_size, problem.node_size, problem.seq_len)
+        return cls(
+            cp_size=problem.cp_size,
+            node_size=problem.node_size,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            query_bytes=rows * problem.heads * problem.head_dim * problem.input_bytes,
+            gradient_factor=1.0 if narrow else max(4, problem.input_bytes) / problem.input_bytes,
+            forward_flops=problem.pair_flops * problem.mask.area(problem.seq_len) / problem.cp_size,
+            rows=rows,
+            left=left,
+            recompute=recompute,
+        )
 
     @property
     def key_bytes(self) -> float:
@@ -107,27 +133,6 @@ class Estimate:
     def __str__(self) -> str:
         """As recorded: milliseconds by schedule."""
         return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds)
-
-
-def schedule_unsupported_reason(schedule: str, workload: HeadsAndRanks, layout: str) -> str | None:
-    """One sentence why a schedule cannot run this problem, or None."""
-    if schedule not in RING_SCHEDULES + RUNS_OF_TOKENS:
-        known = ", ".join(("auto", *RING_SCHEDULES, ALL_GATHER, *ULYSSES_SCHEDULES))
-        return f"schedule {schedule!r} is unknown; choose one of {known}"
-    if schedule in RING_SCHEDULES:
-        return None
-    ranks = 1 if schedule == ALL_GATHER else _all_to_all_ranks(schedule, workload)
-    for label, heads in (("query", workload.heads), ("KV", workload.kv_heads)):
-        if heads % ranks:
-            return (
-                f"schedule {schedule} divides {label} heads among {ranks} ranks and {heads} do not divide by that; "
-                "choose schedule ring or double_ring"
-            )
-    if layout == "striped" and workload.cp_size > 1:
-        return (
-            f"schedule {schedule} needs runs of consecutive tokens, found layout striped; choose zigzag or contiguous"
-        )
-    return None
 
 
 def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks: int = 1) -> float:
@@ -202,8 +207,8 @@ class RingBackward(NamedTuple):
 
 
 def ring_backward(workload: Workload, gradient_factor: float) -> RingBackward:
-    """The side that sends less, as `comm_volume.cheaper_backward` chooses it by the bytes of a plan; gradients are sent
-    with `gradient_factor` times the bytes of their tensors."""
+    """The side that sends less, as `engine.attention.resolve.cheaper_backward` chooses it by the bytes of a plan;
+    gradients are sent with `gradient_factor` times the bytes of their tensors."""
     query, key, lse_and_delta = workload.query_bytes, workload.key_bytes, 2 * 4 * workload.rows * workload.heads
     sides = (RingBackward("query", 2 * query + lse_and_delta, query), RingBackward("key_value", 2 * key, 2 * key))
     return min(sides, key=lambda side: side.sent + gradient_factor * side.gradient)
@@ -220,31 +225,9 @@ def choose_num_head_chunks(schedule: str, workload: Workload, hardware: Hardware
     """How many chunks a rank's heads should be cut into: the cheapest number that divides its KV heads."""
     if schedule not in ULYSSES_SCHEDULES:
         return 1
-    mine = workload.kv_heads // _all_to_all_ranks(schedule, workload)
+    mine = workload.kv_heads // all_to_all_ranks(schedule, workload)
     able = [chunks for chunks in range(1, MAX_HEAD_CHUNKS + 1) if mine % chunks == 0]
     return min(able, key=lambda chunks: estimate(schedule, workload, hardware or HardwareModel(), chunks))
-
-
-def _all_to_all_ranks(schedule: str, workload: HeadsAndRanks) -> int:
-    """Ranks of the all-to-all, among which heads are divided."""
-    return {"ulysses": workload.cp_size, "usp": workload.node_size, "usp_transposed": workload.nodes}[schedule]
-
-
-def model_chooses(schedule: str, backward: str, exchange: str) -> bool:
-    """Whether `auto` is the cost model's choice on GPUs. It is a ring (`ring_by_name`) where a ring's own switches are
-    set."""
-    return schedule == backward == exchange == "auto"
-
-
-def asks_for_link(schedule: str, backward: str, exchange: str, num_head_chunks: int | None = None) -> bool:
-    """Whether a choice on GPUs depends on the speed of the link between nodes; elsewhere the model's own stands for
-    it."""
-    return model_chooses(schedule, backward, exchange) or (schedule in ULYSSES_SCHEDULES and num_head_chunks is None)
-
-
-def ring_by_name(nodes: int) -> str:
-    """The ring of ranks on so many nodes."""
-    return "ring" if nodes == 1 else "double_ring"
 
 
 def choose_schedule(
@@ -265,39 +248,3 @@ def choose_schedule(
         chunks = chunks or choose_num_head_chunks(name, workload, hardware)
         costs.append((name, estimate(name, workload, hardware, chunks)))
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))
-
-
-class Chosen(NamedTuple):
-    """A schedule and its head chunks; the estimate where the model chose."""
-
-    schedule: str
-    num_head_chunks: int
-    estimate: Estimate | None
-
-
-def chosen_schedule(
-    workload: Workload,
-    layout: str,
-    hardware: HardwareModel,
-    *,
-    schedule: str = "auto",
-    backward: str = "auto",
-    exchange: str = "auto",
-    num_head_chunks: int | None = None,
-    on_gpu: bool = True,
-) -> Chosen:
-    """What a call's choices of these names become; ranks, their memory's plan and the prediction all ask here.
-
-    The estimate's speeds are a GPU's: elsewhere, and where a ring's own switches are set, `auto` is a ring, and without
-    a GPU heads are not cut into chunks. Raises ValueError for a schedule that cannot run the problem.
-    """
-    estimated = None
-    if schedule == "auto":
-        if on_gpu and model_chooses(schedule, backward, exchange):
-            estimated = choose_schedule(workload, layout, hardware, num_head_chunks)
-        schedule = estimated.best if estimated else ring_by_name(workload.nodes)
-    if reason := schedule_unsupported_reason(schedule, workload, layout):
-        raise ValueError(reason)
-    if num_head_chunks is None or schedule not in ULYSSES_SCHEDULES:
-        num_head_chunks = choose_num_head_chunks(schedule, workload, hardware) if on_gpu else 1
-    return Chosen(schedule, num_head_chunks, estimated)

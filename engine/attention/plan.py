@@ -1,0 +1,197 @@
+"""From a call's tensors to a plan: inputs checked, choices resolved, communicators and kernel made.
+
+The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, Ulysses around it, or attention over
+gathered keys. A context keeps the plans used last (`cached_plan`). Choices are those of `engine.attention.resolve`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
+from engine.attention.algorithms.ring import RingPlan
+from engine.attention.algorithms.saved import AttentionPlan
+from engine.attention.algorithms.ulysses import UlyssesPlan
+from engine.attention.comm.collectives import TokenRun, token_runs_in_order
+from engine.attention.comm.link_speed import Link
+from engine.attention.context import ContextParallel
+from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
+from engine.attention.masks import Mask
+from engine.attention.masks.pairs import pair_table
+from engine.attention.problem import ALL_GATHER, Problem
+from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, resolve
+from engine.cuda.alternate import streams_of
+
+
+def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
+    """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
+
+    `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
+    ValueError when nothing fits.
+    """
+    try:
+        check_mask(mask)
+    except ValueError as error:
+        cp.comms.refuse(error)
+        raise
+    key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
+    plan: AttentionPlan | None = cp.plans.get(key)
+    if plan is None:
+        try:
+            check_inputs(q_BLND, k_BLKD, k_BLKD)
+            check_scale(choices.scale)
+            check_softcap(choices.softcap)
+        except ValueError as error:
+            cp.comms.refuse(error)
+            raise
+
+        def said() -> dict[str, object]:
+            return {
+                "q": tuple(q_BLND.shape),
+                "k": tuple(k_BLKD.shape),
+                "dtype": str(q_BLND.dtype),
+                "device": q_BLND.device.type,
+                "mask": _described(mask),
+                **choices._asdict(),
+            }
+
+        number = cp.agree(key, said)
+        plan = cp.plans.put(key, plan_attention(q_BLND, k_BLKD, mask, cp.without_plans(number), choices))
+    return plan
+
+
+def _described(mask: Mask) -> str:
+    """The mask in words that are the same on every rank, also for a mask without words of its own."""
+    words = f"{type(mask).__name__} {mask}"
+    return re.sub(r" at 0x[0-9a-f]+", "", words)
+
+
+def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
+    """Everything about attention on shards of this shape, dtype and device but its tensors. Collective where it makes
+    communicators. Raises ValueError when nothing fits.
+
+    Without `lse_gradient` backward skips the check for a gradient of the LSE; with some kernels it makes the host wait
+    for the GPU.
+    """
+    if choices.forward_streams not in (1, 2):
+        raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
+    problem = _problem(q_BLND, k_BLKD, mask, cp, choices)
+    link = _link(problem, cp, choices, q_BLND.device)
+    hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
+    choice = resolve(problem, hardware, choices)
+    kernel = _kernel(choice, q_BLND.device, q_BLND.dtype)
+    item = q_BLND.itemsize
+    choice = choice.written_as(item if kernel.writes_input_dtype else max(4, item))
+    scale = problem.head_dim**-0.5 if choices.scale is None else choices.scale
+    if choice.schedule == ALL_GATHER:
+        return AllGatherPlan(
+            cp=cp,
+            mask=mask,
+            choice=choice,
+            gather=cp.comms.gather(),
+            token_runs=_token_runs(problem, range(cp.size)),
+            kernel=kernel,
+            seq_len=problem.seq_len,
+            scale=scale,
+            deterministic=choices.deterministic,
+            narrow_grads=choice.narrow_grads.across,
+            streams=streams_of(choices.forward_streams, q_BLND.device),
+        )
+    division = choice.division
+    all_to_all, members = None, division.members(cp.rank)
+    if choice.head_exchange is not None:
+        all_to_all = cp.comms.all_to_all(members, choice.head_exchange)
+    inner = cp.ring_of(division)
+    ring = RingPlan(
+        cp=inner,
+        mask=mask,
+        choice=choice,
+        ring=division.ring,
+        comms=cp.comms.ring(division.ring, division.ring_ranks(cp.rank), inner.rank, choice.exchange),
+        kernel=kernel,
+        backward_side=choice.backward,
+        seq_len=problem.seq_len,
+        scale=scale,
+        deterministic=choices.deterministic,
+        narrow_grads=choice.narrow_grads,
+        link=link,
+        # Copies into receive slots follow the stream that they were posted on.
+        streams=streams_of(choices.forward_streams if choice.exchange == "relay" else 1, q_BLND.device),
+    )
+    if all_to_all is None:
+        return ring
+    return UlyssesPlan(
+        cp=cp,
+        choice=choice,
+        members=members,
+        all_to_all=all_to_all,
+        token_runs=_token_runs(problem, members),
+        inner=ring,
+        num_head_chunks=choice.num_head_chunks,
+    )
+
+
+def _problem(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> Problem:
+    """What the tensors ask for. Raises ValueError for a length that the layout cannot split."""
+    batch, tokens, heads, head_dim = q_BLND.shape
+    cp.segments(tokens * cp.size)
+    # Ranks ask each other whether they can copy, which is collective, only where that may decide something.
+    copies = choices.exchange in ("auto", "copy_engine") and choices.schedule != ALL_GATHER
+    return Problem(
+        mask=mask,
+        layout=cp.layout,
+        seq_len=tokens * cp.size,
+        batch=batch,
+        heads=heads,
+        kv_heads=k_BLKD.shape[2],
+        head_dim=head_dim,
+        input_bytes=q_BLND.itemsize,
+        cp_size=cp.size,
+        node_size=cp.node_size,
+        on_gpu=q_BLND.is_cuda,
+        copies_unsupported_reason=cp.comms.copies_unsupported_reason(q_BLND.device) if copies else None,
+    )
+
+
+def _link(problem: Problem, cp: ContextParallel, choices: Choices, device: torch.device) -> Link | None:
+    """The speed of the link between nodes, where a choice depends on it. Measured once, and never where a run must
+    repeat bit for bit: another measurement could lead to another schedule, which sums in another order."""
+    if not asks_for_link(problem, choices):
+        return None
+    if choices.deterministic:
+        return Link(HardwareModel().across_gib, measured=False)
+    return Link(cp.comms.across_gib(device), measured=True)
+
+
+def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel for a rank's part of the heads, and the bands that any rank's tiles have: the same on every rank."""
+    problem, division, choices, part = choice.problem, choice.division, choice.choices, choice.shards
+    if choice.schedule == ALL_GATHER:
+        bands = gathered_kinds(problem.mask, problem.layout, problem.seq_len, problem.cp_size)
+    else:
+        bands = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size).kinds
+    return choose_kernel(
+        choices.kernel,
+        KernelProblem(
+            device=device,
+            dtype=dtype,
+            heads=part.heads,
+            kv_heads=part.kv_heads,
+            head_dim=problem.head_dim,
+            bands=bands,
+            deterministic=choices.deterministic,
+            softcap=choices.softcap,
+            any_delta=choices.lse_gradient,
+        ),
+    )
+
+
+def _token_runs(problem: Problem, cp_ranks: Iterable[int]) -> tuple[TokenRun, ...]:
+    """Runs of consecutive tokens of these ranks, in order of position."""
+    layout, seq_len, size = problem.layout, problem.seq_len, problem.cp_size
+    return token_runs_in_order(tuple(layout.segments(seq_len, size, rank) for rank in cp_ranks))
