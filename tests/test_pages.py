@@ -24,7 +24,11 @@ TITLES = {
     "paper.md", "cluster.md", "reference.md", "8b-at-128k.md", "README.md",
 }  # fmt: skip
 # A page is finished in ten minutes. The reference, and the tables at the end of the cluster page, are looked up.
-MAX_WORDS, MAX_WORDS_OF, MAX_WORDS_OF_A_NOTE = 2400, {"reference.md": 3600, "cluster.md": 3000}, 1200
+MAX_WORDS, MAX_WORDS_OF, MAX_WORDS_OF_A_NOTE = (
+    2400,
+    {"CONTRIBUTING.md": 2500, "reference.md": 3600, "cluster.md": 3000},
+    1200,
+)
 # One name for each thing: native baseline, upstream system, `schedule: ring`, Ulysses, not compared, in the provenance.
 WORDS_NOT_USED = re.compile(
     r"\b(?:native forms?|real systems?|by name|stated|not bound|weak forms?|trad(?:e|es|ed|ing) (?:its )?heads"
