@@ -129,10 +129,10 @@ class ModelShape:
             )
 
     def _check_rope(self, scaling: RopeScaling) -> None:
-        if scaling.partial_rotary_factor != 1:
+        if scaling.partial_rotary_factor != 1 and self.attention_scale:
             raise ValueError(
-                f"model {self.name}: partial_rotary_factor is {scaling.partial_rotary_factor:g}; expected 1: "
-                "RoPE turns whole heads here"
+                f"model {self.name}: partial_rotary_factor is {scaling.partial_rotary_factor:g} and attention_scale "
+                f"{self.attention_scale:g}; expected 1 or 0: the scale is a factor of rotated dimensions"
             )
         if (reason := scaling.unsupported_reason(self.head_dim)) is not None:
             raise ValueError(f"model {self.name}: {reason}")
@@ -162,7 +162,8 @@ class ModelShape:
     @property
     def plain_projection(self) -> bool:
         """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
-        return self.norms == "before" and not self.qkv_bias and not (self.qk_norm and self.qk_norm_whole)
+        rotates_all = parse_rope(self.rope_scaling).partial_rotary_factor == 1
+        return self.norms == "before" and not self.qkv_bias and not self.qk_norm_whole and rotates_all
 
     @property
     def plain_mlp(self) -> bool:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.models.rope import read_rope, write_rope
+from engine.models.rope import parse_rope, read_rope, write_rope
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ class Architecture:
     # Tensors of a layer that have no effect, and their sizes.
     unused: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda _: {}
     tied: bool = False  # what a configuration without `tie_word_embeddings` means
+    partial_rotary: bool = False  # whether a configuration may rotate a part of each head
 
     def stored(self, shape: ModelShape) -> list[Stored]:
         """The tensors of a model's files, in the model's order."""
@@ -252,7 +253,11 @@ def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
         own = {"rope_base": base, "rope_scaling": scaling} | dict(own)
     if "head_dim" not in own:
         own = {"head_dim": head_dim_of(config, sizes["hidden"], sizes["heads"])} | dict(own)
-    return ModelShape(name=name, architecture=architecture_name, **sizes | shared | dict(own))
+    shape = ModelShape(name=name, architecture=architecture_name, **sizes | shared | dict(own))
+    partial = parse_rope(shape.rope_scaling).partial_rotary_factor
+    if partial != 1 and not architecture.partial_rotary:
+        raise _unsupported("partial_rotary_factor", partial, (1,))
+    return shape
 
 
 def head_dim_of(config: Config, hidden: int, heads: int) -> int:

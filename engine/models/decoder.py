@@ -149,9 +149,11 @@ class Attention(nn.Module):
 
     def _turned(self, x_BLF: Tensor, norm: Norm, rotary: Rotary) -> Tensor:
         """Queries or keys, normalised and rotated."""
-        if self.norms_heads:
-            return rotate(normed(norm, self._in_heads(x_BLF)), rotary)
-        return rotate(self._in_heads(normed(norm, x_BLF)), rotary)
+        heads = normed(norm, self._in_heads(x_BLF)) if self.norms_heads else self._in_heads(normed(norm, x_BLF))
+        rotated = 2 * rotary[0].shape[-1]
+        if rotated == self.head_dim:
+            return rotate(heads, rotary)
+        return torch.cat((rotate(heads[..., :rotated], rotary), heads[..., rotated:]), -1)
 
 
 class MLP(nn.Module):

@@ -27,6 +27,7 @@ ARCHITECTURE = Architecture(
     read=read,
     write=write,
     neutral={"hidden_act": ("silu",), "attention_bias": (None, False), "layer_types": (None,)},
+    partial_rotary=True,
     names={
         "attention.q": "self_attn.qkv_proj",
         "attention.k": "self_attn.qkv_proj",

@@ -335,7 +335,7 @@ def change_config(directory: Path, **changes: Any) -> None:
         ({"rope_scaling": {"rope_type": "su"}}, "rope_type is 'su'"),
         ({"rope_scaling": "default"}, "rope_scaling is 'default'; expected a dictionary"),
         ({"rope_parameters": {"rope_theta": 10000}}, r"rope_theta is given as \[10000.0, 500000.0\]; keep the one"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which this model does not have; expected 1"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', which this model does not have; expected False or True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which this model does not have; expected 'silu'"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),

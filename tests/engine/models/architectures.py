@@ -83,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
+    "phi3, half of each head rotated": (
+        "phi3",
+        {"head_dim": None, "sliding_window": None, "rope_parameters": rope(100.0, partial_rotary_factor=0.5)},
+    ),
     "olmo2": ("olmo2", {"head_dim": None, "rope_parameters": rope(500_000.0)}),
     "gemma3": (
         "gemma3_text",

@@ -56,7 +56,10 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"window": -1}, "window is -1"),
         ({"window": 8, "window_pattern": "wx"}, "window_pattern is 'wx'; give a letter for each layer"),
         ({"rope_scaling": "linear"}, "factor is missing"),
-        ({"rope_scaling": "linear:factor=2,partial_rotary_factor=0.5"}, "partial_rotary_factor is 0.5; expected 1"),
+        (
+            {"rope_scaling": "default:partial_rotary_factor=0.5", "attention_scale": 0.5},
+            "partial_rotary_factor is 0.5 and attention_scale 0.5; expected 1 or 0",
+        ),
         ({"attention_scale": -1.0}, "attention_scale is -1"),
     ],
 )
