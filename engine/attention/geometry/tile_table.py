@@ -481,7 +481,7 @@ def outermost_spans(regions: Integers, shards: Shards, enough: int) -> tuple[Int
     pairs = len(shards.segments) ** 2
     spans, seen = np.zeros((2, 2, pairs), dtype=np.int64), np.zeros(pairs, dtype=np.int64)
     for end, ordered in enumerate((regions, regions[::-1])):
-        known, at, size = np.zeros(pairs, dtype=bool), 0, 1 if end else 2 * enough
+        known, at, size = np.zeros(pairs, dtype=bool), 0, 1 if end else enough + 2
         while not (known.all() and (seen > enough).all()):
             if at >= len(ordered):
                 return None
