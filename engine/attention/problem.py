@@ -13,11 +13,14 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import Gathered, Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.masks import Mask, parse_mask
 from engine.settings import BYTES_OF, TrialSettings
+
+if TYPE_CHECKING:  # methods are listed without numpy
+    from engine.attention.masks import Mask
 
 BACKWARD_SIDES = ("query", "key_value")
 EXCHANGES = ("relay", "direct", "copy_engine")
@@ -144,6 +147,8 @@ def all_to_all_ranks(schedule: str, problem: HeadsAndRanks) -> int:
 def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int) -> Problem:
     """One layer's attention of a trial on GPUs that can copy into each other's memory inside a node, as a rank has it:
     with its share of the heads under tensor parallelism. Raises ValueError for a mask that does not exist."""
+    from engine.attention.masks import parse_mask
+
     shape = settings.model
     return Problem(
         mask=parse_mask(settings.mask),

@@ -39,6 +39,10 @@ _NAMED_BY = (
     "learning_rate", "data", "emulate_nodes", "steps", "seed",
 )  # fmt: skip
 _NAMED_BY_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+_NAMED_BY_MODEL = (  # the published models have no other feature
+    "name", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "rope_base",
+    "norm_eps", "note",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,7 @@ class Configuration:
         settings = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
         settings = {key: settings[key] for key in _NAMED_BY}
         settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
+        settings["model"] = {key: settings["model"][key] for key in _NAMED_BY_MODEL}
         exchange = to_json(self.exchange)
         del exchange["reason"]
         text = json.dumps([settings, exchange], sort_keys=True)

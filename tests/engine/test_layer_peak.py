@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import op, resolve
+from engine.attention import op, plan
 from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
@@ -55,7 +55,7 @@ class FusedNorm(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "choose_kernel", lambda *_, **__: Allocating())
+    monkeypatch.setattr(plan, "choose_kernel", lambda *_, **__: Allocating())
     monkeypatch.setattr(op, "row_dot", lambda a, b: torch.zeros(a.shape[0], a.shape[2], a.shape[1]))
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine.attention.comm.communicators import Communicators
 from engine.attention.context import ContextParallel
 from engine.distributed import World, arrange
 from engine.measurement import Measurement
@@ -140,13 +141,13 @@ def measured_on_two_nodes(task: str, steps: Steps, same_host: bool) -> tuple[Mea
         os.environ["NCCL_HOSTID"] = f"node{dist.get_rank()}"
     settings, events = link_settings(task, steps), []
     world = arrange(settings, torch.device("cpu"))
-    measure = ContextParallel.measure_link
+    measure = Communicators.measure_link
 
-    def watched(self: ContextParallel, message: torch.Tensor, *, spread: bool) -> float | None:
+    def watched(self: Communicators, message: torch.Tensor, *, spread: bool) -> float | None:
         events.append("link to all peers" if spread else "link")
         return measure(self, message, spread=spread)
 
-    with mock.patch.object(ContextParallel, "measure_link", watched):
+    with mock.patch.object(Communicators, "measure_link", watched):
         measurement = TASKS[task](settings, METHOD, world).run(lambda step: events.append(f"step {step['step']}"))
     return measurement, events
 
@@ -193,7 +194,7 @@ def sizes_of_messages(message_bytes: int) -> list[Any]:
         sizes.append(message.nbytes)
         return 2.0
 
-    with mock.patch.object(probes._cp, "measure_link", sized):
+    with mock.patch.object(probes._cp.comms, "measure_link", sized):
         probes.before_step(0)
     return sizes
 
@@ -209,7 +210,7 @@ def fastest_patterns() -> tuple[list[bool], dict[str, Any]]:
         return (2.0 if spread else 1.0) + 0.1 * (asked.count(spread) - 1)
 
     probes = LinkProbes(world, ContextParallel(node_size=2), Steps(warmup=1, measured=2), message_bytes=64)
-    with mock.patch.object(probes._cp, "measure_link", found):
+    with mock.patch.object(probes._cp.comms, "measure_link", found):
         for step in range(3):
             probes.before_step(step)
         return asked, probes.figures()
