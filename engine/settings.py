@@ -104,11 +104,11 @@ class ModelShape:
                     f"model {self.name}: {name} is {getattr(self, name)}; give a number from 1 to {LARGEST_DIMENSION}"
                 )
         for name in ("rope_base", "norm_eps", "embedding_scale", "activation_alpha", "activation_limit"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a finite number above 0")
         for name in ("rope_base_window", "attention_scale"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0, or 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a finite number, or 0")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: {self.heads} query heads are not divisible by {self.kv_heads} KV heads; "

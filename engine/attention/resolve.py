@@ -9,6 +9,7 @@ arithmetic on values that all ranks share, so that every rank chooses the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -180,6 +181,14 @@ def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Reso
         raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
     if choices.exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+    for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
+        if getattr(problem, name) < 1:
+            raise ValueError(f"{name} is {getattr(problem, name)}; give a number of at least 1")
+    if not 0 < hardware.across_gib < math.inf:
+        raise ValueError(f"across_gib is {hardware.across_gib:g}; give a speed above 0")
+    chunks_given = choices.num_head_chunks
+    if chunks_given is not None and (not isinstance(chunks_given, int) or chunks_given < 1):
+        raise ValueError(f"num_head_chunks is {chunks_given!r}; give a whole number of at least 1, or None")
     estimated = problem.on_gpu and _model_chooses(choices)
     workload = Workload.of(
         problem, grad_comm_dtype=choices.grad_comm_dtype, recompute=choices.recompute, counts_traffic=estimated

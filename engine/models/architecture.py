@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.models.rope import parse_rope, read_rope, write_rope
-from engine.settings import ModelShape
+from engine.settings import LARGEST_DIMENSION, ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
 SHARED = ("architecture", "decoder", "rope")  # files of this folder that are no architecture
 
@@ -31,9 +33,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None,),  # code that comes with the weights
 }
-# Whole numbers of a shape that all configurations have, by their keys.
+# Whole numbers of a shape that all configurations have besides the layers, by their keys.
 SIZES = {
-    "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "ffn": "intermediate_size",
     "heads": "num_attention_heads",
@@ -64,11 +65,15 @@ class Config:
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.content = content
 
-    def whole(self, key: str) -> int:
+    def whole(self, key: str, least: int = 1, most: int = LARGEST_DIMENSION) -> int:
         value = self.content.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{key} is {_shown(value)}; expected a whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"{key} is {_shown(value)[:40]}; expected a whole number from {least} to {most}")
         return value
+
+    @property
+    def layers(self) -> int:
+        return self.whole("num_hidden_layers", most=MAX_LAYERS)
 
     def number(self, key: str) -> float:
         value = self.content.get(key)
@@ -100,7 +105,7 @@ class Config:
             pattern = "f" * min(first_windowed, layers) + "w" * (layers - first_windowed)
         else:
             letters = {"full_attention": "f", "sliding_attention": "w"}
-            if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in letters for kind in kinds):
+            if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in list(letters) for kind in kinds):
                 raise ValueError(f"layer_types is {_shown(kinds)[:80]}; expected {layers} of {', '.join(letters)}")
             pattern = "".join(letters[kind] for kind in kinds)
         if not in_use or not window or "w" not in pattern:
@@ -239,7 +244,7 @@ def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
     architecture_name, architecture = _architecture_of(content)
     for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
         config.expect(key, *accepted)
-    sizes = {field_name: config.whole(key) for field_name, key in SIZES.items()}
+    sizes = {"layers": config.layers} | {name: config.whole(key) for name, key in SIZES.items()}
     shared: dict[str, Any] = {
         "kv_heads": sizes["heads"]
         if content.get("num_key_value_heads") is None
@@ -283,6 +288,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
     config: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
+        "num_hidden_layers": shape.layers,
         **{key: getattr(shape, field_name) for field_name, key in SIZES.items()},
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -307,7 +313,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
 def _architecture_of(content: Mapping[str, Any]) -> tuple[str, Architecture]:
     named = content.get("architectures")
     by_class = {each.class_name: (name, each) for name, each in architectures().items()}
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in by_class:
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(by_class):
         raise ValueError(f"architectures is {named!r}; expected a list of one of {', '.join(by_class)}")
     return by_class[named[0]]
 

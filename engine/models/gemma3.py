@@ -18,8 +18,10 @@ PATTERN = 6  # layers, of which the last one has no window; configurations befor
 
 
 def read(config: Config) -> dict[str, Any]:
-    bias, head_dim, layers = config.flag("attention_bias"), config.whole("head_dim"), config.whole("num_hidden_layers")
+    bias, head_dim, layers = config.flag("attention_bias"), config.whole("head_dim"), config.layers
     scaled_by = config.number("query_pre_attn_scalar")
+    if scaled_by <= 0:
+        raise ValueError(f"query_pre_attn_scalar is {scaled_by:g}; expected a number above 0")
     base, scaling = read_rope(config.content, "full_attention", base=BASE)
     return {
         "qkv_bias": bias,

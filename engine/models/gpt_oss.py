@@ -19,7 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def read(config: Config) -> dict[str, Any]:
-    bias, layers = config.flag("attention_bias", True), config.whole("num_hidden_layers")
+    bias, layers = config.flag("attention_bias", True), config.layers
     content = dict(config.content)
     if content.get("layer_types") is None:
         content["layer_types"] = [_kind(layer % 2 == 0) for layer in range(layers)]

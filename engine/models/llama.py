@@ -13,7 +13,7 @@ from engine.settings import ModelShape
 
 def read(config: Config) -> dict[str, Any]:
     bias = config.flag("attention_bias")
-    config.windows(config.whole("num_hidden_layers"), 0)  # raises where layer_types names one
+    config.windows(config.layers, 0)  # raises where layer_types names one
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": config.flag("mlp_bias")}
 
 

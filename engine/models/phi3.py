@@ -13,7 +13,7 @@ from engine.settings import ModelShape
 
 def read(config: Config) -> dict[str, Any]:
     window = 0 if config.content.get("sliding_window") is None else config.whole("sliding_window")
-    return config.windows(config.whole("num_hidden_layers"), window)
+    return config.windows(config.layers, window)
 
 
 def write(shape: ModelShape) -> dict[str, Any]:

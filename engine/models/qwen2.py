@@ -22,8 +22,8 @@ def write(shape: ModelShape) -> dict[str, Any]:
 def read_windows(config: Config) -> dict[str, Any]:
     """Fields of the windows of Qwen2.5 and Qwen3."""
     in_use = config.flag("use_sliding_window") and config.content.get("sliding_window") is not None
-    layers = config.whole("num_hidden_layers")
-    first = config.whole("max_window_layers") if in_use and config.content.get("layer_types") is None else 0
+    layers = config.layers
+    first = config.whole("max_window_layers", least=0) if in_use and config.content.get("layer_types") is None else 0
     return config.windows(layers, config.whole("sliding_window") if in_use else 0, in_use=in_use, first_windowed=first)
 
 

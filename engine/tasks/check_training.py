@@ -167,9 +167,11 @@ def _small_model(settings: TrialSettings) -> ModelShape:
     if shape.heads > _HEADS:
         fewer = (count for count in range(min(2, kv_heads), kv_heads) if kv_heads % count == 0)
         kv_heads = next((count for count in fewer if divided(count) == divided(kv_heads)), kv_heads)
+    both = len(set(shape.windowed)) > 1  # layers with the window and without it: few layers have both kinds too
     return replace(
         shape,
         name=f"{shape.name}, checked",
+        window_pattern="wf" if both else shape.window_pattern,
         layers=min(shape.layers, _LAYERS),
         hidden=min(shape.hidden, _HIDDEN),
         ffn=cut(shape.ffn, _FFN),

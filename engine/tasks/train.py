@@ -89,12 +89,13 @@ class TrainTask:
         self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
         self.inside = InsideStep(world.device, world.rank)
         windowed = settings.of_windowed_layers()
+        self._attend_in_window = None if windowed is None else RefusingAttention(method.attention(self.cp, windowed))
         self.model, self._recompute = build_model(
             settings,
             self.attend,
             world.fsdp_mesh,
             self._tensor_parallel,
-            windowed=None if windowed is None else RefusingAttention(method.attention(self.cp, windowed)),
+            windowed=self._attend_in_window,
         )
         self.inside.watch([block for block in self.model.blocks if isinstance(block, Block)])
         self.optimizer = adamw(
@@ -195,7 +196,10 @@ class TrainTask:
 
     def _chosen(self) -> dict[str, str]:
         """What every `auto` became."""
-        return self.attend.resolved() | self._parameters() | self._cuda_graph()
+        found = self.attend.resolved() | self._parameters() | self._cuda_graph()
+        if self._attend_in_window is not None:  # its layers resolve every `auto` for their own mask
+            found |= {f"window_{name}": value for name, value in self._attend_in_window.resolved().items()}
+        return found
 
     def _parameters(self) -> dict[str, str]:
         """Whether this rank keeps whole parameters; and over how many ranks hybrid sharding splits them, those of one

@@ -75,7 +75,10 @@ def step_time(
         return StepTime(phases=phases, exchange=exchange, attention_forward=0.0)
     forward, backward = attention_passes(problem, exchange, speeds)
     windowed = settings.of_windowed_layers()
-    inside = None if windowed is None else attention_passes(attention_problem(windowed, node_size), exchange, speeds)
+    inside = None
+    if windowed is not None:  # layers with a window choose their own schedule
+        of_window = attention_problem(windowed, node_size)
+        inside = attention_passes(of_window, exchange_of(windowed, of_window, speeds), speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
         _add(phases, "attention forward", forward, 1.0)

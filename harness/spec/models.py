@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster.files.document import Node, read_yaml
 from engine.hf import configured_shape
+from engine.models.architecture import architectures
 from engine.settings import ModelShape
 from harness.base.errors import UsageError, nearest
 from harness.spec.schema import build, convert
@@ -20,7 +21,9 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     Raises UsageError.
     """
     if isinstance(node.value, dict):
-        return build(ModelShape, node, "the inline model", name="inline")
+        shape = build(ModelShape, node, "the inline model", name="inline")
+        architecture_known(shape, node.place)
+        return shape
     name = convert(node, str, "model")
     if name.endswith((".yaml", ".yml")):
         return load_model(experiment_dir / name, node.place)
@@ -41,6 +44,13 @@ def configured_model(folder: Path, place: str) -> ModelShape:
         return configured_shape(folder)
     except ValueError as error:
         raise UsageError(f"{place}: {error}") from error
+
+
+def architecture_known(shape: ModelShape, place: str) -> None:
+    """Raises UsageError for a shape whose architecture has no file in `engine/models`."""
+    known = sorted(architectures())
+    if shape.architecture not in known:
+        raise UsageError(f"{place}: unknown architecture {shape.architecture}; {nearest(shape.architecture, known)}")
 
 
 def named_model(name: str, experiment_dir: Path = MODELS_DIR, place: str = "") -> ModelShape:
@@ -79,6 +89,7 @@ def load_model(path: Path, place: str = "") -> ModelShape:
     entries = dict(root.mapping("the model file"))
     published = entries.pop("parameters", None)
     shape = build(ModelShape, Node(entries, root.place), "the model file", name=path.stem)
+    architecture_known(shape, root.place)
     if published is not None:
         count = convert(published, int, "parameters")
         if count != shape.parameters:

@@ -85,6 +85,14 @@ def test_an_unknown_model_names_its_nearest_neighbour(tmp_path: Path) -> None:
         read_model(Node("lama3_8b", "here"), tmp_path)
 
 
+def test_an_unknown_architecture_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    text = (MODELS_DIR / "tiny.yaml").read_text(encoding="utf-8")
+    path.write_text(text + "\narchitecture: lama\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"odd.yaml:2: unknown architecture lama; did you mean llama"):
+        load_model(path)
+
+
 def test_hyphens_may_stand_for_the_underscores_of_a_name(tmp_path: Path) -> None:
     hyphens, underscores = (read_model(Node(name, "here"), tmp_path) for name in ("qwen3-8b", "qwen3_8b"))
     assert hyphens == underscores

@@ -59,13 +59,23 @@ def memory_of(settings: TrialSettings, *, on_gpu: bool = True) -> RankMemory:
 def receive_slot_bytes(settings: TrialSettings) -> int:
     """Bytes of all receive slots of the fullest rank in a trial of method `burst` whose GPUs of a node can copy into
     each other's memory. A node is one of `emulate_nodes`; between nodes `auto` chooses as with the cost model's own
-    speed of the link, which ranks measure. A trial that cannot run has no slots: it is refused elsewhere."""
+    speed of the link, which ranks measure. A trial that cannot run has no slots: it is refused elsewhere.
+
+    Layers with a window resolve their own schedule: one that the others share has slots of the larger size, another
+    one slots of its own.
+    """
     if settings.cp_size % settings.emulate_nodes:
         return 0
-    try:
-        return resolve_trial(settings, settings.cp_size // settings.emulate_nodes).receive_slot_bytes
-    except ValueError:
-        return 0
+    slots: dict[tuple[str, str | None, str], int] = {}
+    for kind in (settings, settings.of_windowed_layers()):
+        if kind is not None:
+            try:
+                found = resolve_trial(kind, settings.cp_size // settings.emulate_nodes)
+            except ValueError:
+                return 0
+            sharing = (found.schedule, found.head_exchange, found.exchange)
+            slots[sharing] = max(slots.get(sharing, 0), found.receive_slot_bytes)
+    return sum(slots.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from engine.attention.resolve import (
 )
 from engine.checkpoint.planning.memory import receive_slot_bytes
 from engine.settings import TrialSettings
+from harness.spec.models import named_model
 from tests.engine.attention.random_trials import trials
 
 PINNED = Path(__file__).parent / "pinned_choices.json"  # of the engine before it had one resolver
@@ -116,3 +117,29 @@ def test_every_rank_is_in_one_all_to_all_and_one_ring_and_every_pair_meets_in_on
         assert len(members) * len(ring) == 8
         assert ring[division.ring_rank(rank)] == rank
         assert len(ring) == division.ring.cp_size
+
+
+@pytest.mark.parametrize("name", ["seq_len", "batch", "heads", "cp_size", "node_size"])
+def test_a_size_below_one_is_refused(name: str) -> None:
+    problem = Problem(
+        mask=Causal(), layout=as_layout("zigzag"), seq_len=1024, batch=1, heads=8, kv_heads=8, head_dim=64,
+        input_bytes=2, cp_size=4, node_size=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} is 0; give a number of at least 1"):
+        resolve(replace(problem, **{name: 0}), HardwareModel(), Choices())
+    with pytest.raises(ValueError, match="num_head_chunks is 0; give a whole number"):
+        resolve(problem, HardwareModel(), Choices(schedule="ring", num_head_chunks=0))
+    with pytest.raises(ValueError, match="across_gib is nan; give a speed above 0"):
+        resolve(problem, HardwareModel(across_gib=float("nan")), Choices())
+
+
+def test_layers_with_a_window_have_receive_slots_of_their_own_schedule() -> None:
+    """Full layers and layers with a window of one model resolve their schedules apart."""
+    settings = TrialSettings(
+        task="train", method="burst", model=named_model("gemma3_4b"), seq_len=131072, cp_size=4, layout="zigzag"
+    )
+    inside = settings.of_windowed_layers()
+    assert inside is not None
+    full, window = (resolve_trial(each, 4) for each in (settings, inside))
+    assert full.schedule != window.schedule
+    assert receive_slot_bytes(settings) == full.receive_slot_bytes + window.receive_slot_bytes

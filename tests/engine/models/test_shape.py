@@ -61,6 +61,8 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
             "partial_rotary_factor is 0.5 and attention_scale 0.5; expected 1 or 0",
         ),
         ({"attention_scale": -1.0}, "attention_scale is -1"),
+        ({"attention_scale": float("nan")}, "attention_scale is nan; give a finite number"),
+        ({"rope_base": float("inf")}, "rope_base is inf; give a finite number above 0"),
     ],
 )
 def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:

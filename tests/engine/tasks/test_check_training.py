@@ -202,6 +202,13 @@ def test_a_mask_is_scaled_to_one_of_its_kind(mask: str, scaled: str) -> None:
     assert (str(problem.mask), problem.seq_len) == (str(parse_mask(scaled)), 256)
 
 
+def test_a_check_of_windows_in_turn_has_layers_of_both_kinds() -> None:
+    model = dataclasses.replace(TINY, layers=12, window=4096, window_pattern="wwwwwf")
+    problem = check_problem(of(model=model, cp_size=2), method_named("burst"), {})
+    assert set(problem.model.windowed) == {True, False}
+    assert problem.mask == "causal"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 48, 64])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_a_check_problem_is_one_that_mask_and_layout_take(ranks: int, layout: Any) -> None:
