@@ -18,7 +18,7 @@ class BoundAttention:
     """An `engine.method.AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
     def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices) -> None:
-        """`choices`: of the method, as `engine.method.NativeMethod.choices` gives them."""
+        """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them."""
         self._cp, self._settings, self._choices = cp, settings, choices
         self._mask = parse_mask(settings.mask)
         self._prepared: dict[object, PreparedAttention] = {}

@@ -1,6 +1,6 @@
 """BurstAttention: attention over a sequence that is sharded over many ranks. The autograd function is written once.
 
-`engine.attention.prepared` has the public calls and `engine.attention.resolve` turns their settings into a plan. A plan
+`engine.attention.prepared` has the public calls and `engine.attention.plan` turns their settings into a plan. A plan
 computes (out, LSE) and the gradients from this rank's shards, as ring attention (`engine.attention.algorithms.ring`) or
 as Ulysses around it (`engine.attention.algorithms.ulysses`). Where one kernel call is the whole problem, nothing but
 that call runs.

@@ -75,8 +75,8 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     """Everything about attention on shards of this shape, dtype and device but its tensors. Collective where it makes
     communicators. Raises ValueError when nothing fits.
 
-    Without `lse_gradient` backward skips the check for a gradient of the LSE; with some kernels it makes the host wait
-    for the GPU.
+    Without `lse_gradient`, kernels that form delta from O need no check that makes the host wait for the GPU, and a
+    gradient of the LSE is an error with them.
     """
     if choices.forward_streams not in (1, 2):
         raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
@@ -139,7 +139,7 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
 def _problem(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> Problem:
     """What the tensors ask for. Raises ValueError for a length that the layout cannot split."""
     batch, tokens, heads, head_dim = q_BLND.shape
-    cp.segments(tokens * cp.size)
+    cp.segments(tokens * cp.size)  # raises where the layout cannot split them
     # Ranks ask each other whether they can copy, which is collective, only where that may decide something.
     copies = choices.exchange in ("auto", "copy_engine") and choices.schedule != ALL_GATHER
     return Problem(

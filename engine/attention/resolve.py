@@ -1,10 +1,12 @@
-"""From what a user leaves open to choices: every `auto` of attention is resolved here, in one pure function, no torch.
+"""From what a user leaves open to choices: schedule, side sent in backward, exchange and head chunks, in one pure
+function without torch.
 
     resolve(problem, hardware, choices) -> Resolved
 
-Engine (`engine.attention.plan`), memory planner, prediction and reports read the same `Resolved`; nothing else asks the
-cost model. `choose_layout` answers `layout: auto`, before a sequence is sharded. All of it is integer code and
-arithmetic on values that all ranks share, so that every rank chooses the same.
+Engine (`engine.attention.plan`), memory planner, `burst plan` and prediction read the same `Resolved`, and records hold
+it in words. Nothing else asks the cost model but the fit of its constants. `choose_layout` answers `layout: auto`,
+before a sequence is sharded. All of it is integer code and arithmetic on values that all ranks share, so that every
+rank chooses the same. The kernel depends on the machine and is chosen by `engine.attention.kernels.choose_kernel`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ __all__ = [
 
 ALL_RANKS = 8  # up to so many ranks are added up to choose a side; of more ranks, three
 PREFERENCE = tuple(LAYOUTS[name] for name in ("contiguous", "zigzag", "striped"))
-AS_GOOD = 1.05  # of the best imbalance: striped tiles cost kernels several per cent, and further ring steps are added
+AS_GOOD = 1.05  # of the best imbalance is accepted: striped layouts slow kernels and add ring steps
 
 
 class Choices(NamedTuple):
@@ -252,7 +254,7 @@ def _num_head_chunks(
     if given is None:
         return choose_num_head_chunks(schedule, workload, hardware) if problem.on_gpu else 1
     kv_heads = problem.kv_heads // all_to_all_ranks(schedule, problem)
-    if given < 1 or kv_heads % given:
+    if kv_heads % given:
         raise ValueError(
             f"num_head_chunks {given} does not divide the {kv_heads} KV heads of a rank under schedule {schedule}; "
             "give a number that does"
@@ -393,8 +395,8 @@ def recomputes_attention(settings: TrialSettings) -> bool:
 
 
 def trial_choices(settings: TrialSettings, grad_comm_dtype: str = "fp32") -> Choices:
-    """The choices of a trial of method `burst`; of a baseline with other ones in their place. `grad_comm_dtype` is what
-    the setting's `auto` stands for."""
+    """The choices of a trial of method `burst`; a baseline replaces some of them. `grad_comm_dtype` is what the
+    setting's `auto` stands for."""
     dtype = settings.grad_comm_dtype
     return Choices(
         kernel=settings.kernel,

@@ -210,7 +210,10 @@ class Architecture:
         layer, own = parameter.split(".", 2)[1:]
         if own in self.experts:
             return f"model.layers.{layer}.{self.experts[own]}"
-        return f"model.layers.{layer}.{self.names.get(module) or IN_LAYER[module]}.{kind}"
+        known = {**IN_LAYER, **self.names}
+        if module not in known:
+            raise ValueError(f"architecture {self.model_type} has no name for {module}; add it to its `names`")
+        return f"model.layers.{layer}.{known[module]}.{kind}"
 
 
 def in_layer(parameter: str) -> str:

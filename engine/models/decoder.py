@@ -46,7 +46,7 @@ Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
 
 
 class AddMLP(Protocol):
-    """The MLP's residual branch: y + mlp(norm(y)), where y is x, or x + branch."""
+    """The residual stream after the MLP: y + mlp(norm(y)), where y is x, or x + branch."""
 
     def __call__(self, norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor: ...
 
@@ -224,7 +224,7 @@ def project_whole(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotar
 
 
 def add_whole_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
-    """The default second half of a layer, the MLP's residual branch: all tokens at once."""
+    """The default second half of a layer, the residual stream after the MLP: all tokens at once."""
     x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
     return x_BLE + mlp(normed(norm, x_BLE))
 
@@ -317,9 +317,10 @@ class Decoder(nn.Module):
         if shape.embedding_scale != 1:
             x_BLE = x_BLE * shape.embedding_scale
         dtype = accumulation_dtype(x_BLE.dtype)
-        kinds = set(shape.windowed) if shape.rope_base_window else {False}
+        window_has_base = shape.rope_base_window > 0
         seq_len = len(positions_L) * self.shards
-        tables = {windowed: rotary_of(shape, windowed, positions_L, dtype, seq_len) for windowed in kinds}
-        for block, windowed in zip(self.blocks, shape.windowed, strict=True):
-            x_BLE = block(x_BLE, tables[windowed and windowed in kinds])
+        own = [windowed and window_has_base for windowed in shape.windowed]
+        tables = {each: rotary_of(shape, each, positions_L, dtype, seq_len) for each in set(own)}
+        for block, has_own_base in zip(self.blocks, own, strict=True):
+            x_BLE = block(x_BLE, tables[has_own_base])
         return self.head(self.norm(x_BLE), labels_BL, self.embedding.weight if shape.tied else None)

@@ -44,7 +44,9 @@ def _windows(config: Config, layers: int) -> dict[str, Any]:
     if content.get("layer_types") is None:
         every = config.whole("sliding_window_pattern") if "sliding_window_pattern" in content else PATTERN
         content["layer_types"] = [_kind(bool((layer + 1) % every)) for layer in range(layers)]
-    windows = Config(content).windows(layers, config.whole("sliding_window") if content.get("sliding_window") else 0)
+    named = content["layer_types"]
+    some = isinstance(named, list) and _kind(True) in named
+    windows = Config(content).windows(layers, config.whole("sliding_window") if some else 0)
     if not windows:
         return {}
     # Release 5 has a dictionary for each kind of layers; release 4 a base of its own, and windows are never scaled.

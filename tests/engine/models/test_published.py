@@ -188,6 +188,7 @@ def test_shapes_have_as_many_parameters_as_transformers_builds(name: str) -> Non
             },
             "sliding_attention is linear:factor=2, which this model does not have; expected default",
         ),
+        ("gemma3_4b", {"sliding_window": None}, "sliding_window is missing; expected a whole number"),
         ("gemma3_4b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a number above 0"),
         ("gemma3_4b", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern is 0; expected a w"),
         ("gemma3_4b", {"layer_types": None, "sliding_window_pattern": -1}, "sliding_window_pattern is -1; expected"),

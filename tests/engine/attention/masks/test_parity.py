@@ -1,4 +1,4 @@
-"""Masks in several token_runs on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
+"""Masks on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
 
 from __future__ import annotations
 
