@@ -121,7 +121,8 @@ def test_an_argument_that_is_no_mask_is_refused(mask) -> None:
 
 @pytest.mark.parametrize("parts", [0, -1, 3])
 def test_parts_that_do_not_divide_the_heads_are_refused(parts) -> None:
-    with pytest.raises(ValueError, match=f"num_head_chunks {parts} does not divide the 4 KV heads"):
+    words = f"num_head_chunks {parts} does not divide the 4 KV heads" if parts > 0 else f"num_head_chunks is {parts};"
+    with pytest.raises(ValueError, match=words):
         burst_attention(Q, Q, Q, schedule="ulysses", num_head_chunks=parts)
 
 
