@@ -28,6 +28,8 @@ MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed fr
 
 SHARED = ("architecture", "decoder", "rope")  # files of this folder that are no architecture
 
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+
 # Keys that may change the function computed, in every architecture, and the only values with which they do not.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -97,22 +99,25 @@ class Config:
         if key in self.content and self.content[key] not in accepted:
             raise _unsupported(key, self.content[key], accepted)
 
-    def windows(self, layers: int, window: int, *, in_use: bool = True, first_windowed: int = 0) -> dict[str, Any]:
-        """Fields of a shape whose layers have the window that `layer_types` says, or without it those from
-        `first_windowed` on; no field where no layer has one."""
-        kinds = self.content.get("layer_types")
-        if kinds is None:
-            pattern = "f" * min(first_windowed, layers) + "w" * (layers - first_windowed)
-        else:
-            letters = {"full_attention": "f", "sliding_attention": "w"}
-            if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in list(letters) for kind in kinds):
-                raise ValueError(f"layer_types is {_shown(kinds)[:80]}; expected {layers} of {', '.join(letters)}")
-            pattern = "".join(letters[kind] for kind in kinds)
-        if not in_use or not window or "w" not in pattern:
-            if kinds is not None and "w" in pattern:
-                raise ValueError("layer_types has sliding_attention, but no window is in use; expected full_attention")
-            return {}
-        return {"window": window, "window_pattern": shortest_pattern(pattern)}
+    def windows(self, default: Sequence[str], *, in_use: bool = True) -> dict[str, Any]:
+        """Fields of a shape with the layers that `layer_types` names, else those of `default`, one for each layer.
+        No field where no layer has a window."""
+        named = self.content.get("layer_types")
+        kinds = default if named is None else named
+        known = isinstance(kinds, list) and all(kind in (FULL, WINDOWED) for kind in kinds)
+        if not known or len(kinds) != len(default):
+            raise ValueError(f"layer_types is {_shown(named)[:80]}; expected {len(default)} of {FULL}, {WINDOWED}")
+        some = WINDOWED in kinds
+        if some and not in_use:
+            raise ValueError(f"layer_types has {WINDOWED}, but no window is in use; expected {FULL}")
+        window = self.whole("sliding_window") if some or (in_use and self.content.get("sliding_window")) else 0
+        pattern = "".join("w" if kind == WINDOWED else "f" for kind in kinds)
+        return {"window": window, "window_pattern": shortest_pattern(pattern)} if some else {}
+
+
+def layer_kinds(windowed: Iterable[bool]) -> list[str]:
+    """`layer_types` of layers with a window, where it says so, and without one."""
+    return [WINDOWED if each else FULL for each in windowed]
 
 
 def shortest_pattern(letters: str) -> str:
@@ -210,10 +215,10 @@ class Architecture:
         layer, own = parameter.split(".", 2)[1:]
         if own in self.experts:
             return f"model.layers.{layer}.{self.experts[own]}"
-        known = {**IN_LAYER, **self.names}
-        if module not in known:
+        name = self.names.get(module) or IN_LAYER.get(module)
+        if name is None:
             raise ValueError(f"architecture {self.model_type} has no name for {module}; add it to its `names`")
-        return f"model.layers.{layer}.{known[module]}.{kind}"
+        return f"model.layers.{layer}.{name}.{kind}"
 
 
 def in_layer(parameter: str) -> str:
@@ -247,21 +252,18 @@ def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
     architecture_name, architecture = _architecture_of(content)
     for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
         config.expect(key, *accepted)
-    sizes = {"layers": config.layers} | {name: config.whole(key) for name, key in SIZES.items()}
-    shared: dict[str, Any] = {
-        "kv_heads": sizes["heads"]
-        if content.get("num_key_value_heads") is None
-        else config.whole("num_key_value_heads"),
-        "norm_eps": config.number("rms_norm_eps"),
-        "tied": config.flag("tie_word_embeddings", architecture.tied),
-    }
-    own = architecture.read(config)
-    if "rope_base" not in own:
-        base, scaling = read_rope(content)
-        own = {"rope_base": base, "rope_scaling": scaling} | dict(own)
-    if "head_dim" not in own:
-        own = {"head_dim": head_dim_of(config, sizes["hidden"], sizes["heads"])} | dict(own)
-    shape = ModelShape(name=name, architecture=architecture_name, **sizes | shared | dict(own))
+    found: dict[str, Any] = {"layers": config.layers} | {name: config.whole(key) for name, key in SIZES.items()}
+    found["kv_heads"] = found["heads"]
+    if content.get("num_key_value_heads") is not None:
+        found["kv_heads"] = config.whole("num_key_value_heads")
+    found["norm_eps"] = config.number("rms_norm_eps")
+    found["tied"] = config.flag("tie_word_embeddings", architecture.tied)
+    found |= architecture.read(config)
+    if "rope_base" not in found:
+        found["rope_base"], found["rope_scaling"] = read_rope(content)
+    if "head_dim" not in found:
+        found["head_dim"] = head_dim_of(config, found["hidden"], found["heads"])
+    shape = ModelShape(name=name, architecture=architecture_name, **found)
     partial = parse_rope(shape.rope_scaling).partial_rotary_factor
     if partial != 1 and not architecture.partial_rotary:
         raise _unsupported("partial_rotary_factor", partial, (1,))
@@ -316,7 +318,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
 def _architecture_of(content: Mapping[str, Any]) -> tuple[str, Architecture]:
     named = content.get("architectures")
     by_class = {each.class_name: (name, each) for name, each in architectures().items()}
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(by_class):
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in by_class:
         raise ValueError(f"architectures is {named!r}; expected a list of one of {', '.join(by_class)}")
     return by_class[named[0]]
 

@@ -35,7 +35,7 @@ from engine.ops.swiglu import swiglu
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
-    from engine.attention.algorithms.saved import SavedOutput
+    from engine.attention.algorithms.saved import Attend, SavedOutput
 
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, "AttendCall"], Tensor]  # x_BLE -> x_BLE
@@ -57,22 +57,6 @@ class AttendCall(Protocol):
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, sinks_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
-
-
-class Attend(Protocol):
-    """Attention over the whole sequence, and the part of its result to save. See `engine.method.AttentionFn`."""
-
-    def __call__(
-        self,
-        q_BLND: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        *,
-        sinks_N: Tensor | None = None,
-        saved: SavedOutput | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None: ...
 
 
 def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: torch.dtype, seq_len: int) -> Rotary:

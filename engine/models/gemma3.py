@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.models.architecture import Architecture, Config
+from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.models.rope import read_rope
 from engine.settings import ModelShape
 
@@ -18,7 +18,7 @@ PATTERN = 6  # layers, of which the last one has no window; configurations befor
 
 
 def read(config: Config) -> dict[str, Any]:
-    bias, head_dim, layers = config.flag("attention_bias"), config.whole("head_dim"), config.layers
+    bias, head_dim = config.flag("attention_bias"), config.whole("head_dim")
     scaled_by = config.number("query_pre_attn_scalar")
     if scaled_by <= 0:
         raise ValueError(f"query_pre_attn_scalar is {scaled_by:g}; expected a number above 0")
@@ -34,19 +34,16 @@ def read(config: Config) -> dict[str, Any]:
         "head_dim": head_dim,
         "rope_base": base,
         "rope_scaling": scaling,
-        **_windows(config, layers),
+        **_windows(config),
     }
 
 
-def _windows(config: Config, layers: int) -> dict[str, Any]:
+def _windows(config: Config) -> dict[str, Any]:
     """Fields of the layers with a window, none where no layer has one."""
-    content = dict(config.content)
-    if content.get("layer_types") is None:
-        every = config.whole("sliding_window_pattern") if "sliding_window_pattern" in content else PATTERN
-        content["layer_types"] = [_kind(bool((layer + 1) % every)) for layer in range(layers)]
-    named = content["layer_types"]
-    some = isinstance(named, list) and _kind(True) in named
-    windows = Config(content).windows(layers, config.whole("sliding_window") if some else 0)
+    every, content = PATTERN, config.content
+    if content.get("layer_types") is None and "sliding_window_pattern" in content:
+        every = config.whole("sliding_window_pattern")
+    windows = config.windows(layer_kinds((layer + 1) % every > 0 for layer in range(config.layers)))
     if not windows:
         return {}
     # Release 5 has a dictionary for each kind of layers; release 4 a base of its own, and windows are never scaled.
@@ -61,17 +58,13 @@ def _windows(config: Config, layers: int) -> dict[str, Any]:
     return windows | {"rope_base_window": base}
 
 
-def _kind(windowed: bool) -> str:
-    return "sliding_attention" if windowed else "full_attention"
-
-
 def write(shape: ModelShape) -> dict[str, Any]:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": shape.qkv_bias,
         "query_pre_attn_scalar": round(shape.attention_scale**-2) if shape.attention_scale else shape.head_dim,
         "sliding_window": shape.window or None,
-        "layer_types": [_kind(windowed) for windowed in shape.windowed],
+        "layer_types": layer_kinds(shape.windowed),
         "rope_local_base_freq": shape.rope_base_window or WINDOW_BASE,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.architecture import Architecture, Config
+from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.models.rope import read_rope
 from engine.settings import ModelShape
 
@@ -19,10 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def read(config: Config) -> dict[str, Any]:
-    bias, layers = config.flag("attention_bias", True), config.layers
-    content = dict(config.content)
-    if content.get("layer_types") is None:
-        content["layer_types"] = [_kind(layer % 2 == 0) for layer in range(layers)]
+    bias, content = config.flag("attention_bias", True), dict(config.content)
     if content.get("rope_parameters") is None and content.get("rope_scaling") is None:
         content["rope_scaling"] = YARN
     config.whole("num_local_experts")  # a configuration that lacks it means 128
@@ -38,12 +35,8 @@ def read(config: Config) -> dict[str, Any]:
         "activation_limit": config.number("swiglu_limit") if "swiglu_limit" in content else 7.0,
         "rope_base": base,
         "rope_scaling": scaling,
-        **Config(content).windows(layers, config.whole("sliding_window") if content.get("sliding_window") else 0),
+        **config.windows(layer_kinds(layer % 2 == 0 for layer in range(config.layers))),
     }
-
-
-def _kind(windowed: bool) -> str:
-    return "sliding_attention" if windowed else "full_attention"
 
 
 def write(shape: ModelShape) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def write(shape: ModelShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": shape.qkv_bias,
         "sliding_window": shape.window or None,
-        "layer_types": [_kind(windowed) for windowed in shape.windowed],
+        "layer_types": layer_kinds(shape.windowed),
         "swiglu_alpha": shape.activation_alpha,
         "swiglu_limit": shape.activation_limit,
         "num_local_experts": 1,

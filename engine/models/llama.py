@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.architecture import Architecture, Config
+from engine.models.architecture import FULL, Architecture, Config
 from engine.settings import ModelShape
 
 
 def read(config: Config) -> dict[str, Any]:
     bias = config.flag("attention_bias")
-    config.windows(config.layers, 0)  # raises where layer_types names one
+    config.windows([FULL] * config.layers, in_use=False)  # raises where layer_types names one
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": config.flag("mlp_bias")}
 
 

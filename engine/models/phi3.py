@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.architecture import Architecture, Config
+from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.settings import ModelShape
 
 
 def read(config: Config) -> dict[str, Any]:
-    window = 0 if config.content.get("sliding_window") is None else config.whole("sliding_window")
-    return config.windows(config.layers, window)
+    in_use = config.content.get("sliding_window") is not None
+    return config.windows(layer_kinds([in_use] * config.layers), in_use=in_use)
 
 
 def write(shape: ModelShape) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.architecture import Architecture, Config
+from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.settings import ModelShape
 
 
@@ -22,9 +22,10 @@ def write(shape: ModelShape) -> dict[str, Any]:
 def read_windows(config: Config) -> dict[str, Any]:
     """Fields of the windows of Qwen2.5 and Qwen3."""
     in_use = config.flag("use_sliding_window") and config.content.get("sliding_window") is not None
-    layers = config.layers
-    first = config.whole("max_window_layers", least=0) if in_use and config.content.get("layer_types") is None else 0
-    return config.windows(layers, config.whole("sliding_window") if in_use else 0, in_use=in_use, first_windowed=first)
+    first = config.layers
+    if in_use and config.content.get("layer_types") is None:
+        first = config.whole("max_window_layers", least=0)
+    return config.windows(layer_kinds(layer >= first for layer in range(config.layers)), in_use=in_use)
 
 
 def write_windows(shape: ModelShape) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def write_windows(shape: ModelShape) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": shape.window,
         "max_window_layers": shape.windowed.index(True),
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in shape.windowed],
+        "layer_types": layer_kinds(shape.windowed),
     }
 
 
