@@ -10,9 +10,9 @@ from engine.attention.resolve import Choices, trial_choices, trial_layout
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
+    from engine.attention.algorithms.saved import AttentionFn
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
-    from engine.method import AttentionFn
     from engine.settings import TrialSettings
 
 

@@ -14,44 +14,11 @@ from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_uns
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
-    from torch import Tensor
-
-    from engine.attention.algorithms.saved import SavedOutput
+    from engine.attention.algorithms.saved import AttentionFn
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
     from engine.attention.resolve import Choices
     from engine.settings import TrialSettings
-
-
-class AttentionFn(Protocol):
-    """Attention over the whole sequence from one rank's shards; collective over the context-parallel ranks."""
-
-    def __call__(
-        self,
-        q_BLND: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        *,
-        sinks_N: Tensor | None = None,
-        saved: SavedOutput | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
-
-        `sinks_N` is a learned logit per query head, given where the model has them; a method that refuses such models
-        need not take it.
-
-        `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
-        the other rows, which is how checkpointing avoids computing attention again.
-        """
-        ...
-
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
-        """The part of a call's result to pass as `saved`: rows in the last `tail` of the sequence, None for none."""
-        ...
-
-    def resolved(self) -> dict[str, str]:
-        """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""
-        ...
 
 
 class Method(Protocol):

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from engine.attention.algorithms.saved import Attend
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import initialise
 from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.models.decoder import Attend, Decoder
+from engine.models.decoder import Decoder
 from engine.ops.copies import Copies
 from engine.settings import TrialSettings, keeps_whole
 

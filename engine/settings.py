@@ -459,9 +459,8 @@ def size_in_bytes(text: str, name: str) -> int:
 def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | None = None) -> bool:
     """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
 
-    Only where no other rank holds a part of them, and not where the optimizer's states are on the host, which is asked
-    for where memory is short: the copies take 2 bytes per parameter. `optimizer_offload` stands for the setting where
-    it is given.
+    A rank does so if it is the only one and the optimizer's states are on its GPU. States are on the host where memory
+    is short, and the copies take 2 bytes per parameter. `optimizer_offload`, if given, replaces the setting.
     """
     return settings.world_size == 1 and not (
         settings.optimizer_offload if optimizer_offload is None else optimizer_offload

@@ -18,8 +18,8 @@ from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
+    from engine.attention.algorithms.saved import AttentionFn
     from engine.attention.context import ContextParallel
-    from engine.method import AttentionFn
     from engine.settings import TrialSettings
 
 

@@ -27,7 +27,7 @@ _TOKEN_DIM = 2  # of tensors as torch's functions take them
 
 
 class TorchRing:
-    """An `engine.method.AttentionFn` of several ranks. Raises ValueError where this torch has no such functions."""
+    """An `AttentionFn` of several ranks. Raises ValueError where this torch has no such functions."""
 
     def __init__(self, cp: ContextParallel, settings: TrialSettings) -> None:
         try:

@@ -21,10 +21,9 @@ from engine.method import EngineCommand
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.attention.algorithms.saved import SavedOutput
+    from engine.attention.algorithms.saved import AttentionFn, SavedOutput
     from engine.attention.bound import BoundAttention
     from engine.attention.context import ContextParallel
-    from engine.method import AttentionFn
     from engine.settings import TrialSettings
 
 
@@ -73,7 +72,7 @@ class Ulysses(EngineCommand):
 
 
 class RepeatingHeads:
-    """An `engine.method.AttentionFn`: another one, given K and V with as many heads as there are ranks. Source:
+    """An `AttentionFn`: another one, given K and V with as many heads as there are ranks. Source:
     DeepSpeed's `UlyssesSPAttentionHF`, where each rank then attends with one of them."""
 
     def __init__(self, attend: BoundAttention, ranks: int) -> None:

@@ -15,7 +15,7 @@ from engine.settings import TrialSettings
 
 
 class BoundAttention:
-    """An `engine.method.AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
+    """An `AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
     def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices) -> None:
         """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them."""

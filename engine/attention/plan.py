@@ -34,7 +34,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
     `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
     ValueError when nothing fits.
     """
-    try:
+    try:  # no context manager, which would take host time in every call
         check_mask(mask)
     except ValueError as error:
         cp.comms.refuse(error)
@@ -42,13 +42,10 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
     key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
     plan: AttentionPlan | None = cp.plans.get(key)
     if plan is None:
-        try:
+        with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, k_BLKD)
             check_scale(choices.scale)
             check_softcap(choices.softcap)
-        except ValueError as error:
-            cp.comms.refuse(error)
-            raise
 
         def said() -> dict[str, object]:
             return {

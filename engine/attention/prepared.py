@@ -239,7 +239,8 @@ class PreparedAttention:
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
         if sinks_N is not None:
-            self._check_sinks(sinks_N, q_BLND)
+            with self.cp.comms.refusals_told():
+                check_sinks(sinks_N, q_BLND)
         if torch.compiler.is_compiling():
             out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, _traced_prepared(self, mask), saved)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
@@ -255,13 +256,6 @@ class PreparedAttention:
             return_lse=self._return_lse,
         )
         return found if self._layout == "BSHD" else from_bshd(found, self._layout)
-
-    def _check_sinks(self, sinks_N: Tensor, q_BLND: Tensor) -> None:
-        try:
-            check_sinks(sinks_N, q_BLND)
-        except ValueError as error:
-            self.cp.comms.refuse(error)
-            raise
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the prepared mask."""

@@ -1,4 +1,4 @@
-"""What attention is asked to compute, among which ranks, and how each schedule divides it. Integer code, no torch.
+"""A problem of attention: its sizes, its ranks, and how each schedule divides it. Integer code, no torch.
 
 A schedule divides a sequence in at most two steps: all-to-alls among groups of ranks give each rank some heads of the
 tokens of its group, and a ring runs among the ranks of the same place in each group (`Division`). Engine, counts of

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from engine.attention.algorithms.saved import SavedOutput
+from engine.attention.algorithms.saved import Attend, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
-from engine.models.decoder import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.models.decoder import Activations, AttendCall, Block, LayerFn, Rotary, keep_all
 from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
 

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.attention.algorithms.saved import Attend
 from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
 from engine.lm_head.tiles import check_labels
-from engine.models.decoder import MLP, Attend, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
+from engine.models.decoder import MLP, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
 from engine.settings import ModelShape, TrialSettings

@@ -15,14 +15,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.saved import SavedOutput
+from engine.attention.algorithms.saved import AttentionFn, SavedOutput
 from engine.attention.comm_volume import Sent
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
-from engine.method import AttentionFn, NativeMethod
+from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
 from engine.settings import TrialSettings
 

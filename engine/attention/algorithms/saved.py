@@ -125,6 +125,40 @@ class SavedOutput:
         return replace(self, out_BLND=tensors[0], lse_BNL=tensors[1])
 
 
+class Attend(Protocol):
+    """Attention over the whole sequence from one rank's shards; collective over the context-parallel ranks."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
+
+        `sinks_N` is a learned logit per query head, given where the model has them.
+
+        `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
+        the other rows, which is how checkpointing avoids computing attention again.
+        """
+        ...
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
+        """The part of a call's result to pass as `saved`: rows in the last `tail` of the sequence, None for none."""
+        ...
+
+
+class AttentionFn(Attend, Protocol):
+    """Attention among the ranks of a trial. A method that refuses models with sinks need not take `sinks_N`."""
+
+    def resolved(self) -> dict[str, str]:
+        """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""
+        ...
+
+
 def save_suffix(
     out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: float, tensor_layout: str = "BSHD"
 ) -> SavedOutput | None:

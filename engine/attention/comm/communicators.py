@@ -6,8 +6,8 @@ a call that failed in the middle later ones are refused (`Communicators.collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,15 @@ class Communicators:
         """Tell the other ranks, who may wait, that this one refuses a call. Sends no message."""
         if self._agreement is not None:
             self._agreement.refuse(str(error))
+
+    @contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """Around checks of a call's arguments: a ValueError goes on, after the other ranks were told of it."""
+        try:
+            yield
+        except ValueError as error:
+            self.refuse(error)
+            raise
 
     def copies_unsupported_reason(self, device: torch.device) -> str | None:
         """Why ranks of a node cannot copy into each other's memory, or None: the same answer on every rank.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.algorithms.saved import AttentionFn
 from engine.attention.context import ContextParallel
 from engine.burst import Burst
-from engine.method import AttentionFn
 from engine.settings import TrialSettings
 
 RIGHT, TILE_DROPPED, DK_TIMES_1_02, POSITIONS_OFF_BY_ONE, NOT_A_NUMBER, CHECK_RAISES, CHECK_REFUSED = range(7)
