@@ -7,6 +7,7 @@ launch or read use this.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -156,6 +157,11 @@ class Forecast:
     added_seconds: float  # of a step, by repeated work and copies
     step_seconds: float | None = None  # of a step, as `burst predict` says; None where it says nothing
     correction: float = 1.0  # that earlier trials of this machine and shape gave
+
+
+def finite_error(error: float) -> float:
+    """An error as `extra` holds it: NOT_FINITE where it is NaN, infinite or so large."""
+    return error if math.isfinite(error) and abs(error) < NOT_FINITE else NOT_FINITE
 
 
 def write_json(path: Path, value: Any) -> None:

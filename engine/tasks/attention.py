@@ -11,14 +11,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from engine.attention.masks import parse_mask
 from engine.distributed import World
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.check_attention import DENSE_TOKENS, attention_errors
 from engine.tasks.speeds import LinkProbes
@@ -28,13 +26,12 @@ from engine.tasks.task import (
     InsideStep,
     OnProgress,
     RefusingAttention,
-    StepClock,
     context_parallel,
+    l2_flush,
     measured,
     read_gpus,
+    timed,
 )
-
-_L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 
 
 class AttentionTask:
@@ -71,7 +68,7 @@ class AttentionTask:
 
         `around_step` is for forward with backward.
         """
-        plan, flush = self.settings.steps, self._flush()
+        plan, flush = self.settings.steps, l2_flush(self.world.device)
         forward_seconds, step_seconds = [], []
         before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message=self.q_BLND)
@@ -110,12 +107,7 @@ class AttentionTask:
 
     def again(self) -> None:
         """One more forward with backward, from the same start as the timed ones."""
-        self._timed(self._step, self._flush())
-
-    def _flush(self) -> Tensor:
-        """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
-        nbytes = _L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
+        self._timed(self._step, l2_flush(self.world.device))
 
     def _forward(self) -> None:
         self.inside.mark("forward alone")
@@ -135,10 +127,4 @@ class AttentionTask:
 
     def _timed(self, work: Callable[[], object], flush: Tensor) -> float:
         """Seconds of one call on this rank, all ranks starting together."""
-        clock = StepClock(self.world.device)
-        self.world.barrier()
-        flush.zero_()
-        clock.start()
-        with record_function(STEP):
-            work()
-            return clock.stop()[1]
+        return timed(self.world, lambda _clock: work(), flush)[1][1]

@@ -40,7 +40,7 @@ from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.initialise import STD, held_rows, initialise
 from engine.lm_head.plain import plain_loss_sum
-from engine.measurement import NOT_FINITE, UNCHECKED, ErrorPlace, Extra
+from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
 from engine.settings import (
@@ -313,12 +313,12 @@ class _CheckedStep:
         sums = dict(zip(pairs, sums_T4.tolist(), strict=True))
         # What one element of a gradient usually is, squared.
         usual = sum(sums[name][1] for name in gradients) / sum(sums[name][3] for name in gradients)
-        error, scale = {LOSS: _finite(abs(loss.item() / dense_loss.item() - 1))}, {}
+        error, scale = {LOSS: finite_error(abs(loss.item() / dense_loss.item() - 1))}, {}
         for name, (off, true, product, count) in sums.items():
             zero = name in gradients and true <= count * _NEGLIGIBLE**2 * usual  # as dq where a query sees one key
-            error[name] = _finite(math.sqrt(off / (count * usual if zero else true)))
+            error[name] = finite_error(math.sqrt(off / (count * usual if zero else true)))
             if not zero and (name not in gradients or gradients[name].numel() >= _ENOUGH):
-                scale[name] = _finite(product / true - 1)
+                scale[name] = finite_error(product / true - 1)
         return {"error": error, "error_scale": scale, "error_at": at, "checked": {"tokens": self.problem.seq_len}}
 
     def _dense(self) -> tuple[Tensor, dict[str, Tensor], _Seen]:
@@ -371,7 +371,7 @@ class _CheckedStep:
         """The rank with the largest relative error, and the first and last of its tokens that err at least half as
         much as the one that errs most. Collective."""
         off_L = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum((0, 2)), nan=math.inf)
-        error = _finite(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
+        error = finite_error(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
         segments = self.cp.segments(self.problem.seq_len)
         positions = [position for segment in segments for position in segment.positions()]
         marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
@@ -407,7 +407,3 @@ def _sums(found: Tensor, truth: Tensor) -> Tensor:
     found = found.double()
     sums = ((found - truth).square().sum(), truth.square().sum(), (found * truth).sum())
     return torch.stack([*sums, torch.tensor(float(truth.numel()), dtype=torch.float64, device=truth.device)])
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) and abs(error) < NOT_FINITE else NOT_FINITE

@@ -6,7 +6,6 @@ weight is gathered; nothing is sent. Small problems are also compared with a pla
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import torch
@@ -19,13 +18,13 @@ from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.lm_head.tiles import choose_tile
-from engine.measurement import NOT_FINITE, Extra, Measurement
+from engine.measurement import Extra, Measurement, finite_error
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.autograd import accumulation_dtype
-from engine.ops.ranges import LM_HEAD, STEP
+from engine.ops.ranges import LM_HEAD
 from engine.settings import TrialSettings
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, StepClock, context_parallel, measured, read_gpus
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, StepClock, context_parallel, measured, read_gpus, timed
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run fits and is quick
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor peaked at one word
@@ -51,7 +50,7 @@ class HeadTask:
 
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Time forward and backward of the mean loss, `steps.measured` times after the warm-up."""
-        plan, clock = self.settings.steps, StepClock(self.world.device)
+        plan = self.settings.steps
         seconds: list[tuple[float, float]] = []
         losses: list[Tensor] = []
         norms: list[Tensor] = []
@@ -60,7 +59,7 @@ class HeadTask:
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             with around_step() if index >= plan.warmup else nullcontext():
-                loss, gradients, elapsed = self._timed(clock)
+                (loss, gradients), elapsed = timed(self.world, self._step)
             seconds.append(elapsed)
             losses.append(loss)
             norms.append(
@@ -69,14 +68,14 @@ class HeadTask:
             del gradients  # before the next step forms its own
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": seconds[-1][1]})
         after = read_gpus(self.world)
-        timed = seconds[plan.warmup :]
+        counted = seconds[plan.warmup :]
         figures = measured(
             self.world,
             self.cp,
             before,
             after,
-            step_seconds=self.world.slowest([step for _, step in timed]),
-            forward_seconds=self.world.slowest([forward for forward, _ in timed]),
+            step_seconds=self.world.slowest([step for _, step in counted]),
+            forward_seconds=self.world.slowest([forward for forward, _ in counted]),
             loss=self._summed(losses),
             grad_norm=[square**0.5 for square in self._summed([norm.square() for norm in norms])],
             chosen=self._chosen(),
@@ -91,15 +90,10 @@ class HeadTask:
 
     def again(self) -> None:
         """One more forward and backward, from the same start as the timed ones."""
-        self._timed(StepClock(self.world.device))
+        timed(self.world, self._step)
 
-    def _timed(self, clock: StepClock) -> tuple[Tensor, tuple[Tensor, ...], tuple[float, float]]:
-        """(loss, gradients) of one call and its (forward_seconds, step_seconds), all ranks starting together."""
-        self.world.barrier()
-        clock.start()
-        with record_function(STEP):
-            loss, gradients = self._forward_backward(self.loss_sum, clock)
-            return loss, gradients, clock.stop()
+    def _step(self, clock: StepClock) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self._forward_backward(self.loss_sum, clock)
 
     def _forward_backward(self, loss_sum: LossSum, clock: StepClock | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """This rank's share of the mean loss over all tokens, and the gradients of hidden states and weight."""
@@ -138,5 +132,5 @@ class HeadTask:
             ((found.double() - truth).norm() / truth.norm()).item()
             for found, truth in zip((loss, *gradients), truths, strict=True)
         ]
-        ranks = self.world.gather([error if math.isfinite(error) else NOT_FINITE for error in mine])
+        ranks = self.world.gather([finite_error(error) for error in mine])
         return {name: max(errors) for name, errors in zip(_NAMES, zip(*ranks, strict=True), strict=True)}

@@ -25,13 +25,12 @@ from engine.distributed import World
 from engine.measurement import LINK, Extra
 from engine.settings import Steps, TrialSettings
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
-from engine.tasks.task import DTYPES
+from engine.tasks.task import DTYPES, l2_flush
 
 ROWS = 16384  # tokens of a product at most: enough for a GEMM's full speed
 _OUTPUT_BYTES = 1 << 30  # of a product's result at most: a tile of the fused LM head has as many
 _ROW_STEP = 128  # rows are a multiple of it where there are as many
 _REPEATS = 3
-_L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 
 IN_THIS_TRIAL = "in this trial, after its last step"
 EARLIER = "in an earlier trial of the same processes, after its last step"
@@ -73,7 +72,7 @@ def measure_products(
     device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
 ) -> ProductSpeeds:
     """TFLOP/s of every product in every direction on this device, the median of a few calls each."""
-    flush = torch.empty(_L2_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    flush = l2_flush(device)
     known: dict[tuple[int, int, int], dict[str, float]] = {}  # products of one shape are measured once
     speeds = {}
     for product in products:

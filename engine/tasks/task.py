@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.attention.algorithms.saved import AttentionFn, SavedOutput
 from engine.attention.comm_volume import Sent
@@ -24,13 +25,16 @@ from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
+from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in
 
+_L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 REPORT_SECONDS = 10.0  # between two lines; the first comes so long after the step began
 
 OnProgress = Callable[[dict[str, Any]], None]
+Result = TypeVar("Result")
 AroundStep = Callable[[], AbstractContextManager[None]]
 
 
@@ -150,6 +154,11 @@ def measured(
     return found
 
 
+def l2_flush(device: torch.device) -> Tensor:
+    """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
+    return torch.empty(_L2_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+
 class StepClock:
     """`start`, `mark` at the end of the forward, `stop`; then seconds of forward and of the whole step.
 
@@ -192,6 +201,22 @@ class StepClock:
         moments = [0.0, *elapsed]
         forwards = zip(moments[::2], moments[1::2], strict=False)  # the time after the last forward has no pair
         return sum(end - start for start, end in forwards), elapsed[-1]
+
+
+def timed(
+    world: World, work: Callable[[StepClock], Result], flush: Tensor | None = None
+) -> tuple[Result, tuple[float, float]]:
+    """What one call returns, and its (forward_seconds, step_seconds) on this rank, all ranks starting together.
+
+    `work` may mark the end of a forward on the clock that it gets; `flush` is written before it starts (`l2_flush`).
+    """
+    clock = StepClock(world.device)
+    world.barrier()
+    if flush is not None:
+        flush.zero_()
+    clock.start()
+    with record_function(STEP):
+        return work(clock), clock.stop()
 
 
 class InsideStep:
