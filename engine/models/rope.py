@@ -101,20 +101,12 @@ class RopeScaling:
         """Dimensions of a head that are rotated, the first ones."""
         return int(head_dim * self.partial_rotary_factor)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on the length of the whole sequence."""
-        return self.rope_type in ("dynamic", "longrope")
-
     def unsupported_reason(self, head_dim: int) -> str | None:
         """Why heads of this many dimensions cannot be rotated so, or None."""
         rotated = self.rotated(head_dim)
         if rotated < 2 or rotated % 2:
-            part = (
-                ""
-                if self.partial_rotary_factor == 1
-                else f" times partial_rotary_factor {self.partial_rotary_factor:g}"
-            )
+            factor = self.partial_rotary_factor
+            part = "" if factor == 1 else f" times partial_rotary_factor {factor:g}"
             return f"head_dim {head_dim}{part} is {rotated}; RoPE needs an even number of dimensions"
         if self.rope_type == "dynamic" and rotated == 2:
             return "rope_type dynamic needs more than 2 rotated dimensions of a head; choose a larger head_dim"
@@ -187,7 +179,7 @@ def rope_frequencies(scaling: RopeScaling, base: float, head_dim: int, seq_len: 
     if scaling.rope_type == "llama3":
         return Frequencies(tuple(_llama3(scaling, frequency) for frequency in plain_D), 1.0)
     if scaling.rope_type == "yarn":
-        return Frequencies(_yarn(scaling, base, plain_D), scaling.attention_factor or _paper_factor(scaling.factor))
+        return Frequencies(_yarn(scaling, base, plain_D), scaling.attention_factor or _yarn_factor(scaling.factor))
     if scaling.rope_type == "longrope":
         long = seq_len > scaling.original_max_position_embeddings
         divisors = scaling.long_factor if long else scaling.short_factor
@@ -227,7 +219,7 @@ def _between(start: float, end: float, ramp: float) -> float:
     return start * (1 - ramp) + end * ramp
 
 
-def _paper_factor(factor: float, scale: float = 1.0) -> float:
+def _yarn_factor(factor: float, scale: float = 1.0) -> float:
     """YaRN's factor of cosine and sine, whose square is that of the scores."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -355,9 +347,8 @@ def _scaling(entry: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling
     if not isinstance(kind, str) or kind not in KEYS:
         raise ValueError(f"rope_type is {kind!r}, which this model does not have; expected {', '.join(KEYS)}")
     needed, optional = KEYS[kind]
-    outside = [config[name] for name in ("partial_rotary_factor",) if config.get(name) is not None]
-    if outside:
-        values.setdefault("partial_rotary_factor", outside[0])
+    if (part := config.get("partial_rotary_factor")) is not None:
+        values.setdefault("partial_rotary_factor", part)
     scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
     context = config.get("max_position_embeddings")
     if kind == "dynamic":
@@ -376,7 +367,7 @@ def _scaling(entry: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling
         read["factor"] = _number("max_position_embeddings", context) / read[ORIGINAL]
     if all(scales) and scales and "attention_factor" not in read:  # as DeepSeek's configurations give it
         numerator, denominator = (
-            _paper_factor(read["factor"], _number(name, scale))
+            _yarn_factor(read["factor"], _number(name, scale))
             for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True)
         )
         read["attention_factor"] = numerator / denominator

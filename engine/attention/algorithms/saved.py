@@ -6,7 +6,7 @@ its position, so saving the outputs of the last tokens avoids the most recomputa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -119,10 +119,6 @@ class SavedOutput:
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.out_BLND, self.lse_BNL
-
-    def holding(self, tensors: tuple[Tensor, ...]) -> SavedOutput:
-        """The same rows with their tensors elsewhere, on another device say."""
-        return replace(self, out_BLND=tensors[0], lse_BNL=tensors[1])
 
 
 class Attend(Protocol):

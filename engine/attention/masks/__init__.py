@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from engine.attention.geometry.tile_table import Region, TooManyTiles
-from engine.attention.masks.bands import Causal, Full, SlidingWindow, windowed
+from engine.attention.masks.bands import Causal, Full, SlidingWindow
 from engine.attention.masks.block_sparse import (
     BlockGrid,
     BlockPattern,
@@ -41,7 +41,6 @@ __all__ = [
     "rank_areas",
     "rank_pair_tiles",
     "recompute_share",
-    "windowed",
 ]
 
 _TOKENS = r"[0-9]+[kM]?"

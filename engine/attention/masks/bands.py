@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.geometry.tile_table import Region
-from engine.attention.geometry.tiles import NO_LIMIT
-from engine.attention.masks.mask import Mask, Windowed
+from engine.attention.masks.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +65,3 @@ class SlidingWindow(Mask):
         if self.global_tokens:
             return f"{sides}:{self.right}:{self.global_tokens}"
         return f"{sides}:{self.right}" if self.right else sides
-
-
-def windowed(mask: Mask, left: int) -> Mask:
-    """What a layer with a window sees under a mask: of the keys that `mask` shows, those from `left` tokens before the
-    query on. Equal windows of equal masks are equal, so their plans are made once. Raises ValueError for a negative
-    `left`."""
-    if left < 0:
-        raise ValueError(f"a window reaches {left} tokens back; give a token count >= 0")
-    if isinstance(mask, Causal):
-        return SlidingWindow(left)
-    if isinstance(mask, SlidingWindow) and not mask.global_tokens:
-        return SlidingWindow(min(left, mask.left), mask.right)
-    if isinstance(mask, Windowed):
-        return Windowed(mask.mask, min(left, mask.left))
-    return mask if left >= NO_LIMIT else Windowed(mask, left)

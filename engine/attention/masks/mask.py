@@ -68,10 +68,15 @@ def regions_of(mask: Mask, tokens: int) -> Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Restricted(Mask):
-    """Another mask, of which some regions are smaller."""
+class FirstRows(Mask):
+    """Another mask as the queries before position `cut` see it; later queries see nothing.
+
+    Shards ascend in position, so the tiles' query rows are the first of the local tokens. Keys that no such query sees
+    are in no tile, and so are not sent.
+    """
 
     mask: Mask
+    cut: int
 
     @property
     def merges(self) -> bool:  # type: ignore[override]
@@ -79,17 +84,6 @@ class _Restricted(Mask):
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         return self.mask.unsupported_reason(seq_len)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstRows(_Restricted):
-    """Another mask as the queries before position `cut` see it; later queries see nothing.
-
-    Shards ascend in position, so the tiles' query rows are the first of the local tokens. Keys that no such query sees
-    are in no tile, and so are not sent.
-    """
-
-    cut: int
 
     def regions(self, tokens: int) -> Integers:
         regions = regions_of(self.mask, tokens).copy()
@@ -102,20 +96,3 @@ class FirstRows(_Restricted):
     def __str__(self) -> str:
         """For messages; experiment files have no such mask."""
         return f"{self.mask} before {self.cut}"
-
-
-@dataclass(frozen=True, slots=True)
-class Windowed(_Restricted):
-    """Another mask of which a query sees only the keys from `left` tokens before it on: that of a layer with a window.
-    `windowed` gives it."""
-
-    left: int
-
-    def regions(self, tokens: int) -> Integers:
-        regions = regions_of(self.mask, tokens).copy()
-        np.minimum(regions[:, 4], self.left, out=regions[:, 4])
-        return regions
-
-    def __str__(self) -> str:
-        """For messages; experiment files have no such mask."""
-        return f"{self.mask} within {self.left}"

@@ -15,15 +15,11 @@ from engine.attention.masks import (
     BlockSparse,
     Causal,
     Documents,
-    Full,
     LocalGlobal,
     Mask,
-    SlidingWindow,
-    Strided,
     rank_areas,
-    windowed,
 )
-from engine.attention.masks.mask import FirstRows, Windowed, regions_of
+from engine.attention.masks.mask import FirstRows, regions_of
 from engine.attention.masks.pairs import pair_table
 from engine.attention.reference import visibility
 from tests.engine.attention.planning.test_fast_plans import cut, random_layout, random_mask
@@ -39,8 +35,7 @@ def test_every_pair_has_the_area_that_the_mask_shows_to_its_tokens(seed: int) ->
         seq_len = layout.chunks(ranks) * generator.choice([1, 2, 5, 12])
         mask = random_mask(generator, seq_len)
         if generator.random() < 0.5:
-            cut_at, left = generator.randint(0, seq_len), generator.randint(0, 9)
-            mask = generator.choice([FirstRows(mask, cut_at), windowed(mask, left)])
+            mask = FirstRows(mask, generator.randint(0, seq_len))
         seen = visibility(mask, seq_len)
         shards = [torch.tensor(shard_positions(layout, seq_len, ranks, rank)) for rank in range(ranks)]
         table = pair_table(mask, layout, seq_len, ranks)
@@ -69,38 +64,6 @@ def test_spans_are_left_to_tiles_where_regions_do_not_ascend_or_are_few() -> Non
     shards = shards_of(LAYOUTS["striped"], 64, 4)
     for mask in (BlockSparse(LocalGlobal(1, 1), 4), Causal(), Documents([1] * 64)):
         assert outermost_spans(regions_of(mask, 64), shards, 4) is None
-
-
-WINDOWS = [
-    (Causal(), 5, SlidingWindow(5)),
-    (SlidingWindow(9, 2), 5, SlidingWindow(5, 2)),
-    (SlidingWindow(3), 5, SlidingWindow(3)),
-    (Windowed(Full(), 4), 5, Windowed(Full(), 4)),
-]
-
-
-@pytest.mark.parametrize(("mask", "left", "expected"), WINDOWS, ids=str)
-def test_a_window_of_a_mask_that_is_a_band_is_a_band(mask: Mask, left: int, expected: Mask) -> None:
-    assert windowed(mask, left) == expected
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Full(),
-        SlidingWindow(9, 1, 3),
-        Documents([5, 19]),
-        BlockSparse(Strided(2), 3, True),
-        BlockSparse(LocalGlobal(1), 2),
-    ],
-    ids=str,
-)
-def test_a_window_of_any_mask_hides_earlier_keys_and_is_planned_once(mask: Mask) -> None:
-    cut_to_window = windowed(mask, 6)
-    rows, keys = torch.meshgrid(torch.arange(24), torch.arange(24), indexing="ij")
-    assert torch.equal(visibility(cut_to_window, 24), visibility(mask, 24) & (rows - keys <= 6))
-    layout = LAYOUTS["zigzag"]
-    assert pair_table(cut_to_window, layout, 24, 4) is pair_table(windowed(mask, 6), layout, 24, 4)
 
 
 class Prefix(Mask):
