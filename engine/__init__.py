@@ -1,6 +1,6 @@
 """BurstEngine (arXiv:2509.19836): distributed training of transformers on extremely long sequences.
 
-Rooms, bottom first: ops, cuda; memory; attention; lm_head; model; layers, checkpoint, hf, data, profile; tasks; worker;
+Packages, lowest first: ops, cuda; memory; attention; lm_head; models; layers, checkpoint, hf, data, profile; tasks;
 training. Nothing here imports harness, cluster or baselines. Public names are loaded on first use, so that planning a
 sweep never imports torch.
 """

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from engine.models.rope import RopeScaling, parse_rope
 from engine.plain_json import from_json as from_json
 from engine.plain_json import to_json as to_json
+from engine.rope import RopeScaling, parse_rope
 
 Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
@@ -90,7 +90,7 @@ class ModelShape:
     window: int = 0  # tokens that a query of a layer with a window sees, itself among them; 0: no layer has one
     window_pattern: str = "w"  # one letter a layer, repeated: w with the window, f without
     rope_base_window: float = 0.0  # RoPE's base in layers with a window, where it is never scaled; 0: as in the others
-    rope_scaling: str = "none"  # of RoPE's frequencies (`engine.models.rope`)
+    rope_scaling: str = "none"  # of RoPE's frequencies (`engine.rope`)
     embedding_scale: float = 1.0  # of the embedding's output
     attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it

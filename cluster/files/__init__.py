@@ -1,4 +1,4 @@
 """Files and messages: strict YAML, text files, locks, folders, and the sentences a user sees.
 
-The lowest room: it imports no other room of cluster.
+The lowest package: it imports no other package of cluster.
 """

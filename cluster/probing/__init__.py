@@ -1,4 +1,4 @@
 """Probes and verdicts: the script that runs all probes of a node, readers of nvidia-smi, and the result of a check.
 
-Imports `inventory` and rooms below; neither a check nor a connection belongs here.
+Imports `inventory` and packages below; neither a check nor a connection belongs here.
 """

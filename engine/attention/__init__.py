@@ -1,5 +1,6 @@
 """Distributed attention composed from small values: layout, mask, ring, exchange pattern, kernel and backward side.
 
-Rooms, bottom first: accumulate, geometry; kernels, masks; planning; comm; `context`; algorithms; `resolve`; `op`.
-A room imports only from those below it, and nothing here knows models, tasks or settings, but for `bound`.
+Packages and modules, lowest first: accumulate, geometry; kernels, masks; `problem`; `comm_plan`; `comm_volume`, `cost`;
+`resolve`; comm; `context`; algorithms; `plan`, `op`; `prepared`. Each imports only those before it. Nothing here knows
+models or tasks; of a trial's settings `problem` and `resolve` read what attention needs.
 """

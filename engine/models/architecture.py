@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.models.rope import parse_rope, read_rope, write_rope
+from engine.rope import parse_rope, read_rope, write_rope
 from engine.settings import LARGEST_DIMENSION, ModelShape
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
-SHARED = ("architecture", "decoder", "rope")  # files of this folder that are no architecture
+SHARED = ("architecture", "decoder")  # files of this folder that are no architecture
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from engine.models.architecture import Architecture, Config, layer_kinds
-from engine.models.rope import read_rope
+from engine.rope import read_rope
 from engine.settings import ModelShape
 
 BASE, WINDOW_BASE = 1_000_000.0, 10_000.0  # of configurations that name none

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.architecture import Architecture, Config, layer_kinds
-from engine.models.rope import read_rope
+from engine.rope import read_rope
 from engine.settings import ModelShape
 
 BASE = 150_000.0  # of configurations that name none

@@ -1,6 +1,6 @@
 """The commands of `burst`: one module each, named as the command, which defines one `COMMAND`; here their common parts.
 
-A command reads arguments, calls other rooms and prints. It computes nothing itself, and its module imports nothing
+A command reads arguments, calls other packages and prints. It computes nothing itself, and its module imports nothing
 heavy at the top, so that `burst --help` and `burst plan` answer at once.
 """
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_projection import project_in
 from engine.models.decoder import Attention, Decoder, Project, project_whole
-from engine.models.rope import rotary_tables
 from engine.ops.norm import RMSNorm
 from engine.ops.rotary import rotate, rotate_into
+from engine.rope import rotary_tables
 from engine.settings import Checkpoint, ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)

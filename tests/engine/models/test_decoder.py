@@ -7,8 +7,8 @@ import torch
 
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
-from engine.models.rope import rotary_tables
 from engine.ops.rotary import rotate
+from engine.rope import rotary_tables
 from engine.settings import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=61)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.models.decoder import MLP, add_whole_mlp
-from engine.models.rope import rotary_tables
 from engine.ops.residual_norm import add_norm, norm_gradients
 from engine.ops.rotary import rotate, rotate_into
 from engine.ops.swiglu import swiglu, swiglu_again, swiglu_saved
 from engine.optimizer import OnePassAdamW
+from engine.rope import rotary_tables
 from engine.settings import ModelShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

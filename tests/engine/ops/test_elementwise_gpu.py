@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.models.decoder import MLP
-from engine.models.rope import rotary_tables
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
+from engine.rope import rotary_tables
 from engine.settings import ModelShape
 from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.ops.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients

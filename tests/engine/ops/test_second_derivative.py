@@ -12,8 +12,8 @@ from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.fused import fused_loss_sum
 from engine.models.decoder import MLP, Attention
-from engine.models.rope import rotary_tables
 from engine.ops.norm import RMSNorm
+from engine.rope import rotary_tables
 from engine.settings import ModelShape
 
 SHAPE = ModelShape(name="small", layers=1, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.rope import parse_rope, read_rope, rope_frequencies, rotary_tables, write_rope
+from engine.rope import parse_rope, read_rope, rope_frequencies, rotary_tables, write_rope
 from tests.engine.models.float64 import in_float64
 
 HEAD_DIM = 16
@@ -213,6 +213,6 @@ def test_a_head_that_cannot_be_rotated_so_is_refused(text: str, head_dim: int, m
 
 
 def test_a_form_is_read_without_torch() -> None:
-    code = "import sys; from engine.models.rope import read_rope; read_rope({}); print('torch' in sys.modules)"
+    code = "import sys; from engine.rope import read_rope; read_rope({}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
