@@ -21,8 +21,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from engine.cuda.streams import own_stream
 from engine.memory.offload import host_like
 from engine.models.decoder import Decoder
+from engine.ops.autograd import kernels_for
 from engine.ops.copies import copy_of
-from engine.ops.triton_kernels import kernels_for
 from engine.settings import AdamWSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

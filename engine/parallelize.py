@@ -17,7 +17,7 @@ from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import Part, initialise
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
-from engine.lm_head.choose import loss_sum_of
+from engine.lm_head.loss_kernel import loss_sum_of
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder
 from engine.ops.copies import Copies

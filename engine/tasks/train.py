@@ -30,7 +30,7 @@ from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.models.decoder import Block
-from engine.ops.ranges import OPTIMIZER, STEP
+from engine.ops import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model, sum_across_nodes
 from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
