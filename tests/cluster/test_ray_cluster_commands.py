@@ -25,7 +25,7 @@ from cluster.ray_cluster.status import cluster_status
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connect_local
 from cluster.transport.runner import Unreachable
-from harness.machine.this_machine import Machine, code_digest, ranks_of
+from harness.machine.this_machine import Machine, ranks_of
 from tests.patience import AMPLE
 
 PORTS = RayPorts(head_port=7000, worker_port_first=21000, worker_port_last=21099)
@@ -112,16 +112,6 @@ def test_a_difference_in_versions_names_what_and_where():
     assert sentence.startswith("python is 3.11.7 on 2 of 3 nodes but 3.11.9 on c; install the same everywhere")
     assert "code is not known on 2 of 3 nodes but x on c" in mismatch({"a": {}, "b": {}, "c": {"code": "x"}})
     assert absent({"ray": "not installed", "torch": "2.13.0"}) == ["ray"]
-
-
-def test_the_code_digest_tells_edits_apart_and_places_not(tmp_path):
-    digests = []
-    for folder, text in (("a", "x = 1\n"), ("b", "x = 1\n"), ("c", "x = 2\n")):
-        (tmp_path / folder / "engine").mkdir(parents=True)
-        (tmp_path / folder / "engine" / "module.py").write_text(text)
-        (tmp_path / folder / "engine" / "module.pyc").write_text(folder)
-        digests.append(code_digest(tmp_path / folder))
-    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize(

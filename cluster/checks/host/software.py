@@ -9,26 +9,12 @@ import sys
 from pathlib import Path
 
 from cluster.checks import Check
+from cluster.inventory import checkout
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict
 
-_HERE = Path(__file__).resolve().parents[3]  # the checkout this program runs from
-PACKAGES = ("ray", "torch")
-_ANSWER = "versions "  # begins the line with the packages' versions as JSON
-
-# Versions are read from metadata: importing torch would take seconds.
-_PROGRAM = f"""\
-import json, platform
-from importlib import metadata
-found = {{"python": platform.python_version()}}
-for name in {PACKAGES!r}:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        found[name] = None
-print({_ANSWER!r} + json.dumps(found))
-"""
+_PROGRAM = Path(checkout.__file__).read_text(encoding="utf-8")
 
 
 def probe(site: Site) -> Probe:
@@ -42,14 +28,14 @@ def probe(site: Site) -> Probe:
 [ -f {folder}/harness/__main__.py ] || echo no folder
 for library in {libraries}; do [ -r "$library" ] || printf 'no library %s\\n' "$library"; done
 [ -x {python} ] || {{ echo no python; exit 0; }}
-exec {python} -c {shlex.quote(_PROGRAM)}
+exec {python} -c {shlex.quote(_PROGRAM)} {folder}
 """,
         seconds=20.0,
     )
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Fails where something that the site names is absent or incomplete; where it names nothing, a node may be without.
+    """Fails where something that the site names is absent or incomplete; where it names nothing, that is a warning.
 
     An interpreter that is there and does not run as this program's does is unknown then.
     """
@@ -59,14 +45,14 @@ def judge(output: Output, site: Site) -> Verdict:
             return Verdict(level="ok", summary=f"the software is in the image {site.container.image}")
         return Verdict(level="unknown", summary=f"the probe did not run ({output.first_line})")
     python, folder = _paths(site)
-    answer = next((line for line in lines if line.startswith(_ANSWER)), None)
+    answer = next((line for line in lines if line.startswith(checkout.ANSWER)), None)
     wrong = []
     if answer is None:
         reason = "is no executable file" if "no python" in lines else f"does not run ({output.first_line or 'silent'})"
         wrong.append(f"{python} {reason}")
     else:
-        versions = json.loads(answer.removeprefix(_ANSWER))
-        if absent := [name for name in PACKAGES if versions.get(name) is None]:
+        versions = json.loads(answer.removeprefix(checkout.ANSWER))
+        if absent := [name for name in checkout.LIBRARIES if versions.get(name) is None]:
             wrong.append(f"{python} lacks {' and '.join(absent)}")
     if "no folder" in lines:
         wrong.append(f"{folder} is no checkout of this project")
@@ -79,7 +65,7 @@ def judge(output: Output, site: Site) -> Verdict:
         )
     if wrong and not named:
         said = f"{'; '.join(wrong)}: runs need it there, or under another path that the site's software names"
-        return Verdict(level="ok", summary=f"not installed where it is here ({said})")
+        return Verdict(level="warn", summary=f"not installed where it is here ({said})", action="monitor")
     if wrong:
         summary = f"{'; '.join(wrong)}; install it there, or correct software in the site"
         return Verdict(level="fail", summary=summary, action="isolate")
@@ -95,7 +81,7 @@ def preloaded(site: Site) -> list[str]:
 
 def _paths(site: Site) -> tuple[str, str]:
     """Interpreter and checkout on the node; by default those of this program."""
-    return site.software.python or sys.executable, site.software.folder or str(_HERE)
+    return site.software.python or sys.executable, site.software.folder or str(checkout.ROOT)
 
 
 CHECK = Check(source="burst cluster up, which needs them", probe=probe, judge=judge)
