@@ -6,22 +6,18 @@ Planning and running see the same hosts in the same order, so that a plan holds 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import Candidate, Means, candidates, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
-from cluster.ray_cluster.quarantine import Quarantine
-from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory, default_directory
-from cluster.ray_cluster.status import cluster_status
-from cluster.ray_cluster.up import start_cluster
+from cluster.ray_cluster.node import NodeError, on_all
+from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
+from cluster.ray_cluster.up import start_cluster, unfit_nodes
 from cluster.transport.reach import connection
 from cluster.transport.runner import Connect
 from harness.base.errors import UsageError
@@ -35,28 +31,21 @@ SECONDS = 60.0  # for one answer of one node
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trust:
-    """Which host keys are trusted; see `cluster.transport.reach.connection`."""
-
-    known_hosts: Path | None = None
-    accept_new_host_keys: bool = False
-
-
-def start(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> ClusterState:
-    """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
-    return start_cluster(inventory, states, _means(inventory, states, trust, say, seconds))
-
-
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     """The hosts that a run with these arguments would have, as one machine. Starts nothing. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    states = StateDirectory(arguments.state or default_directory())
-    state = _usable(states, arguments.nodes)
-    if state is not None:
-        shared = _shared(inventory, state, arguments.nodes, say)
-        return _machine(state, _fit(shared, state, states, say))
-    return _machine_of(candidates(inventory, _means(inventory, states, _trust(arguments), say, SECONDS)))
+    connect = connection(
+        [node.host for node in inventory.nodes],
+        known_hosts=arguments.known_hosts,
+        accept_new_host_keys=arguments.accept_new_host_keys,
+    )
+    unfit = unfit_nodes(inventory.nodes, connect, SECONDS, say)
+    for sentence in unfit.values():
+        say(f"left out: {sentence}")
+    fit = [node for node in inventory.nodes if node.name not in unfit]
+    if not fit:
+        raise UsageError(f"none of the {len(inventory.nodes)} nodes is usable; see burst check for each one's findings")
+    return _machine(fit, connect)
 
 
 def cluster_launcher(
@@ -67,106 +56,74 @@ def cluster_launcher(
     """
     inventory = _inventory(arguments.nodes)
     states = StateDirectory(arguments.state or default_directory())
-    state = _usable(states, arguments.nodes)
-    if state is not None:
-        shared = _shared(inventory, state, arguments.nodes, say)
-        return _launcher(state, states, shared, _fit(shared, state, states, say))
-    say("no cluster is up: starting one for this run")
-    means = _means(inventory, states, _trust(arguments), say, SECONDS)
-    means = dataclasses.replace(means, pointless=lambda found: pointless(_machine_of(found)))
-    state = start_cluster(inventory, states, means, of_run=True)
+    old = states.load()
+    own = old is None or not old.nodes or old.of_run
+    if old is None or not old.nodes:
+        say("no cluster is up: starting one for this run")
+        if why := pointless(planned_machine(arguments, lambda sentence: None)):
+            raise UsageError(why)
+    state = start_cluster(
+        inventory,
+        states,
+        say,
+        known_hosts=arguments.known_hosts,
+        accept_new_host_keys=arguments.accept_new_host_keys,
+        of_run=own,
+    )
     try:
-        shared = _shared(inventory, state, arguments.nodes, say)
-        machine, launcher = _launcher(state, states, shared, shared)  # they were checked before they were started
+        names = {node.name for node in state.nodes if not node.silent}
+        nodes = [node for node in inventory.nodes if node.name in names]
+        machine, launcher = _launcher(state, states, nodes)
     except BaseException:  # nodes that differ too much for one run, and Ctrl-C
-        end_own(states, state, say)
+        if own:
+            end_own(states, state, say)
         raise
-    return machine, OwnCluster(launcher, states, state, say)
+    return machine, OwnCluster(launcher, states, state, say) if own else launcher
 
 
-def _usable(states: StateDirectory, inventory: Path) -> ClusterState | None:
-    """The cluster that a run may take part in; None when none is up. Raises UsageError for one it must not touch."""
-    state = states.load()
-    if state is None or state.ending:  # the next start ends what is left of it
-        return None
-    if state.of_run:
-        raise UsageError(
-            f"the cluster in {states.path} belongs to another burst run (by {state.created_by}, {state.created_at}); "
-            "wait for its end, or burst cluster down if that run was killed, or give --state a folder of this run's own"
-        )
-    if not state.complete:
-        raise UsageError(
-            f"the cluster in {states.path} is half up; burst cluster down, then burst cluster up {inventory}"
-        )
-    return state
-
-
-def _shared(inventory: Inventory, state: ClusterState, file: Path, say: Say) -> list[Node]:
-    """Nodes that are in both, in the inventory's order."""
-    joined = {node.name for node in state.joined}
-    for node in inventory.nodes:
-        if node.name not in joined and not state.of_run:
-            say(f"left out: {node.name} is not part of the cluster that is up")
-    nodes = [node for node in inventory.nodes if node.name in joined]
-    if not nodes:
-        raise UsageError(
-            f"none of the nodes in {file} is part of the cluster that is up "
-            f"({', '.join(node.name for node in state.nodes)}); "
-            f"end it with burst cluster down, then burst cluster up {file}"
-        )
-    return nodes
-
-
-def _fit(nodes: Sequence[Node], state: ClusterState, states: StateDirectory, say: Say) -> list[Node]:
-    """The nodes of a cluster that is up that can be used now: they pass their check, and Ray still runs there.
-
-    A repaired node leaves the quarantine by that. Raises UsageError for none, and where the head is not up.
-    """
+def _launcher(state: ClusterState, states: StateDirectory, nodes: Sequence[Node]) -> tuple[Machine, ClusterLauncher]:
     connect = _connect(state)
-    unfit = unfit_nodes(nodes, connect, SECONDS, Quarantine(states.path))
-    names = {node.name for node in nodes if node.name not in unfit}
-    for found in cluster_status(state, connect, SECONDS, only=names | {state.head.name}):
-        if found.state != "up" and found.name == state.head.name:
-            raise UsageError(
-                f"the cluster's head {found.name} is not up ({found.finding}); burst cluster down, then up"
-            )
-        if found.state != "up":
-            unfit[found.name] = f"{found.name}: {found.finding}; burst cluster down, then up, let it join again"
-    for sentence in unfit.values():
-        say(f"left out: {sentence}")
-    fit = [node for node in nodes if node.name not in unfit]
-    if not fit:
-        raise UsageError(
-            f"none of the {len(nodes)} nodes of the cluster can be used now; see burst check and burst cluster status"
-        )
-    return fit
 
+    def unfit(nodes: Sequence[Node]) -> dict[str, str]:
+        return unfit_nodes(nodes, connect, SECONDS, lambda sentence: None)
 
-def _launcher(
-    state: ClusterState, states: StateDirectory, nodes: Sequence[Node], fit: Sequence[Node]
-) -> tuple[Machine, ClusterLauncher]:
-    """`fit` of the `nodes` can be used now; the others may be repaired meanwhile."""
-    connect = _connect(state)
     means = ClusterMeans(
-        machine=_machine(state, fit),
-        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=SECONDS),
+        machine=_machine(nodes, connect),
+        unfit=unfit,
         environments=HostEnvironments(connect, state.head.address, os.environ),
     )
-    first = [*fit, *(node for node in nodes if node not in fit)]
-    return means.machine, ClusterLauncher(states, state, first, means)
+    return means.machine, ClusterLauncher(states, state, nodes, means)
 
 
 def _connect(state: ClusterState) -> Connect:
     return connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
 
 
-def _machine(state: ClusterState, nodes: Sequence[Node]) -> Machine:
-    started = {node.name: node for node in state.nodes}
-    return _machine_of([started[node.name] for node in nodes])
+def _machine(nodes: Sequence[Node], connect: Connect) -> Machine:
+    """These nodes as one machine, by the words of each. Raises UsageError for one that cannot say."""
 
+    def described(node: Node) -> tuple[Machine, int]:
+        software = node.site.software
+        python, folder = software.python or sys.executable, software.folder or str(PROJECT_ROOT)
+        words = ["env", "-C", folder, f"PYTHONPATH={folder}", python, "-m", "harness.machine.this_machine"]
+        with connect(node.host, SECONDS) as runner:
+            done = runner.run(words, deadline_seconds=SECONDS)
+        if done.exit_status != 0:
+            said = done.stderr.strip().splitlines()
+            raise NodeError(f"cannot run this project ({said[-1][:200] if said else 'it printed nothing'})")
+        description = json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            return machine_of(description), ranks_of(node, description)
+        except ValueError as error:
+            raise NodeError(str(error)) from error
 
-def _machine_of(found: Sequence[Candidate | StartedNode]) -> Machine:
-    return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
+    answers = on_all(nodes, described)
+    if failed := [
+        f"{node.name}: {answer}" for node, answer in zip(nodes, answers, strict=True) if isinstance(answer, str)
+    ]:
+        raise UsageError("; ".join(failed))
+    found = [answer for answer in answers if not isinstance(answer, str)]
+    return together([machine for machine, _ in found], min(ranks for _, ranks in found))
 
 
 def _inventory(file: Path) -> Inventory:
@@ -174,28 +131,6 @@ def _inventory(file: Path) -> Inventory:
         return read_inventory(file)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _trust(arguments: argparse.Namespace) -> Trust:
-    return Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
-
-
-def _means(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> Means:
-    connect = connection(
-        [node.host for node in inventory.nodes],
-        known_hosts=trust.known_hosts,
-        accept_new_host_keys=trust.accept_new_host_keys,
-    )
-    return Means(
-        connect=connect,
-        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds, quarantine=Quarantine(states.path)),
-        describe=("-m", "harness.machine.this_machine"),
-        ranks=ranks_of,
-        folder=PROJECT_ROOT,
-        say=say,
-        known_hosts=trust.known_hosts.absolute() if trust.known_hosts else None,
-        seconds=seconds,
-    )
 
 
 class OwnCluster:

@@ -107,8 +107,6 @@ class ClusterLauncher:
             run = _Run(job, members, self._started, self._means.environments, on_progress)
             status, reason = run.execute(chosen, self._state)
             self._take_losses(run.lost)
-            if self._state.head.name in run.lost:
-                reason += "; the cluster ended with it, so first: burst cluster down --forget"
             return outcome(status, reason, hosts, run.lost)
         except TooFewHosts as error:
             again = f", then {job.again}: a host that passes its check is used again" if job.again else ""
@@ -119,8 +117,8 @@ class ClusterLauncher:
             return outcome("node_lost", lost_sentence(lost, {}, [], job.again), hosts, lost)
         except ClusterLost as error:
             self._broken = str(error)
-            again = f", and {job.again}" if job.again else ""
-            return outcome("node_lost", f"{error}; burst cluster down, then up{again}", hosts)
+            again = f"; {job.again} starts the cluster again on the other hosts" if job.again else ""
+            return outcome("node_lost", f"{error}{again}", hosts)
 
     def close(self) -> None:
         """End the ranks on all hosts and leave the cluster, which stays up. Idempotent."""

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from cluster.files.errors import without_color
-from cluster.ray_cluster.ray_commands import node_resource
+from cluster.ray_cluster.commands import node_resource
 from harness.base.interrupts import look
 from harness.launch.nodes.actor import NodeActor
 
@@ -101,9 +101,9 @@ class Team:
         alive = {name for node in nodes if node["Alive"] for name in node["Resources"]}
         known = {node["NodeManagerAddress"] for node in nodes}
         return {
-            name: "its Ray has left the cluster; burst cluster down, then up"
+            name: "its Ray has left the cluster; burst cluster up adds it again"
             if address in known
-            else "its Ray never joined the cluster; burst cluster down, then up"
+            else "its Ray never joined the cluster; burst cluster up adds it again"
             for name, address in addresses.items()
             if node_resource(name) not in alive
         }

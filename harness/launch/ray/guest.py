@@ -11,8 +11,8 @@ import threading
 from types import ModuleType
 
 from cluster.files.errors import without_color
+from cluster.ray_cluster.commands import SETTINGS
 from cluster.ray_cluster.node import NodeError, ask
-from cluster.ray_cluster.ray_commands import SETTINGS, guest_command
 from cluster.ray_cluster.state import ClusterState, StateDirectory
 from cluster.transport.reach import LocalRunner
 from harness.launch.ray.janitor import MARK, Janitor
@@ -42,7 +42,6 @@ class RayGuest:
         self.stuck = False  # Ray waits for a head that is gone, and would do so for minutes when the program exits
         self._janitor: Janitor | None = None
         self._directory = ""
-        self._started: dict[str, object] = {}
         self._mark = f"{state.session}/guest-{secrets.token_hex(4)}"
         address = address_towards(state.head.address)
         try:
@@ -82,8 +81,6 @@ class RayGuest:
                     seconds=START_SECONDS,
                     mark=self._mark,
                     directory=f"{self._directory}/own",
-                    session=self._started.get("session", 0),
-                    processes=self._started.get("processes", []),
                 )
         if self._janitor is not None:
             self._janitor.finish()
@@ -96,7 +93,7 @@ class RayGuest:
         self._directory = tempfile.mkdtemp(prefix="burst-guest-", dir="/tmp")
         self._janitor = Janitor(self._directory)  # should this process be killed
         own = f"{self._directory}/own"
-        self._started = ask(
+        ask(
             LocalRunner(),
             [sys.executable],
             "start",
@@ -104,7 +101,12 @@ class RayGuest:
             mark=self._mark,
             directory=own,
             token=states.token(),
-            command=guest_command(sys.executable, address=address, directory=f"{own}/ray", head=state.head_address),
+            command=[
+                *(sys.executable, "-u", "-m", "ray.scripts.scripts", "start"),
+                *(f"--address={state.head_address}", f"--node-ip-address={address}", f"--temp-dir={own}/ray"),
+                *("--object-store-memory=107374182", "--num-cpus=0", "--num-gpus=0"),
+                *("--include-log-monitor=false", "--disable-usage-stats"),
+            ],
             environment={**SETTINGS, MARK: self._directory, "PYTHONPATH": str(PROJECT_ROOT)},
             wait_seconds=START_SECONDS,
             reach=state.head_address,
