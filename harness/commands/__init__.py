@@ -61,7 +61,7 @@ def parse_tolerance(text: str) -> float:
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     """Options for the launcher and the hosts of ranks. `what`: the command's verb in the help, such as `run`."""
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: local on one machine")
     add_cluster_arguments(
         parser,
         nodes_help=f"inventory or list of hosts: {what} on those of them that burst cluster up has started, "

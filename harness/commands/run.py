@@ -14,7 +14,7 @@ from cluster.files.errors import shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
 from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import default_launcher, make_launcher
+from harness.launch.launcher import make_launcher
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Run:
         else:
             if arguments.parallel > 1 and arguments.launcher == "ray":
                 raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
-            default = "local" if arguments.parallel > 1 else default_launcher()
-            machine, launcher = discover(), make_launcher(arguments.launcher or default)
+            machine, launcher = discover(), make_launcher(arguments.launcher or "local")
         resume = None
         if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
             resume = Resume(
@@ -204,7 +203,6 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.page import write_report_of
     from harness.report.terminal import terminal_table
 
     out, rows = stdout_console(), records.rows()
@@ -212,6 +210,8 @@ def _report(records: RunRecords) -> None:
     if len(rows) > PRINTED_TRIALS:
         said = f"The first {PRINTED_TRIALS} of {len(rows)} trials; results.csv and the report have all of them."
         out.print(said, markup=False, highlight=False, soft_wrap=True)
+    from harness.report.page import write_report_of  # imports matplotlib: the table is not to wait for it
+
     path = write_report_of(records.records(), rows, records.stored.path)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
 from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import default_launcher, make_launcher
+from harness.launch.launcher import make_launcher
 
 if TYPE_CHECKING:
     from harness.run.bounds import StopTime
@@ -66,7 +66,7 @@ class Train:
                 arguments, view.say, lambda machine: impossible(file.config, machine, resumed)
             )
         else:
-            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+            machine, launcher = discover(), make_launcher(arguments.launcher or "local")
         with contextlib.closing(launcher):
             start = Start(
                 machine=machine,

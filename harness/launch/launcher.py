@@ -5,7 +5,6 @@ One interface serves one machine without Ray (`local`), embedded Ray, and a Ray 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,12 +130,7 @@ class Launcher(Protocol):
         ...
 
 
-LAUNCHERS = ("ray", "local")
-
-
-def default_launcher() -> str:
-    """Ray where it is installed, else local."""
-    return "ray" if importlib.util.find_spec("ray") is not None else "local"
+LAUNCHERS = ("local", "ray")
 
 
 def make_launcher(name: str) -> Launcher:

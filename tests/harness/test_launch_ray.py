@@ -272,7 +272,7 @@ def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):
+def test_without_ray_one_sentence_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match="use --launcher local"):
+    with pytest.raises(ValueError, match=r"pip install 'burst-harness\[ray\]'"):
         RayLauncher()

@@ -233,7 +233,7 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise UsageError(
-            f"the ray launcher needs Ray, which cannot be imported here ({error}); use --launcher local"
+            f"several machines need Ray, which cannot be imported here ({error}); pip install 'burst-harness[ray]'"
         ) from error
     # Ray prints what befalls its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
     # by the outcome of its trial. Ray 2.60 has no public switch for this one.
