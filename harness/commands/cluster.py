@@ -59,7 +59,7 @@ class Cluster:
 
 def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.inventory.file import read_inventory
-    from harness.launch.nodes.cluster import Trust, start
+    from harness.launch.ray.inventory import start
 
     try:
         inventory = read_inventory(arguments.inventory)
@@ -67,8 +67,14 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
         raise UsageError(str(error)) from error
     if arguments.names:
         inventory = inventory.select(arguments.names)
-    trust = Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
-    state = start(inventory, states, trust, _say, arguments.timeout)
+    state = start(
+        inventory,
+        states,
+        _say,
+        known_hosts=arguments.known_hosts,
+        accept_new_host_keys=arguments.accept_new_host_keys,
+        seconds=arguments.timeout,
+    )
     ranks = sum(node.ranks for node in state.joined)
     left_out = len(inventory.nodes) - len(state.joined)
     print(

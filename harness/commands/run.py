@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown_value
-from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import make_launcher
+from harness.commands import (
+    add_launch_arguments,
+    check_launch_arguments,
+    command_line,
+    leave_at_once,
+    machine_and_launcher,
+)
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -40,8 +44,7 @@ class Run:
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
-        from harness.machine.this_machine import discover
-        from harness.plan.matrix import named, nothing_can_run, plan
+        from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
@@ -65,16 +68,7 @@ class Run:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
-        if arguments.nodes:
-            from harness.launch.nodes.cluster import cluster_launcher
-
-            machine, launcher = cluster_launcher(
-                arguments, say, lambda machine: nothing_can_run(plan(experiment, machine))
-            )
-        else:
-            if arguments.parallel > 1 and arguments.launcher == "ray":
-                raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
-            machine, launcher = discover(), make_launcher(arguments.launcher or "local")
+        machine, launcher = machine_and_launcher(arguments, say)
         resume = None
         if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
             resume = Resume(

@@ -131,15 +131,3 @@ class Launcher(Protocol):
 
 
 LAUNCHERS = ("local", "ray")
-
-
-def make_launcher(name: str) -> Launcher:
-    """A launcher by name, for this machine. Raises UsageError when it cannot be used here."""
-    if name == "ray":
-        from harness.launch.ray.launcher import RayLauncher
-
-        return RayLauncher()
-    assert name == "local", name
-    from harness.launch.supervisor import LocalLauncher
-
-    return LocalLauncher()

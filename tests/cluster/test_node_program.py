@@ -20,7 +20,7 @@ from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.node_program import FOLDERS, cause
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
-from harness.launch.nodes.actor import node_environment
+from harness.launch.ray.host import host_environment
 from tests.patience import AMPLE, running, scaled
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
@@ -199,7 +199,7 @@ def test_what_ray_would_take_from_the_ranks_is_kept_and_the_short_path_is_comple
     program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
     start(tmp_path, "test/11", program)
     found = json.loads((tmp_path / "said").read_text())
-    assert node_environment(found)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
+    assert host_environment(found, own_gpus=False)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
     assert found["PATH"].startswith("/opt/own:/bin:")
     assert set(FOLDERS) <= set(found["PATH"].split(":"))
     request("stop", mark="test/11", directory=str(tmp_path / "own"), session=0, processes=[])
