@@ -62,7 +62,7 @@ def test_a_subject_and_names_of_ones_own_reach_verdict_tables_and_figures(tmp_pa
     rounds = [around(0.2), around(0.3), around(0.1)]
     methods = ("burst", "ring", "ulysses")
     trials = [
-        record(method=method, hardware=H200, seq_len=length, rounds=own)
+        record(method=method, gpu=H200, seq_len=length, rounds=own)
         for method, own in zip(methods, rounds, strict=True)
         for length in (1024, 2048)
     ]
@@ -115,7 +115,7 @@ def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
         "speed-attention.pdf",
     } <= figures
     tables = {path.name for path in (full / "tables").iterdir()}
-    names = ("results", "comparison", "agreement", "accuracy", "problems", "speed_by_length", "memory_by_length")
+    names = ("results", "comparison", "agreement", "accuracy", "problems", "speed_by_length")
     assert tables == {f"{name}.{kind}" for name in names for kind in ("md", "tex", "csv")}
 
 
