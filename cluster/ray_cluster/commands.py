@@ -6,7 +6,6 @@ Source of the options: `ray start --help` of Ray 2.60.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from cluster.images.engine import gpu_options
@@ -34,12 +33,7 @@ SETTINGS: Mapping[str, str] = {
 }
 
 
-def node_resource(name: str) -> str:
-    """The resource that a node alone has: how a placement group asks for exactly this node."""
-    return f"burst_node_{name}"
-
-
-def start_command(python: str, ray: RayPorts, *, address: str, name: str, directory: str, head: str) -> list[str]:
+def start_command(python: str, ray: RayPorts, *, address: str, directory: str, head: str) -> list[str]:
     """`ray start` on a node. `head` is address:port of the head, which is also a node that ranks run on; empty: this
     node becomes it."""
     first = [
@@ -61,7 +55,6 @@ def start_command(python: str, ray: RayPorts, *, address: str, name: str, direct
         f"--temp-dir={directory}/ray",
         f"--object-store-memory={int(ray.object_store_gib * 2**30)}",
         "--num-cpus=1",  # for the supervisor of the ranks, which are no Ray workers
-        f"--resources={json.dumps({node_resource(name): 1})}",
         "--include-log-monitor=false",  # ranks log to files
         "--disable-usage-stats",
     ]

@@ -261,9 +261,7 @@ class _Start:
         ray: RayPorts = self.nodes[node.name].site.ray
         if not head:
             ray = dataclasses.replace(ray, head_port=self.state.head_port)
-        command = start_command(
-            node.python, ray, address=node.address, name=node.name, directory=node.directory, head=head
-        )
+        command = start_command(node.python, ray, address=node.address, directory=node.directory, head=head)
         with self.connect(node.host, self.seconds) as runner:
             try:
                 ask(

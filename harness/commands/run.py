@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 from cluster.files.errors import shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import default_launcher, make_launcher
+from harness.commands import (
+    add_launch_arguments,
+    check_launch_arguments,
+    command_line,
+    leave_at_once,
+    machine_and_launcher,
+)
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -40,8 +45,7 @@ class Run:
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
-        from harness.machine.this_machine import discover
-        from harness.plan.matrix import named, nothing_can_run, plan
+        from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
@@ -54,6 +58,8 @@ class Run:
         from harness.spec.written import experiment_text
 
         check_launch_arguments(arguments)
+        if arguments.again and (arguments.only or arguments.retry_failed):
+            raise UsageError("--again runs the trials that it names and no others; leave --only and --retry-failed out")
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
@@ -65,19 +71,9 @@ class Run:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
-        if arguments.nodes:
-            from harness.launch.nodes.cluster import cluster_launcher
-
-            machine, launcher = cluster_launcher(
-                arguments, say, lambda machine: nothing_can_run(plan(experiment, machine))
-            )
-        else:
-            if arguments.parallel > 1 and arguments.launcher == "ray":
-                raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
-            default = "local" if arguments.parallel > 1 else default_launcher()
-            machine, launcher = discover(), make_launcher(arguments.launcher or default)
+        machine, launcher = machine_and_launcher(arguments, say)
         resume = None
-        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
+        if any((arguments.resume, arguments.retry_failed, arguments.set_aside_bad, arguments.mix, arguments.again)):
             resume = Resume(
                 retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad, mix=arguments.mix
             )
@@ -92,6 +88,10 @@ class Run:
             ]
             if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
                 say(note)
+            chosen = named(trials, arguments.only) if arguments.only else None
+            if resume is not None and arguments.again:
+                chosen = named(trials, arguments.again, "--again")
+                resume = dataclasses.replace(resume, again=frozenset(trial.id for trial in chosen))
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
             host = Host(
@@ -118,7 +118,7 @@ class Run:
                     order=arguments.order,
                     lanes=lanes,
                 ),
-                only=named(trials, arguments.only) if arguments.only else None,
+                only=chosen,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
                 again=command_line(arguments),
@@ -141,6 +141,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="ID", action="append", default=[],
         help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
         "may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--again", metavar="ID", action="append", default=[],
+        help="run these trials of the run in DIR once more, however they ended, beside the other records there, which "
+        "stay as they are; names them as --only does",
     )  # fmt: skip
     parser.add_argument(
         "--order", choices=("random", "file", "shortest", "longest"), default="random",
@@ -204,7 +209,6 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.page import write_report_of
     from harness.report.terminal import terminal_table
 
     out, rows = stdout_console(), records.rows()
@@ -212,6 +216,8 @@ def _report(records: RunRecords) -> None:
     if len(rows) > PRINTED_TRIALS:
         said = f"The first {PRINTED_TRIALS} of {len(rows)} trials; results.csv and the report have all of them."
         out.print(said, markup=False, highlight=False, soft_wrap=True)
+    from harness.report.page import write_report_of  # imports matplotlib: the table is not to wait for it
+
     path = write_report_of(records.records(), rows, records.stored.path)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 

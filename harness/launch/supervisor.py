@@ -117,6 +117,11 @@ class Supervisor:
         self._stacks_wanted, self._may_save = stacks, may_save
         self._cancel.set()
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks run a job, or wait for another one."""
+        return self._ranks is not None
+
     def close(self) -> None:
         """End everything this supervisor started. Idempotent."""
         while self._servers:

@@ -110,7 +110,7 @@ def lanes_of(host: Host, number: int) -> list[Host]:
     if isinstance(host.launcher, DividesHosts):
         if number > machine.nodes:
             raise UsageError(
-                f"--parallel {number}: --nodes has {machine.nodes} usable hosts; give at most that many lanes"
+                f"--parallel {number}: the cluster has {machine.nodes} usable hosts; give at most that many lanes"
             )
         return [
             replace(host, machine=part, launcher=launcher, lanes=number)

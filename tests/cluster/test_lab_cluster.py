@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,10 +97,6 @@ class Site:
 
     def nodes(self) -> list[str]:
         return ["--nodes", str(self.inventory), "--known-hosts", str(self.lab.known_hosts)]
-
-    def folders(self) -> list[Path]:
-        """Of the nodes of the cluster that is up."""
-        return [Path(node["directory"]) for node in json.loads((self.state / "cluster.json").read_text())["nodes"]]
 
     def records(self, name: str) -> list[dict]:
         """In the order of the plan."""
@@ -189,7 +186,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert [node["ranks"] for node in rendered] == [[0], [1]]
         assert {log.name for log in trial.glob("logs/rank*.log")} == {"rank0.log", "rank1.log"}
         assert all(lab.run(host, "find", str(hidden), "-mindepth", "1") == "" for host in (head, second))
-        assert not [path for folder in site.folders() for path in folder.glob("trials/*")]
+        assert not list(Path(tempfile.gettempdir()).glob(f"burst-{os.getuid()}-lab*"))
         assert (site.runs / "sweep" / "report.html").stat().st_size > 1000
         rows = (site.runs / "sweep" / "results.csv").read_text().splitlines()
         assert len(rows) == 3
@@ -287,8 +284,8 @@ def test_without_its_head_a_run_ends_with_a_reason_and_the_printed_command_goes_
         assert run.returncode == 1, out + err
         first, last = site.started("headless")
         assert (first["status"], last["status"]) == ("node_lost", "node_lost"), out + err
-        assert first["reason"].startswith("lab1 was lost (")
-        assert "head lab1 was lost" in last["reason"]
+        for record in (first, last):
+            assert record["reason"].endswith("; --resume --retry-failed goes on with the hosts that answer"), record
         assert (site.runs / "headless" / "report.html").exists(), out + err
         wait_until(lambda: not any(map(site.ranks, (second, third))), "ranks outlived the head")
         wait_until(lambda: guests() <= guests_before, "the guest outlived the run")
@@ -317,10 +314,8 @@ def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_noth
     with opened_site(2, tmp_path) as site:
         seconds = scaled(5.0)
         run = site.experiment("late", cp_sizes="1, 2, 3", steps=100_000, seconds=seconds)
-        code, said = site.burst("plan", run[1], *site.nodes(), "--json")
-        assert code == 0, said
-        planned = json.loads(said)
-        assert [(row["nodes"], row["ranks_per_node"]) for row in planned] == [(1, 1), (2, 1), ("", "")]
+        code, said = site.burst("plan", run[1], *site.nodes(), "--json")  # which starts nothing
+        assert (code, "no cluster is up; start it with burst cluster up" in said) == (2, True), said
         assert site.rays() == []
 
         running = site.start(*run)
@@ -334,7 +329,8 @@ def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_noth
             ("timeout", ["lab1"]), ("timeout", ["lab1", "lab2"])
         ], err  # fmt: skip
         assert late[1]["reason"].startswith(f"not finished within its {seconds:g} s")
-        assert (refused["status"], refused["reason"]) == ("refused", planned[2]["reason"])
+        assert refused["status"] == "refused"
+        assert "3 ranks do not spread evenly over the 2 nodes with 1 each" in refused["reason"]
         assert site.rays() == []
         assert site.burst("cluster", "down")[0] == 2  # nothing is left to end
 
@@ -376,8 +372,7 @@ def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_the
             "  lab3: {ray: {object_store_gib: 1000000}}",
         )
         nodes = ["--nodes", bad, "--known-hosts", str(site.lab.known_hosts)]
-        code, said = site.burst("plan", *site.experiment("one", cp_sizes="1", steps=2)[1:2], *nodes, "--json")
-        assert code == 0, said
+        site.experiment("one", cp_sizes="1", steps=2)
         code, said = site.burst("cluster", "up", bad, "--known-hosts", str(site.lab.known_hosts))
         assert code == 1, said
         assert "1 node is up, head lab4" in said

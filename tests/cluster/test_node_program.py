@@ -22,7 +22,7 @@ from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.node_program import FOLDERS
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
-from harness.launch.nodes.actor import node_environment
+from harness.launch.ray.host import host_environment
 from tests.patience import AMPLE, running, scaled, wait_until
 from tests.processes import all_pids, content
 
@@ -137,7 +137,7 @@ def test_rays_own_refusal_is_in_the_log_without_the_token(tmp_path):
     pytest.importorskip("ray")
     own = tmp_path / ("long" * 25)  # Ray refuses paths of sockets that are too long
     command = commands.start_command(
-        sys.executable, RayPorts(object_store_gib=0.1), address="127.0.0.1", name="n", directory=str(own), head=""
+        sys.executable, RayPorts(object_store_gib=0.1), address="127.0.0.1", directory=str(own), head=""
     )
     with pytest.raises(NodeError, match=r"^Ray ended with exit code 1 as it started$") as caught:
         request(
@@ -157,7 +157,7 @@ def test_a_head_runs_without_ray_client_whose_port_ray_would_open_where_grpc_is_
     port = free_ports(1)[0]
     command = commands.start_command(
         sys.executable, RayPorts(head_port=port, object_store_gib=0.1),
-        address="127.0.0.1", name="n", directory=own, head="",
+        address="127.0.0.1", directory=own, head="",
     )  # fmt: skip
     mark = {"BURST_RAY_NODE=test/12"}
     try:
@@ -194,7 +194,7 @@ def test_what_ray_would_take_from_the_ranks_is_kept_and_the_short_path_is_comple
     program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
     start(tmp_path, "test/11", program)
     found = json.loads((tmp_path / "said").read_text())
-    assert node_environment(found)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
+    assert host_environment(found, own_gpus=False)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
     assert found["PATH"].startswith("/opt/own:/bin:")
     assert set(FOLDERS) <= set(found["PATH"].split(":"))
     stop(tmp_path, "test/11")

@@ -23,7 +23,7 @@ from cluster.transport.runner import Unreachable
 from harness.machine.this_machine import Machine, ranks_of
 
 PORTS = RayPorts(head_port=7000, worker_port_first=21000, worker_port_last=21099)
-HERE = {"address": "10.0.0.1", "name": "gpu01", "directory": "/tmp/r"}
+HERE = {"address": "10.0.0.1", "directory": "/tmp/r"}
 
 
 def test_the_head_listens_where_the_site_says():
@@ -32,7 +32,7 @@ def test_the_head_listens_where_the_site_says():
         "True; ray.main()' start --head --port=7000 --include-dashboard=false --dashboard-host=127.0.0.1 "
         "--dashboard-port=8265 --node-ip-address=10.0.0.1 --node-manager-port=0 --object-manager-port=0 "
         "--min-worker-port=21000 --max-worker-port=21099 --temp-dir=/tmp/r/ray --object-store-memory=1073741824 "
-        "--num-cpus=1 '--resources={\"burst_node_gpu01\": 1}' --include-log-monitor=false --disable-usage-stats"
+        "--num-cpus=1 --include-log-monitor=false --disable-usage-stats"
     )
 
 

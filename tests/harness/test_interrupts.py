@@ -281,12 +281,9 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
     assert program.returncode == 1
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path, launcher):
-    if launcher == "ray":
-        pytest.importorskip("ray")
+def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--launcher", launcher, "--out", "out"]
+    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--out", "out"]
     program = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
