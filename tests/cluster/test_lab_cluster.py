@@ -296,7 +296,7 @@ def test_without_its_head_a_run_ends_with_a_reason_and_the_printed_command_goes_
         # The head stays lost: the others make a cluster of their own, without any other command before.
         run = site.start(*command, "--resume", "--retry-failed")
         wait_until(lambda: site.ranks(second) and site.ranks(third), "the run does not go on without the head")
-        site.wait_for_progress("headless", trials=2)
+        site.wait_for_progress("headless")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=AMPLE)
         assert "the head lab1 is lost (" in err
