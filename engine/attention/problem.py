@@ -58,6 +58,11 @@ class Problem(HeadsAndRanks):
     on_gpu: bool = True
     copies_unsupported_reason: str | None = None  # why ranks of a node cannot copy into each other's memory
 
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+
     @property
     def pair_flops(self) -> float:
         """Of one visible (query, key) pair in forward, over batch and heads."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 from engine.attention.comm_plan import comm_plan
@@ -53,7 +54,8 @@ from engine.settings import TrialSettings
 
 __all__ = [
     "Choices", "Estimate", "HardwareModel", "Resolved", "asks_for_link", "best_layout", "cheaper_backward",
-    "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices", "trial_layout",
+    "check_choices", "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices",
+    "trial_layout",
 ]  # fmt: skip
 
 ALL_RANKS = 8  # up to so many ranks are added up to choose a side; of more ranks, three
@@ -77,6 +79,36 @@ class Choices(NamedTuple):
     recompute: bool = False
     lse_gradient: bool = True
     forward_streams: int = 1
+
+
+def check_choices(choices: Choices) -> None:
+    """Raise ValueError for a value that no call can have. `schedule` and `kernel` are looked up where they are used.
+
+    A tuple cannot refuse its own values, and a call with a known plan should not check them again.
+    """
+    if choices.scale is not None and not _finite_above_0(choices.scale):
+        # Kernels scale scores after hiding some as -inf, so zero and less would show them again, or give NaN.
+        raise ValueError(f"scale is {choices.scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
+    if choices.softcap is not None and not _finite_above_0(choices.softcap):
+        raise ValueError(
+            f"softcap is {choices.softcap!r}; give a finite bound of the scores above 0, or None for no bound"
+        )
+    if choices.backward not in ("auto", *BACKWARD_SIDES):
+        raise ValueError(f"backward {choices.backward!r} is unknown; choose auto, query or key_value")
+    if choices.grad_comm_dtype not in GRAD_COMM_DTYPES:
+        known = ", ".join(GRAD_COMM_DTYPES)
+        raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
+    if choices.exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+    chunks = choices.num_head_chunks
+    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f"num_head_chunks is {chunks!r}; give a whole number of at least 1, or None")
+    if choices.forward_streams not in (1, 2):
+        raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
+
+
+def _finite_above_0(value: float) -> bool:
+    return isinstance(value, Real) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +142,7 @@ class Resolved:
         problem, division = self.problem, self.division
         return cheaper_backward(problem.mask, division.layout, self.volume, problem.seq_len, self.shards, self.hardware)
 
-    @property
+    @cached_property
     def narrow_grads(self) -> Narrowed:
         """Where gradients are sent in the inputs' dtype; all_gather sends all as at its slowest links."""
         found = narrowed(self.choices.grad_comm_dtype)
@@ -176,21 +208,7 @@ def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Reso
     The cost model's speeds are a GPU's: elsewhere `auto` is a ring, and heads are not cut into chunks. It is a ring as
     well where `backward` or `exchange`, which are switches of a ring, are given.
     """
-    if choices.backward not in ("auto", *BACKWARD_SIDES):
-        raise ValueError(f"backward {choices.backward!r} is unknown; choose auto, query or key_value")
-    if choices.grad_comm_dtype not in GRAD_COMM_DTYPES:
-        known = ", ".join(GRAD_COMM_DTYPES)
-        raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
-    if choices.exchange not in ("auto", *EXCHANGES):
-        raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
-    for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
-        if getattr(problem, name) < 1:
-            raise ValueError(f"{name} is {getattr(problem, name)}; give a number of at least 1")
-    if not 0 < hardware.across_gib < math.inf:
-        raise ValueError(f"across_gib is {hardware.across_gib:g}; give a speed above 0")
-    chunks_given = choices.num_head_chunks
-    if chunks_given is not None and (not isinstance(chunks_given, int) or chunks_given < 1):
-        raise ValueError(f"num_head_chunks is {chunks_given!r}; give a whole number of at least 1, or None")
+    check_choices(choices)
     estimated = problem.on_gpu and _model_chooses(choices)
     workload = Workload.of(
         problem, grad_comm_dtype=choices.grad_comm_dtype, recompute=choices.recompute, counts_traffic=estimated
