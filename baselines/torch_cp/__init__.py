@@ -29,7 +29,6 @@ class TorchContextParallel(EngineCommand):
     name = "torch_cp"
     system = "torch"
     source = "github.com/pytorch/pytorch"
-    schedule = "ring"
 
     def refuse(self, settings: TrialSettings) -> str | None:
         if settings.tp_size > 1:

@@ -64,6 +64,10 @@ class Ulysses(EngineCommand):
             schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1
         )
 
+    def kv_heads(self, settings: TrialSettings) -> int:
+        # Fewer than ranks are repeated (`RepeatingHeads`), so that what divides by no rank is one head for each.
+        return max(settings.model.kv_heads, settings.cp_size)
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 

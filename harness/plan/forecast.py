@@ -104,7 +104,7 @@ def _system_gib(settings: TrialSettings, hardware: Hardware, time: StepTime | No
     system = SYSTEM_OF.get(settings.method)
     if system is None or time is None or hardware.waiting_layers is None or settings.task != "train":
         return None
-    return system_memory(settings, system, time.exchange, hardware.waiting_layers) / GIB
+    return system_memory(settings, system, time.attention, hardware.waiting_layers) / GIB
 
 
 @cache

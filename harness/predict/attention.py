@@ -12,31 +12,27 @@ from dataclasses import dataclass
 
 from engine.attention.comm_plan import ChunkRanges, comm_plan, length
 from engine.attention.comm_volume import all_to_all_bytes
-from engine.attention.geometry.layout import Layout
-from engine.attention.geometry.ring import Ring
-from engine.attention.problem import ALL_GATHER, Problem, divided
+from engine.attention.problem import ALL_GATHER, Problem
+from engine.attention.resolve import Resolved
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
 from harness.predict.gathering import all_gather_passes
-from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
+from harness.predict.problem import LayerAttention, Pass, kernel_seconds, step_areas
 
 
-def attention_passes(problem: Problem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer's attention. Raises ValueError for what the schedule cannot run."""
-    across = exchange.across_gib(speeds)
+def attention_passes(attention: LayerAttention, speeds: Speeds) -> tuple[Pass, Pass]:
+    """Forward and backward of one layer's attention."""
+    found, across = attention.resolved, attention.across_gib(speeds)
+    problem, division = found.problem, found.division
     if problem.cp_size == 1:
         return _alone(problem, speeds, False), _alone(problem, speeds, True)
-    if exchange.schedule == ALL_GATHER:
-        return all_gather_passes(problem, exchange, speeds, across)
-    division = divided(exchange.schedule, problem.layout, problem.cp_size, problem.node_size)
+    if found.schedule == ALL_GATHER:
+        return all_gather_passes(found, speeds, across)
     if division.ring.cp_size == 1:
         passes = _alone(problem, speeds, False), _alone(problem, speeds, True)
     else:
-        passes = _RingOfRanks(
-            problem=problem, exchange=exchange, speeds=speeds, across=across, ring=division.ring,
-            layout=division.layout, shared_by=division.shared_by,
-        ).passes()  # fmt: skip
-    return _between_all_to_alls(passes, problem, exchange, speeds, across, division.members(0))
+        passes = _RingOfRanks(found=found, speeds=speeds, across=across).passes()
+    return _between_all_to_alls(passes, found, speeds, across)
 
 
 def _alone(problem: Problem, speeds: Speeds, backward: bool) -> Pass:
@@ -47,24 +43,21 @@ def _alone(problem: Problem, speeds: Speeds, backward: bool) -> Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RingOfRanks:
-    """A ring whose ranks each hold `1 / shared_by` of the heads, over links of GiB/s inside nodes and between them."""
+    """The ring of a schedule, all head chunks of a step at once, with links of `across` GiB/s between nodes."""
 
-    problem: Problem
-    exchange: Exchange
+    found: Resolved
     speeds: Speeds
     across: float
-    ring: Ring
-    layout: Layout
-    shared_by: int = 1
 
     @property
     def spans(self) -> bool:
         """Whether it is a flat ring over nodes: one rank of a node sends to the next, and all ranks wait for it."""
-        return self.ring.nodes == 1 and self.problem.nodes > 1
+        return self.found.division.ring.nodes == 1 and self.found.problem.nodes > 1
 
     def passes(self) -> tuple[Pass, Pass]:
         """Forward and backward of the slowest of a few ranks."""
-        ranks = sorted({0, self.ring.cp_size // 2, self.ring.cp_size - 1})
+        size = self.found.division.ring.cp_size
+        ranks = sorted({0, size // 2, size - 1})
         forward, backward = (
             max((self._simulated(rank, backward) for rank in ranks), key=lambda each: each.seconds)
             for backward in (False, True)
@@ -72,16 +65,17 @@ class _RingOfRanks:
         return forward, backward
 
     def _simulated(self, rank: int, backward: bool) -> Pass:
-        problem, ring = self.problem, self.ring
-        sends_queries = backward and self.exchange.backward == "query"
-        plan = comm_plan(problem.mask, self.layout, ring, problem.seq_len, rank, sends_queries)
-        areas = step_areas(problem.mask, self.layout, problem.seq_len, ring, rank, sends_queries)
-        part = self.exchange.shards(problem, self.shared_by)
-        chunk_bytes = part.sent_side(sends_queries) if backward else 2 * part.key
-        gradient_bytes = part.gradient(sends_queries, self.exchange.gradient_bytes) if backward else 0
+        found, problem, division = self.found, self.found.problem, self.found.division
+        ring, layout = division.ring, division.layout
+        sends_queries = backward and found.sends_queries
+        plan = comm_plan(problem.mask, layout, ring, problem.seq_len, rank, sends_queries)
+        areas = step_areas(problem.mask, layout, problem.seq_len, ring, rank, sends_queries)
+        part = found.shards
+        chunk_bytes = found.num_head_chunks * (part.sent_side(sends_queries) if backward else 2 * part.key)
+        gradient_bytes = found.num_head_chunks * part.gradient(sends_queries, found.summed_bytes)
         inside = self.across if self.spans else self.speeds.inside_gib
         clock = _Clock(inside=inside * GIB, across=self.across * GIB)
-        flops_of_pair = problem.pair_flops / self.shared_by
+        flops_of_pair = problem.pair_flops / division.shared_by
         local_rank = rank % ring.node_size
         kernels = steps = arrived_outer = 0.0
         for outer_step, ranges in enumerate(plan.inner_rings):
@@ -166,23 +160,17 @@ def _received(ranges: ChunkRanges, local_rank: int, inner_step: int, size: int, 
     return min(whole, length(ranges.used[owner, local_rank])) if (owner, local_rank) in ranges.used else whole
 
 
-def _between_all_to_alls(
-    inner: tuple[Pass, Pass],
-    problem: Problem,
-    exchange: Exchange,
-    speeds: Speeds,
-    across: float,
-    members: tuple[int, ...],
-) -> tuple[Pass, Pass]:
-    """Forward and backward with the heads exchanged among `members` around them; one member exchanges nothing."""
+def _between_all_to_alls(inner: tuple[Pass, Pass], found: Resolved, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
+    """Forward and backward with the heads exchanged around them; one member of an all-to-all exchanges nothing."""
+    members, chunks = found.division.members(0), found.num_head_chunks
     if len(members) == 1:
         return inner
-    # All tokens of the members, with the heads of one; a KV head that several ranks share is sent to each of them.
-    whole = exchange.shards(problem, len(members))
-    sent = all_to_all_bytes(members, members[0], problem.node_size, whole, gathered=True, packed=False)
+    sent = all_to_all_bytes(
+        members, members[0], found.problem.node_size, found.shards, gathered=True, packed=False
+    ).times(chunks)  # fmt: skip
     passes = []
     for call, around in zip((sent.forward, sent.backward), inner, strict=True):
         near, far = call.near / (speeds.inside_gib * GIB), call.far / (across * GIB)
-        exposed = 1 / exchange.head_chunks  # the rest overlaps with the kernels of another chunk
+        exposed = 1 / chunks  # the rest overlaps with the kernels of another chunk
         passes.append(around + Pass(kernels=0.0, inside=near * exposed, across=far * exposed))
     return passes[0], passes[1]

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.geometry.ring import Ring
-from engine.attention.problem import Problem
+from engine.attention.resolve import Resolved
 from engine.checkpoint.counts import layers_recomputed
 from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
+from harness.predict.problem import Pass, kernel_seconds, step_areas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +40,13 @@ class Group:
         return near, (self.ranks - self.node_ranks) * nbytes / (self.across * GIB)
 
 
-def all_gather_passes(problem: Problem, exchange: Exchange, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
+def all_gather_passes(found: Resolved, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
     """Forward and backward of the rank with most to compute: K and V gathered and put in order, a call for each tile;
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
+    problem, part = found.problem, found.shards
     group = Group(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
-    part = exchange.shards(problem)
     keys = 2 * part.key * part.tokens
-    gradients = part.gradient(False, exchange.gradient_bytes) * part.tokens
+    gradients = part.gradient(False, found.summed_bytes) * part.tokens
     inside, between = group.gather(keys)
     back_inside, back_between = group.reduce(gradients)
     copied = 2 * problem.cp_size / (speeds.memory_gib * GIB)  # seconds per byte of a shard: all read and written

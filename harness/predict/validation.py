@@ -90,7 +90,7 @@ def _committed(gpu: str) -> Speeds:
 
 def predicted_time(configuration: Configuration, speeds: Speeds) -> StepTime:
     """The time of a published set-up, on nodes of eight GPUs."""
-    return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
+    return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, attention=configuration.attention)
 
 
 def _compared(configuration: Configuration, rows: Sequence[PublishedTime], speeds: Speeds) -> Iterable[Compared]:

@@ -105,7 +105,7 @@ def _of_published_points(figure: PaperFigure) -> Iterator[Entry]:
         gib = None
         if hardware.waiting_layers is not None and settings.task == "train":
             system = system_of_row(row.method, True)
-            gib = system_memory(settings, system, configuration.exchange, hardware.waiting_layers) / GIB
+            gib = system_memory(settings, system, configuration.attention, hardware.waiting_layers) / GIB
         seconds = predicted_time(configuration, speeds_of(hardware)).seconds
         found = Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
         if values := _values(figure, settings, found):

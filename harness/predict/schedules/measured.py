@@ -18,7 +18,7 @@ from engine.attention.cost import Workload
 from engine.attention.resolve import recomputes_attention
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
-from harness.predict.step import attention_problem, context_ranks_of_node
+from harness.predict.problem import attention_problem, context_ranks_of_node
 from harness.records.record import Record
 from harness.records.stored import read_records, run_named
 
