@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import cast
 
 from engine.attention.geometry.layout import Layout, as_layout
 from engine.attention.geometry.ring import Ring
@@ -77,7 +76,7 @@ def layer_attention(settings: TrialSettings, problem: Problem, speeds: Speeds) -
 
 def is_tensor_parallel(settings: TrialSettings) -> bool:
     """Whether the method divides matrices rather than the sequence."""
-    return cast(bool, getattr(method_named(settings.method), "tensor_parallel", False))
+    return hasattr(method_named(settings.method), "tensor_parallel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
