@@ -65,7 +65,7 @@ class KeyValueRing(EngineCommand):
             forward_streams=self.forward_streams,
         )
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        return BoundAttention(cp, settings, self.choices(settings))
+        return BoundAttention(cp, settings, self.choices(settings), mask)

@@ -49,8 +49,9 @@ class NativeMethod(Method, Protocol):
         """Layout the sequence is sharded in: contiguous, zigzag or striped, or a `Layout` with parameters."""
         ...
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned."""
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
+        """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned, in layers
+        with this one of `settings.masks`, the first by default."""
         ...
 
 
@@ -75,15 +76,14 @@ def unavailable_reason(method: Method, device: str) -> str | None:
 
 
 def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
-    """Why a method cannot run a trial, or None: what it answers itself, for every kind of layer that the model has."""
+    """Why a method cannot run a trial, or None: a model that only the engine trains, or what it answers itself."""
     feature = settings.model.feature_beyond_llama
     if settings.task == "train" and feature and not hasattr(method, "layout"):
         return (
             f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
             f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
         )
-    windowed = settings.of_windowed_layers()
-    return method.refuse(settings) or (None if windowed is None else method.refuse(windowed))
+    return method.refuse(settings)
 
 
 def in_worker(method: Method) -> NativeMethod:

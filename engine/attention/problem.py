@@ -149,14 +149,15 @@ def all_to_all_ranks(schedule: str, problem: HeadsAndRanks) -> int:
     return {"ulysses": problem.cp_size, "usp": problem.node_size, "usp_transposed": problem.nodes}[schedule]
 
 
-def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int) -> Problem:
+def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int, mask: str | None = None) -> Problem:
     """One layer's attention of a trial on GPUs that can copy into each other's memory inside a node, as a rank has it:
-    with its share of the heads under tensor parallelism. Raises ValueError for a mask that does not exist."""
+    with its share of the heads under tensor parallelism. `mask`: one of `settings.masks`, the first by default. Raises
+    ValueError for a mask that does not exist."""
     from engine.attention.masks import parse_mask
 
     shape = settings.model
     return Problem(
-        mask=parse_mask(settings.mask),
+        mask=parse_mask(mask or settings.masks[0]),
         layout=layout,
         seq_len=settings.seq_len,
         batch=settings.batch_size,

@@ -403,7 +403,7 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
     return best_layout(
-        parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
+        parse_mask(settings.masks[0]), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
     )
 
 
@@ -428,8 +428,10 @@ def trial_choices(settings: TrialSettings, grad_comm_dtype: str = "fp32") -> Cho
     )
 
 
-def resolve_trial(settings: TrialSettings, node_size: int, hardware: HardwareModel | None = None) -> Resolved:
-    """What a trial of method `burst` becomes on GPUs, with `node_size` context-parallel ranks on a node. Raises
-    ValueError for what cannot run."""
-    problem = problem_of_trial(settings, as_layout(trial_layout(settings)), node_size)
+def resolve_trial(
+    settings: TrialSettings, node_size: int, hardware: HardwareModel | None = None, mask: str | None = None
+) -> Resolved:
+    """What a trial of method `burst` becomes on GPUs, with `node_size` context-parallel ranks on a node, in layers with
+    this one of `settings.masks`, the first by default. Raises ValueError for what cannot run."""
+    problem = problem_of_trial(settings, as_layout(trial_layout(settings)), node_size, mask)
     return resolve(problem, hardware or HardwareModel(), trial_choices(settings))

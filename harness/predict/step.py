@@ -8,8 +8,9 @@ and activations that go to the host and back, cost time where they take longer t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -62,18 +63,14 @@ def step_time(
     """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `attention`: of a layer,
     by default as the method's ranks resolve it. Raises ValueError for a method or settings that are not modelled."""
     node_size = context_ranks_of_node(settings, node_ranks)
-    attention = attention or layer_attention(settings, attention_problem(settings, node_size), speeds)
+    problem = attention_problem(settings, node_size)
+    attention = attention or layer_attention(settings, problem, speeds)
     work, ranks = work_of(settings), settings.world_size
     phases: dict[str, float] = {}
     if settings.task == "lm_head":
         phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
         return StepTime(phases=phases, attention=attention, attention_forward=0.0)
     forward, backward = attention_passes(attention, speeds)
-    windowed = settings.of_windowed_layers()
-    inside = None
-    if windowed is not None:  # layers with a window choose their own schedule
-        of_window = attention_problem(windowed, node_size)
-        inside = attention_passes(layer_attention(windowed, of_window, speeds), speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
         _add(phases, "attention forward", forward, 1.0)
@@ -81,8 +78,12 @@ def step_time(
         return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
     layers = settings.model.layers * calls
     again = work.recomputed_attention / work.attention if work.attention else 0.0
-    within = sum(settings.model.windowed) * calls if inside is not None else 0
-    for (ahead, back), count in (((forward, backward), layers - within), (inside or (forward, backward), within)):
+    for mask in settings.masks:  # layers with a window choose their own schedule
+        ahead, back = forward, backward
+        if mask != settings.masks[0]:
+            inside = layer_attention(settings, replace(problem, mask=parse_mask(mask)), speeds)
+            ahead, back = attention_passes(inside, speeds)
+        count = settings.layer_masks.count(mask) * calls
         _add(phases, "attention forward", ahead, count)
         _add(phases, "attention again", ahead, count * again)
         _add(phases, "attention backward", back, count)
