@@ -113,12 +113,19 @@ def planned_method(method: Method) -> PlannedMethod | None:
 
 
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
-    """Why the ranks of a planned method, spread evenly over `nodes`, would refuse the schedule of its choices; None
+    """Why the ranks of a planned method, spread evenly over `nodes`, would refuse its choices or their schedule; None
     when they would not, and for other methods, which check their settings themselves."""
     planned = planned_method(method)
     if planned is None or settings.task == "lm_head":
         return None
-    schedule = planned.choices(settings).schedule
+    from engine.attention.resolve import check_choices
+
+    choices = planned.choices(settings)
+    try:
+        check_choices(choices)
+    except ValueError as error:
+        return str(error)
+    schedule = choices.schedule
     if schedule not in RUNS_OF_TOKENS:
         return None
     chosen = planned.layout(settings)

@@ -100,6 +100,12 @@ def check_choices(choices: Choices) -> None:
         raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
     if choices.exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+    if choices.schedule == ALL_GATHER and choices.backward == "query":
+        raise ValueError(
+            "schedule all_gather gathers keys and values in backward too, found backward query; set it to auto"
+        )
+    if choices.schedule == ALL_GATHER and choices.exchange != "auto":
+        raise ValueError(f"schedule all_gather has no ring, found exchange {choices.exchange}; set it to auto")
     chunks = choices.num_head_chunks
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"num_head_chunks is {chunks!r}; give a whole number of at least 1, or None")
@@ -176,7 +182,7 @@ class Resolved:
         problem, division, slots = self.problem, self.division, 0
         if self.head_exchange == "copy_engine":
             slots += head_slot_bytes(self.shards, self.choices.recompute)
-        if self.exchange == "copy_engine" and division.ring.node_size > 1:
+        if self.exchange == "copy_engine":
             slots += ring_slot_bytes(
                 problem.mask, division.layout, division.ring, problem.seq_len, self.shards, self.sends_queries
             )
@@ -237,6 +243,11 @@ def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Reso
     if schedule in ULYSSES_SCHEDULES:
         head_exchange = _head_exchange(schedule, choices.exchange, problem, division)
     exchange = ALL_GATHER if schedule == ALL_GATHER else _ring_exchange(choices.exchange, problem, division)
+    if choices.exchange == "copy_engine" and problem.cp_size > 1 and "copy_engine" not in (head_exchange, exchange):
+        raise ValueError(
+            f"exchange copy_engine copies inside a node and schedule {schedule} sends nothing there on nodes of "
+            f"{problem.node_size} ranks; choose exchange auto"
+        )
     item = problem.input_bytes
     return Resolved(
         problem=problem,
@@ -283,13 +294,8 @@ def _num_head_chunks(
 def _head_exchange(schedule: str, exchange: str, problem: Problem, division: Division) -> str:
     """How an all-to-all sends heads: by copy engine where all its ranks share a node and `exchange` allows it."""
     inside, reason = schedule == "usp" or problem.nodes == 1, problem.copies_unsupported_reason
-    if exchange == "copy_engine" and problem.cp_size > 1:
-        if not inside and schedule == "ulysses":
-            raise ValueError(
-                f"exchange copy_engine copies inside a node and nodes are of {problem.node_size}; choose exchange auto"
-            )
-        if reason:
-            raise ValueError(reason)
+    if exchange == "copy_engine" and problem.cp_size > 1 and reason:
+        raise ValueError(reason)
     if division.shared_by == 1:
         return "none"
     copied = inside and exchange in ("auto", "copy_engine") and reason is None
@@ -297,10 +303,13 @@ def _head_exchange(schedule: str, exchange: str, problem: Problem, division: Div
 
 
 def _ring_exchange(exchange: str, problem: Problem, division: Division) -> str:
-    """How a ring sends chunks: by `auto` the fastest that the links inside its inner rings allow."""
+    """How a ring sends chunks: by `auto` the fastest that the links inside its inner rings allow. Inner rings of one
+    rank leave nothing to choose: chunks are passed on from node to node."""
     ring, reason = division.ring, problem.copies_unsupported_reason
     if ring.cp_size == 1:
         return "none"
+    if ring.node_size == 1:
+        return "relay"
     spans_nodes = ring.node_size > division.node_size
     if exchange == "auto":
         return "relay" if spans_nodes else "direct" if reason else "copy_engine"
