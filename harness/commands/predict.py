@@ -50,9 +50,9 @@ class Predict:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.lengths import format_length
         from harness.commands.plan import origin_lines
+        from harness.metrics.hardware import assumed
         from harness.plan.forecast import forecast, longest, machine_of
         from harness.plan.matrix import at_length, plan, plan_table
-        from harness.predict.speeds import assumed
 
         if arguments.experiment is not None:
             raise UsageError(

@@ -21,7 +21,7 @@ from baselines.paper_cluster import GPUS_PER_NODE
 from engine.attention.resolve import Choices, HardwareModel, resolve
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.predict.problem import (
+from harness.predict.attention import (
     LayerAttention,
     attention_problem,
     context_ranks_of_node,

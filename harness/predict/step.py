@@ -16,11 +16,16 @@ from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import Work, work_of
 from harness.metrics.hardware import Speeds
-from harness.metrics.throughput import GIB
-from harness.predict.attention import attention_passes
-from harness.predict.gathering import tensor_parallel_seconds
-from harness.predict.problem import LayerAttention, Pass, attention_problem, context_ranks_of_node, layer_attention
-from harness.predict.speeds import TERA
+from harness.metrics.throughput import GIB, TERA
+from harness.predict.attention import (
+    LayerAttention,
+    Pass,
+    attention_passes,
+    attention_problem,
+    context_ranks_of_node,
+    layer_attention,
+    tensor_parallel_seconds,
+)
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
 _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.settings import BYTES_OF, TrialSettings
-from harness.predict.problem import LayerAttention
+from harness.predict.attention import LayerAttention
 
 _FP32 = 4
 _STATES = 12  # bytes per parameter: AdamW's moments and the parameter itself, in fp32

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from baselines.paper_cluster import GPUS_PER_NODE
-from harness.metrics.hardware import SPEEDS, Speeds, hardware_named
+from harness.metrics.hardware import BACKWARD_OF_FORWARD, FITTED, SPEEDS, Speeds, hardware_named, speeds_of
 from harness.predict.published_rows import (
     END_TO_END,
     REFERENCE,
@@ -23,7 +23,6 @@ from harness.predict.published_rows import (
     PublishedTime,
     configurations,
 )
-from harness.predict.speeds import BACKWARD_OF_FORWARD, FITTED, speeds_of
 from harness.predict.step import StepTime, step_time
 
 SPLIT_FILE = REFERENCE.with_name("prediction_split.csv")

@@ -13,14 +13,13 @@ from typing import Protocol
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
-from harness.metrics.hardware import Hardware, hardware_named
+from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast, machine_of
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.published_memory import system_of_row
 from harness.predict.published_rows import RowSaysTooLittle, configuration_of_row
-from harness.predict.speeds import assumed, speeds_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry, published_points

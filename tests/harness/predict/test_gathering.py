@@ -18,9 +18,7 @@ from harness.cli import main
 from harness.metrics.hardware import Speeds, Tiles, hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
-from harness.predict.attention import attention_passes
-from harness.predict.gathering import Group, tensor_parallel_transfers
-from harness.predict.problem import LayerAttention
+from harness.predict.attention import Group, LayerAttention, attention_passes, tensor_parallel_transfers
 from harness.records.stored import read_records
 from harness.spec.models import named_model
 

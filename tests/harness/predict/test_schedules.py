@@ -27,24 +27,26 @@ from engine.attention.resolve import Resolved, resolve_trial
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
-from harness.metrics.hardware import hardware_named
-from harness.predict.problem import attention_problem, layer_attention
-from harness.predict.schedules.choice import choices
-from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
-from harness.predict.schedules.measured import MeasuredCall, measured_calls
-from harness.predict.schedules.table import (
+from harness.metrics.hardware import hardware_named, speeds_of
+from harness.predict.attention import attention_problem, layer_attention
+from harness.predict.schedules import (
     CHOICES,
     CONSTANTS,
     ERRORS,
+    GUESSES,
     PAGE,
     TABLE_FILE,
+    MeasuredCall,
     choice_table,
+    choices,
     constant_table,
     error_table,
+    estimated,
+    fitted_model,
+    measured_calls,
     median_error,
     table_rows,
 )
-from harness.predict.speeds import speeds_of
 from harness.predict.validation_table import marks
 
 

@@ -16,10 +16,8 @@ from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
 from engine.attention.resolve import Choices, HardwareModel, resolve
 from harness.metrics.hardware import Speeds
-from harness.metrics.throughput import GIB
-from harness.predict.attention import attention_passes
-from harness.predict.problem import LayerAttention, Pass
-from harness.predict.speeds import TERA
+from harness.metrics.throughput import GIB, TERA
+from harness.predict.attention import LayerAttention, Pass, attention_passes
 
 FAST = Speeds(
     gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1e6, inside_gib=1e9,
@@ -37,6 +35,7 @@ def problem(cp_size: int = 8, node_size: int = 4, seq_len: int = 1 << 14, **chan
 
 
 def attention(one: Problem, schedule: str, side: str = "query") -> LayerAttention:
+    side = "key_value" if schedule == "all_gather" else side
     choices = Choices(schedule=schedule, backward=side, grad_comm_dtype="input", num_head_chunks=1)
     return LayerAttention(resolved=resolve(one, HardwareModel(), choices))
 
