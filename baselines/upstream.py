@@ -23,7 +23,7 @@ from engine.plain_json import from_json, read_json
 
 if TYPE_CHECKING:
     from baselines.install.places import Place
-    from baselines.install.verify import Verdict
+    from baselines.install.verify import InstallCheck
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
@@ -191,7 +191,7 @@ class Upstream:
             )
         return None
 
-    def verify(self, place: Place) -> Verdict:
+    def verify(self, place: Place) -> InstallCheck:
         """Whether the installation is the pinned system, unchanged."""
         from baselines.install.verify import verify
 

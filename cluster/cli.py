@@ -21,7 +21,7 @@ from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
-from cluster.probing.verdict import EXIT_CODES, worst_level
+from cluster.probing.check_result import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import default_directory
@@ -175,7 +175,7 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
 def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
     """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
-    now = history.entry_of(report)
+    now = history.check_record_of(report)
     try:
         judged = report.also("history", history.judge(past.last(name), now, chosen))
         past.append(name, now)

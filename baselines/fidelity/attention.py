@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.called import REQUEST_FILE, UpstreamAttention, render_program
-from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, System
+from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, SystemCases
 from baselines.fidelity.ranks import own_environment, run_ranks
 from baselines.fidelity.rows import Error, Row, verdict_of
 from baselines.install.places import Place
@@ -31,7 +31,7 @@ _REFUSALS = ("AssertionError", "ValueError")  # a system's own checks
 
 
 def attention_rows(
-    name: str, system: System, cases: Sequence[Case], place: Place | None, release: str, scratch: Path
+    name: str, system: SystemCases, cases: Sequence[Case], place: Place | None, release: str, scratch: Path
 ) -> list[Row]:
     """A row for each case. `scratch` is a folder that receives inputs, results and logs of ranks."""
     scratch.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
 
 
 def _run_system(
-    system: System, cases: Sequence[Case], place: Place | None, ranks: int, folder: Path, scratch: Path
+    system: SystemCases, cases: Sequence[Case], place: Place | None, ranks: int, folder: Path, scratch: Path
 ) -> str:
     """Run the cases through the adapter, as a trial of `task: attention` is run; see `run_ranks`."""
     requests = [request_of(system, case, place, scratch) for case in cases]
@@ -115,7 +115,7 @@ def _run_system(
     return run_ranks(rendered.command, rendered.environment, ranks, folder, _SECONDS)
 
 
-def request_of(system: System, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
+def request_of(system: SystemCases, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
     """What `programs/attention.py` reads: the adapter's own request, and the case."""
     own = {
         "inputs": str(scratch / f"{case.name}.inputs.pt"),

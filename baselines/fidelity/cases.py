@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class System:
+class SystemCases:
     """A system's attention, and its cases."""
 
     package: str  # folder of its pin; "" is a part of torch
@@ -123,8 +123,8 @@ def _name(*parts: object) -> str:
     return "-".join(map(str, parts))
 
 
-SYSTEMS: Mapping[str, System] = {
-    "torch_ring": System(
+SYSTEMS: Mapping[str, SystemCases] = {
+    "torch_ring": SystemCases(
         package="",
         title="torch context_parallel",
         kernel=TORCH_KERNEL,
@@ -144,7 +144,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "ring_flash_attn": System(
+    "ring_flash_attn": SystemCases(
         package="ring_flash_attn",
         title="ring-flash-attention",
         kernel=STAND_IN,
@@ -159,7 +159,7 @@ SYSTEMS: Mapping[str, System] = {
             for ranks, dtype in _each()
         ),
     ),
-    "yunchang": System(
+    "yunchang": SystemCases(
         package="yunchang",
         title="yunchang (USP)",
         kernel=STAND_IN,
@@ -184,7 +184,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "loongtrain": System(
+    "loongtrain": SystemCases(
         package="loongtrain",
         title="LoongTrain's double ring",
         kernel=STAND_IN,
@@ -208,7 +208,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "deepspeed": System(
+    "deepspeed": SystemCases(
         package="deepspeed",
         title="DeepSpeed DistributedAttention",
         kernel=TORCH_KERNEL,
@@ -226,7 +226,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "ulysses_sp": System(
+    "ulysses_sp": SystemCases(
         package="deepspeed",
         title="DeepSpeed UlyssesSPAttentionHF",
         kernel=TORCH_KERNEL,

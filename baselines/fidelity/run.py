@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from baselines.fidelity.attention import attention_rows
-from baselines.fidelity.cases import SYSTEMS, Case, System
+from baselines.fidelity.cases import SYSTEMS, Case, SystemCases
 from baselines.fidelity.rows import Result, Row
 from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training import training_rows
@@ -66,7 +66,7 @@ def run_system(name: str, commit: str, cases: Sequence[str] = (), keep: Path | N
             raise UsageError(f"{name} has no case {case}; {nearest(case, known)}")
     with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         folder = Path(scratch) if keep is None else keep.absolute()
-        if isinstance(system, System):
+        if isinstance(system, SystemCases):
             chosen = [case for case in system.cases if not cases or case.name in cases]
             rows = attention_rows(name, system, chosen, place, _release(place), folder)
         else:
@@ -132,7 +132,7 @@ def read_results(out: Path) -> dict[str, Result]:
     return found
 
 
-def system_named(name: str) -> System | TrainingSystem:
+def system_named(name: str) -> SystemCases | TrainingSystem:
     """Raises UsageError with the nearest name."""
     if name not in NAMES:
         raise UsageError(f"there are no cases for {name}; {nearest(name, NAMES)}")

@@ -26,7 +26,7 @@ from baselines.install.interpreter import (
 from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
 from baselines.install.packages import fetch, install, install_folder
 from baselines.install.places import BORROWED, STATE_FILE, Installed, Place, beside_torch, locked
-from baselines.install.verify import Verdict, verify
+from baselines.install.verify import InstallCheck, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
 from engine.measurement import write_json
@@ -47,7 +47,7 @@ def install_system(
     borrow: bool = False,
     builds: Sequence[OtherBuild] = (),
     say: Say = print,
-) -> Verdict:
+) -> InstallCheck:
     """Make the installation, or finish it. One that is whole and of this pin is only compared with it.
 
     `python` provides Python and torch (default: the one that runs this); `given` is a folder or archive that `bundle`

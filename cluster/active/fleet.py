@@ -16,7 +16,7 @@ from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, r
 from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.probing.verdict import Verdict
+from cluster.probing.check_result import CheckResult
 from cluster.profiles import Profile
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Runner, Unreachable
@@ -42,7 +42,7 @@ class Plan:
 class Findings:
     """Verdicts by node, then by test; and the speed of every pair that was tried, None where it failed."""
 
-    verdicts: Mapping[str, Mapping[str, Verdict]]
+    verdicts: Mapping[str, Mapping[str, CheckResult]]
     pairs: Mapping[Pair, float | None]
 
 

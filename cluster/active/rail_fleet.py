@@ -13,7 +13,7 @@ from cluster.active.pairing import Pair, rounds
 from cluster.active.rails import Rail
 from cluster.files.errors import counted
 from cluster.inventory.nodes import Node
-from cluster.probing.verdict import Verdict
+from cluster.probing.check_result import CheckResult
 from cluster.transport.fleet import on_each
 
 TEST = "active_rails"
@@ -32,7 +32,7 @@ class RailSpeed:
     speed: Speed | None  # None: that node has no adapter to measure it with
 
 
-def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
+def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, CheckResult]:
     """A verdict for each of these nodes that has rails. They must be free."""
     able = [node.name for node in nodes if rails.get(node.name)]
     if not able:
@@ -97,7 +97,7 @@ def facing_rails(
     return [*same, *zip(own, others, strict=False)], (own[len(others) :], others[len(own) :])
 
 
-def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
+def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, CheckResult]:
     """Warns on rails far below the fleet's median or their own rate, and on those without a result.
 
     `missing`: nodes without a measured rail, with the reason; a program that is not installed is no fault.
@@ -108,13 +108,13 @@ def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str,
     for node, reason in missing.items():
         summary = f"adapters were not measured one by one ({reason})"
         absent = node_rails.ABSENT in reason
-        verdicts[node] = Verdict(
+        verdicts[node] = CheckResult(
             level="ok" if absent else "warn", summary=summary, action="none" if absent else "monitor"
         )
     return verdicts
 
 
-def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
+def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> CheckResult:
     facts = {
         "gbps": {one.rail.port: one.speed if isinstance(one.speed, float) else None for one in rails},
         "fleet_median": median,
@@ -130,12 +130,12 @@ def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
     lacking = [f"{one.rail.port}, which {one.other} lacks" for one in rails if one.speed is None]
     without = f"; not measured: {'; '.join(lacking)}" if lacking else ""
     if parts:
-        return Verdict(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
+        return CheckResult(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
     measured = [one.speed for one in rails if isinstance(one.speed, float)]
     if not measured:
-        return Verdict(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
+        return CheckResult(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
     summary = f"{min(measured):.4g} Gb/s or more over each of {counted(len(measured), 'adapter')}{without}"
-    return Verdict(level="ok", summary=summary, facts=facts)
+    return CheckResult(level="ok", summary=summary, facts=facts)
 
 
 def _is_slow(speed: float, median: float, rate: float | None) -> bool:

@@ -31,7 +31,7 @@ DAMAGED = (  # what the library raises for an archive that is not what its heade
 )  # fmt: skip
 
 
-class Source(Protocol):
+class ByteReader(Protocol):
     """Bytes that are read forwards."""
 
     def read(self, size: int, /) -> bytes: ...
@@ -61,7 +61,7 @@ def unpack_tar(archive: Path, folder: Path, expected: str) -> None:
         raise UsageError(f"{archive} cannot be unpacked: {shown_value(reason)}; {expected}") from None
 
 
-def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """The members of a tar archive in their order, each with the archive, of which it is to be extracted at once.
 
     Raises UsageError for a sparse file, headers or nesting without end and too many members; those of DAMAGED.
@@ -97,7 +97,7 @@ def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
             yield tar, member
 
 
-def _plain(file: IO[bytes]) -> Source:
+def _plain(file: IO[bytes]) -> ByteReader:
     """What a compressed file holds, or the file itself."""
     head = file.read(6)
     file.seek(0)
@@ -110,7 +110,7 @@ def _plain(file: IO[bytes]) -> Source:
 class _Bounded(io.RawIOBase):
     """Refuses to read much at once, and to read on at the end: the library may try for ever."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteReader) -> None:
         self._source = source
         self._at_end = 0
 

@@ -41,7 +41,7 @@ class _Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Delivery:
     """How images are delivered."""
 
     connect: Connect
@@ -54,13 +54,13 @@ class Way:
     on_saved: Callable[[str, int], None]  # image and bytes written so far
 
 
-def push(targets: Sequence[Target], images: Mapping[Key, Image], way: Way) -> list[Outcome]:
+def push(targets: Sequence[Target], images: Mapping[Key, Image], delivery: Delivery) -> list[Outcome]:
     """Deliver to each target its image, which `images` holds as it is here; outcomes in the targets' order.
 
     A failure of one node is its own outcome; an image that cannot be saved here fails on all nodes it is for.
     """
     outcomes: dict[str, Outcome] = {}
-    for target, found in _asked(targets, way, partial(_look, way=way)):
+    for target, found in _asked(targets, delivery, partial(_look, delivery=delivery)):
         if isinstance(found, _Refusal):
             outcomes[target.name] = _outcome(target, "failed", found.reason)
         elif found is not None and found.same_as(images[target.key]):
@@ -69,22 +69,26 @@ def push(targets: Sequence[Target], images: Mapping[Key, Image], way: Way) -> li
     for key in dict.fromkeys(target.key for target in missing):
         lacking = [target for target in missing if target.key == key]
         try:
-            archive = save(images[key], way.archives, partial(way.on_saved, images[key].name))
+            archive = save(images[key], delivery.archives, partial(delivery.on_saved, images[key].name))
         except ImageFailed as error:
             outcomes |= {target.name: _outcome(target, "failed", str(error)) for target in lacking}
             continue
-        brought = _by_shared_folder(lacking, archive, way) if way.shared else _bring(lacking, archive, way, deliver)
+        brought = (
+            _by_shared_folder(lacking, archive, delivery)
+            if delivery.shared
+            else _bring(lacking, archive, delivery, deliver)
+        )
         outcomes |= {outcome.node: outcome for outcome in brought}
-        if not way.keep and all(outcomes[target.name].state == "loaded" for target in lacking):
+        if not delivery.keep and all(outcomes[target.name].state == "loaded" for target in lacking):
             archive.path.unlink(missing_ok=True)
     return [outcomes[target.name] for target in targets]
 
 
-def _look(target: Target, way: Way) -> Image | None:
-    return look(target, way.connect, way.seconds, way.watch)
+def _look(target: Target, delivery: Delivery) -> Image | None:
+    return look(target, delivery.connect, delivery.seconds, delivery.watch)
 
 
-def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> list[Outcome]:
+def _by_shared_folder(targets: Sequence[Target], archive: Archive, delivery: Delivery) -> list[Outcome]:
     """One copy for each folder, written through the first node that can; then all nodes load it."""
     outcomes: list[Outcome] = []
     for folder in dict.fromkeys(target.folder for target in targets):
@@ -92,16 +96,16 @@ def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> 
         refusals: dict[str, Outcome] = {}
         for writer in those:
             try:
-                sent = deposit(writer, archive, way.connect, way.seconds, way.watch)
+                sent = deposit(writer, archive, delivery.connect, delivery.seconds, delivery.watch)
             except (ImageFailed, Unreachable) as error:
                 refusals[writer.name] = _outcome(writer, "failed", str(error))
                 continue
-            loaded = _bring(those, archive, way, collect)
+            loaded = _bring(those, archive, delivery, collect)
             outcomes += [replace(one, sent_bytes=sent) if one.node == writer.name else one for one in loaded]
-            if not way.keep and all(outcome.state == "loaded" for outcome in loaded):
+            if not delivery.keep and all(outcome.state == "loaded" for outcome in loaded):
                 # Every node has its image: that a copy stays when this fails costs disk space and nothing else.
                 with suppress(Unreachable):
-                    withdraw(writer, archive, way.connect, way.seconds)
+                    withdraw(writer, archive, delivery.connect, delivery.seconds)
             break
         else:
             outcomes += refusals.values()
@@ -111,18 +115,18 @@ def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> 
 def _bring(
     targets: Sequence[Target],
     archive: Archive,
-    way: Way,
+    delivery: Delivery,
     bring: Callable[[Target, Archive, Connect, float, Watch], Delivered],
 ) -> list[Outcome]:
     """All of them side by side."""
 
     def timed(target: Target) -> tuple[Delivered, float]:
         began = time.monotonic()
-        done = bring(target, archive, way.connect, way.seconds, way.watch)
+        done = bring(target, archive, delivery.connect, delivery.seconds, delivery.watch)
         return done, time.monotonic() - began
 
     outcomes = []
-    for target, answer in _asked(targets, way, timed):
+    for target, answer in _asked(targets, delivery, timed):
         if isinstance(answer, _Refusal):
             outcomes.append(_outcome(target, "failed", answer.reason))
             continue
@@ -135,7 +139,7 @@ def _bring(
 
 
 def _asked(
-    targets: Sequence[Target], way: Way, work: Callable[[Target], Answer]
+    targets: Sequence[Target], delivery: Delivery, work: Callable[[Target], Answer]
 ) -> Iterator[tuple[Target, Answer | _Refusal]]:
     """As `on_each`, where a node that fails is an answer too."""
 
@@ -145,7 +149,7 @@ def _asked(
         except ImageFailed as error:
             return _Refusal(str(error))
 
-    for target, answer in on_each(targets, guarded, way.seconds, way.at_once):
+    for target, answer in on_each(targets, guarded, delivery.seconds, delivery.at_once):
         yield target, _Refusal(str(answer)) if isinstance(answer, Unreachable) else answer
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.data.sequences import ShuffledSequences, Span
+from engine.data.sequences import ShuffledSequences, TokenSpan
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
 from engine.lm_head.choose import loss_sum_of
@@ -260,7 +260,7 @@ def start_from(model: Decoder, directory: Path) -> None:
 class Evaluator:
     """Always the same sequences: the first ones of the held-out span."""
 
-    def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
+    def __init__(self, task: TrainTask, store: TokenStore, span: TokenSpan, sequences: int) -> None:
         """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
         assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
         self._task, self._store, self._span, self._sequences = task, store, span, sequences

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.data import is_built, open_tokens
-from engine.data.sequences import Span, spans
+from engine.data.sequences import TokenSpan, spans
 from engine.data.store import Header, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason
@@ -48,7 +48,7 @@ def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> No
             return
 
 
-def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
+def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenSpan]:
     """The run's tokens, and which of them are for training and held out.
 
     Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens.
@@ -101,7 +101,7 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
     )
 
 
-def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
+def facts_of(order: Order, header: Header, held_out: TokenSpan) -> dict[str, Any]:
     """Facts that a run must share with the checkpoint it resumes from.
 
     Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands

@@ -245,7 +245,7 @@ def _podman_settings() -> dict[str, str]:
 
 def _push(arguments: argparse.Namespace) -> int:
     from cluster.images.archive import default_folder
-    from cluster.images.push import Way, check_ids, push, targets_of
+    from cluster.images.push import Delivery, check_ids, push, targets_of
     from cluster.images.show import outcome_table, progress_on_stderr
     from cluster.inventory.file import named_nodes
     from cluster.transport.reach import connection
@@ -276,7 +276,7 @@ def _push(arguments: argparse.Namespace) -> int:
         outcomes = push(
             targets,
             images,
-            Way(
+            Delivery(
                 connect=connection(
                     [target.host for target in targets],
                     known_hosts=arguments.known_hosts,

@@ -47,7 +47,7 @@ class Run:
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
         from harness.run.bounds import Bounds, stop_time
-        from harness.run.execution import Resume, Ways
+        from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
         from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
@@ -111,7 +111,7 @@ class Run:
                 run_dir,
                 view=view_for(console),
                 say=say,
-                ways=Ways(
+                options=ExecutionOptions(
                     repetition=experiment.repetition,
                     search=experiment.search,
                     bounds=bounds,

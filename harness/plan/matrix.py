@@ -18,8 +18,8 @@ from typing import Any
 from cluster.files.errors import counted
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
-from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory_settings import left_open
 from engine.lm_head import loss_kernel
 from engine.measurement import Forecast
 from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason

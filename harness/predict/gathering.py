@@ -19,7 +19,7 @@ from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that gather and sum, evenly over nodes, and their links in GiB/s."""
 
     ranks: int
@@ -43,7 +43,7 @@ class Group:
 def all_gather_passes(problem: Problem, exchange: Exchange, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
     """Forward and backward of the rank with most to compute: K and V gathered and put in order, a call for each tile;
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
-    group = Group(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
     part = exchange.shards(problem)
     keys = 2 * part.key * part.tokens
     gradients = part.gradient(False, exchange.gradient_bytes) * part.tokens
@@ -90,7 +90,7 @@ def tensor_parallel_seconds(settings: TrialSettings, speeds: Speeds, node_ranks:
     ranks = settings.tp_size
     if ranks == 1:
         return Pass(kernels=0.0)
-    group = Group(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
     model, item = settings.model, BYTES_OF[settings.dtype]
     nbytes = item * settings.seq_len * settings.batch_size / ranks * model.hidden  # of a rank's tokens
     gathers, sums = tensor_parallel_transfers(settings)

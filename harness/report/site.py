@@ -27,7 +27,7 @@ INDEX_FILE = "index.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class RunRow:
     """One run of the index. `link` is empty where the run has no page, and `problem` says why."""
 
     folder: str  # of the run, below the site's root
@@ -96,7 +96,7 @@ def write_site(
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
-def _in_processes(write: Callable[[Path], Entry], runs: Sequence[Path]) -> Iterator[Entry]:
+def _in_processes(write: Callable[[Path], RunRow], runs: Sequence[Path]) -> Iterator[RunRow]:
     """The entries in the order of `runs`, written by as many processes as there are cores."""
     workers = min(len(os.sched_getaffinity(0)), len(runs))
     if workers < 2:
@@ -115,15 +115,15 @@ def _rows_or_none(run: Path) -> list[dict[str, object]]:
 
 def _entry(
     run: Path, *, root: Path, out: Path, formats: frozenset[str], baseline: str | None, set_bad_aside: bool
-) -> Entry:
+) -> RunRow:
     """Write one run's report; returns its line of the index."""
     folder, said = stored_run(run).report_dir.relative_to(root), list[str]()
     try:
         records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=said.append)
     except UsageError as error:
-        return Entry(folder=folder.as_posix(), problem=str(error))
+        return RunRow(folder=folder.as_posix(), problem=str(error))
     if not records:
-        return Entry(folder=folder.as_posix(), said=said)
+        return RunRow(folder=folder.as_posix(), said=said)
     index = "../" * len(folder.parts) + INDEX_FILE
     page = write_report_of(
         records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=named_runs([run]),
@@ -133,7 +133,7 @@ def _entry(
     wrong = wrong_sentences(rows)
     link = quote(page.relative_to(out).as_posix())
     title = distinct(record.title or record.experiment for record in records)
-    return Entry(
+    return RunRow(
         folder=folder.as_posix(),
         link=link,
         title=title,
@@ -162,7 +162,7 @@ def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared
     return None
 
 
-def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
+def _overview(entries: Sequence[RunRow]) -> tuple[Dots | None, str]:
     """Runs in which other methods ran on GPUs, in three rounds or more, as one dot plot, and what it shows in words."""
     every = [entry.compared for entry in entries if entry.compared]
     sure = [one for one in every if isinstance(one.ratio.spread, Interval)]

@@ -14,8 +14,8 @@ from engine.attention.masks import imbalance, parse_mask
 from harness.base.lengths import format_length
 from harness.report.results import Row
 from harness.report.variants import OWN_METHOD, on_cpu
-from harness.reproduce.beside import Verdict
 from harness.reproduce.checks import Claimed, Evidence, Rows, about, real_nodes, records_of
+from harness.reproduce.comparison import Verdict
 from harness.reproduce.published import MEMORY, SPEED, only, published_rows
 
 _STEP = "step_seconds_median"

@@ -16,9 +16,9 @@ from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.variants import OWN_METHOD, on_cpu
-from harness.reproduce.beside import Verdict
+from harness.reproduce.comparison import Verdict
 from harness.reproduce.computed import FP32, backward_bytes, shape
-from harness.reproduce.entries import gpu_text
+from harness.reproduce.figure_points import gpu_text
 from harness.reproduce.published import MEMORY, SPEED, Published, only, published_rows
 
 ENOUGH = 0.95  # of a claimed gain or speed, as single samples are published without a spread

@@ -20,7 +20,6 @@ from harness.records.record import RecordPlace
 from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
-from harness.reproduce.beside import VERDICTS, Verdict
 from harness.reproduce.checks import (
     CHECKS,
     Claimed,
@@ -30,6 +29,7 @@ from harness.reproduce.checks import (
     sheet_row,
     too_far,
 )
+from harness.reproduce.comparison import VERDICTS, Verdict
 from harness.reproduce.figures import described, plain
 from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR

@@ -14,7 +14,7 @@ from functools import cache
 from engine.settings import BYTES_OF, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
-from harness.reproduce.entries import PUBLISHED_ROWS, Entry, model_text
+from harness.reproduce.figure_points import PUBLISHED_ROWS, FigurePoint, model_text
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.published import Published
 from harness.spec.models import named_model
@@ -86,14 +86,14 @@ def digits_of(figure: PaperFigure) -> list[Digits]:
     return [Digits(row=row, computed=formula(row)) for row in figure.rows() if row.value is not None]
 
 
-def computed_entries(figure: PaperFigure) -> list[Entry]:
+def computed_entries(figure: PaperFigure) -> list[FigurePoint]:
     """The points of a computed figure."""
     entries = []
     for one in digits_of(figure):
         series = figure.series_of(one.row.method)
         if series is not None:
             entries.append(
-                Entry(
+                FigurePoint(
                     origin="computed",
                     series=series.name,
                     method=series.settings.get("method", ""),

@@ -11,7 +11,7 @@ from harness.base.lengths import format_length
 from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant
-from harness.reproduce.entries import gpu_text
+from harness.reproduce.figure_points import gpu_text
 
 _PRINTED = "extra_upstream.printed."  # beginning of the columns of what a system prints, under its own names
 _APART = 0.05  # of the recomputed figure: marked beyond it

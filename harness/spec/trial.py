@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.checkpoint.planning.choice import PLANNABLE
+from engine.checkpoint.planning.memory_settings import PLANNABLE
 from engine.measurement import Forecast
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.spec.table import NOTHING_FILLED, FromTable

@@ -45,7 +45,7 @@ class Compared:
 
 
 @dataclass(kw_only=True, slots=True)
-class Verdict:
+class RunVerification:
     """The verdict on one run."""
 
     run: str  # its folder as given, or below the directory that was

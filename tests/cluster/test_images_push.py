@@ -10,7 +10,7 @@ import pytest
 from cluster.images.archive import save
 from cluster.images.delivery import Target, collect, look
 from cluster.images.engine import ImageFailed, find_image
-from cluster.images.push import Way, push
+from cluster.images.push import Delivery, push
 from cluster.images.sending import send
 from cluster.inventory.hosts import parse_hosts
 from cluster.transport.reach import LocalRunner
@@ -80,7 +80,7 @@ class Lab:
         return push(
             targets or self.targets,
             {("docker", NAME): self.image()},
-            Way(
+            Delivery(
                 connect=connect or self.connect,
                 archives=self.archives,
                 watch=self.watch,

@@ -10,8 +10,8 @@ import pytest
 from cluster.checks.host import docker, shared_memory
 from cluster.checks.storage import shared_storage
 from cluster.inventory.site import Container, SharedPath, Site, Storage
+from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output
-from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, board
@@ -19,7 +19,7 @@ from tests.patience import AMPLE
 from tests.programs import shell_program
 
 
-def try_storage(*paths: SharedPath) -> Verdict:
+def try_storage(*paths: SharedPath) -> CheckResult:
     site = Site(storage=Storage(shared=paths))
     done = LocalRunner().run(["sh", "-c", shared_storage.probe(site).script], deadline_seconds=AMPLE)
     return shared_storage.judge(Output(text=done.stdout), site)

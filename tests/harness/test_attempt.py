@@ -26,7 +26,7 @@ from harness.records.stated import NOTHING_STATED
 from harness.records.stored import read_records
 from harness.run.attempt import Host, completed, measured
 from harness.run.directory import RunDirectory
-from harness.run.execution import Resume, Ways
+from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
@@ -163,7 +163,7 @@ def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Res
         view=view,
         say=lambda _: None,
         resume=resume,
-        ways=Ways(shuffle=lambda _: None),
+        ways=ExecutionOptions(shuffle=lambda _: None),
     )  # in the order of the plan
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials]

@@ -22,7 +22,7 @@ from harness.records.provenance import redacted_command
 from harness.records.record import Record, write_record
 from harness.records.stored import read_records
 from harness.run.attempt import Host
-from harness.run.execution import FRESHLY, Resume, Ways
+from harness.run.execution import FRESHLY, ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
@@ -102,7 +102,7 @@ class Runner:
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
-            ways=Ways(repetition=repetition, shuffle=shuffle),
+            options=ExecutionOptions(repetition=repetition, shuffle=shuffle),
             resume=resume,
             again=["burst", "run", "exp.yaml"],
             **more,

@@ -20,7 +20,7 @@ from harness.records.record import read_record
 from harness.records.stated import NOTHING_STATED
 from harness.records.stored import read_records
 from harness.run.attempt import Host
-from harness.run.execution import Ways
+from harness.run.execution import ExecutionOptions
 from harness.run.experiment import run_experiment
 from harness.run.lanes import lanes_of
 from harness.run.progress import PlainView
@@ -63,7 +63,7 @@ def wide(seq_len: int, ranks: int) -> Trial:
 
 
 def execute(
-    run_dir: Path, trials: list[Trial], number: int, met: list[int] | None = None, **ways: object
+    run_dir: Path, trials: list[Trial], number: int, met: list[int] | None = None, **options: object
 ) -> list[tuple[int, str]]:
     from rich.console import Console
 
@@ -74,7 +74,7 @@ def execute(
     lanes = [replace(lane, launcher=Meeting(meet, log, met)) for lane in lanes_of(host, number)]
     code = run_experiment(
         "exp", trials, host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None,
-        ways=Ways(shuffle=in_order, lanes=lanes, **ways),  # type: ignore[arg-type]
+        options=ExecutionOptions(shuffle=in_order, lanes=lanes, **options),  # type: ignore[arg-type]
     )  # fmt: skip
     assert code == 0
     return log

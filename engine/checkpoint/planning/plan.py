@@ -17,9 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, Choice, choice_of, open_names, with_choice
 from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
+from engine.checkpoint.planning.memory_settings import (
+    BESIDE_CHECKPOINT,
+    MemorySettings,
+    memory_settings_of,
+    open_names,
+    with_memory_settings,
+)
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
 from engine.settings import Checkpoint, TrialSettings
@@ -76,7 +82,7 @@ def planned(
         memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
         cost=CostModel(settings, speeds or Speeds()),
         share=lambda memory: budget.share(memory, correction),
-        start=choice_of(settings),
+        start=memory_settings_of(settings),
         open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),
         layers=settings.model.layers,
         grid=grid or SearchGrid(),
@@ -98,7 +104,7 @@ def planned(
     if correction != 1:
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
-    return with_choice(settings, choice), forecast
+    return with_memory_settings(settings, choice), forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +129,7 @@ class PlanningProblem:
     memory: MemoryModel
     cost: CostModel
     share: Callable[[RankMemory], float]  # of the budget that a rank's memory takes; it fits up to 1
-    start: Choice  # the values of settings that are not open
+    start: MemorySettings  # the values of settings that are not open
     open_names: frozenset[str]  # dotted names of those that are
     layers: int
     grid: SearchGrid = field(default_factory=SearchGrid)
@@ -141,7 +147,7 @@ class PlanningProblem:
             return getattr(self.grid, name)
         return (getattr(self.start.checkpoint, name),)
 
-    def frames(self) -> Iterator[Choice]:
+    def frames(self) -> Iterator[MemorySettings]:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
         names = BESIDE_CHECKPOINT
         beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
@@ -151,9 +157,9 @@ class PlanningProblem:
                 continue  # nothing follows from a group of one
             checkpoint = Checkpoint(every=every, offload=offload, replay=replay, **least)
             for each in beside:
-                yield Choice(checkpoint=checkpoint, **each)
+                yield MemorySettings(checkpoint=checkpoint, **each)
 
-    def whole_layers(self, frame: Choice) -> list[int]:
+    def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""
         if not frame.checkpoint.every:
             return [self.layers]
@@ -161,7 +167,7 @@ class PlanningProblem:
             return list(range(self.layers + 1))
         return [min(self.layers, self.start.checkpoint.whole_layers)]
 
-    def with_kept(self, frame: Choice, whole: int, tail: float, mlp: float) -> Choice:
+    def with_kept(self, frame: MemorySettings, whole: int, tail: float, mlp: float) -> MemorySettings:
         """A frame with whole layers, tail and MLP."""
         of = frame.checkpoint
         every, offload, replay = of.every, of.offload, of.replay
@@ -172,9 +178,9 @@ class PlanningProblem:
         return replace(frame, checkpoint=kept)
 
 
-def cheapest(problem: PlanningProblem) -> Choice | None:
+def cheapest(problem: PlanningProblem) -> MemorySettings | None:
     """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
-    best: Choice | None = None
+    best: MemorySettings | None = None
     least = float("inf")
     bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
     for frame in sorted(problem.frames(), key=problem.cost.fixed):
@@ -196,7 +202,9 @@ def cheapest(problem: PlanningProblem) -> Choice | None:
     return best
 
 
-def _rivals(problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float) -> Iterator[Choice]:
+def _rivals(
+    problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float
+) -> Iterator[MemorySettings]:
     """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
     shares = _mlps(problem, frame, whole, tail, least)
     for some in (shares, shares[-1:]):
@@ -207,7 +215,7 @@ def _rivals(problem: PlanningProblem, frame: Choice, whole: int, tail: float, le
                 break
 
 
-def leanest(problem: PlanningProblem) -> Choice:
+def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
     least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
     choices = [
@@ -218,7 +226,7 @@ def leanest(problem: PlanningProblem) -> Choice:
     return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
 
 
-def _may_fit(problem: PlanningProblem, frame: Choice) -> list[int]:
+def _may_fit(problem: PlanningProblem, frame: MemorySettings) -> list[int]:
     """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
     least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
 
@@ -232,7 +240,7 @@ def _may_fit(problem: PlanningProblem, frame: Choice) -> list[int]:
 
 
 def _mlps(
-    problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float = float("inf")
+    problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float = float("inf")
 ) -> Sequence[float]:
     """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
     is whole."""
@@ -259,7 +267,7 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
 
 
 def _words(
-    choice: Choice, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
+    choice: MemorySettings, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
 ) -> str:
     """What was chosen, and why, in one sentence."""
     kept = "; ".join(kept_in_words(choice, problem.layers))
@@ -274,7 +282,7 @@ def _words(
     return f"{kept}; {room}; {added}"
 
 
-def kept_in_words(choice: Choice, layers: int) -> list[str]:
+def kept_in_words(choice: MemorySettings, layers: int) -> list[str]:
     """What a choice keeps and where, one phrase each."""
     checkpoint = choice.checkpoint
     again = checkpoint.layers_again(layers)

@@ -35,13 +35,13 @@ MAX_GROUPS = 12  # set-ups of one report that have figures
 IN_CSV = "results.csv has every trial"
 
 
-class Group(list[Row]):
+class FigureRows(list[Row]):
     """The rows of one figure: those of a set-up, or of several that differ in their mask alone."""
 
     note = ""  # a sentence about what has no figure
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
+def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
     """What figures are drawn of: each set-up, but for three or more that differ in their mask alone, which share one.
 
     Of more than MAX_GROUPS, those with the most measured trials.
@@ -52,7 +52,9 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
         alike.setdefault((run, experiment, task, model, dtype, shape), []).append(setup)
     groups = []
     for members in alike.values():
-        groups += [Group(chain.from_iterable(members))] if len(members) > 2 else [Group(setup) for setup in members]
+        groups += (
+            [FigureRows(chain.from_iterable(members))] if len(members) > 2 else [FigureRows(setup) for setup in members]
+        )
     if len(groups) > MAX_GROUPS:
         most = sorted(groups, key=lambda group: -_measured(group))[:MAX_GROUPS]
         left = len(groups) - MAX_GROUPS

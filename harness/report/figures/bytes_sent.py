@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.by_length import Measure, sheet_by_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.points import Group, Layout, laid_out, number_text, range_text
+from harness.report.drawing.points import FigureRows, Layout, laid_out, number_text, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.memory import apart
 from harness.report.results import Row
@@ -22,7 +22,7 @@ class BytesSent:
         return 60
 
     def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
-        sending = Group(row for row in rows if row["cp_size"] > 1 and row[COLUMN])  # one rank sends nothing
+        sending = FigureRows(row for row in rows if row["cp_size"] > 1 and row[COLUMN])  # one rank sends nothing
         if not sending:
             return None
         most = max(row[COLUMN] for row in sending)

@@ -18,7 +18,7 @@ from harness.metrics.hardware import Speeds, Tiles, hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.predict.attention import attention_passes
-from harness.predict.gathering import Group, tensor_parallel_transfers
+from harness.predict.gathering import RankGroup, tensor_parallel_transfers
 from harness.predict.problem import Exchange
 from harness.records.stored import read_records
 from harness.spec.models import named_model
@@ -60,7 +60,7 @@ def test_gathered_attention_computes_what_its_tiles_show() -> None:
 
 
 def test_a_group_on_one_node_sends_nothing_between_nodes() -> None:
-    group = Group(ranks=4, node_ranks=4, inside=1.0, across=1e-9)
+    group = RankGroup(ranks=4, node_ranks=4, inside=1.0, across=1e-9)
     assert group.gather(GIB) == (3.0, 0.0)
     assert group.reduce(GIB) == (3.0, 0.0)
 

@@ -16,7 +16,6 @@ from harness.cli import main
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.reproduce.abstract import PARTS
-from harness.reproduce.beside import VERDICTS
 from harness.reproduce.checks import CHECKS, Claimed
 from harness.reproduce.claims import (
     claims,
@@ -29,6 +28,7 @@ from harness.reproduce.claims import (
     slip,
     statements,
 )
+from harness.reproduce.comparison import VERDICTS
 from harness.reproduce.measured import all_rows, runs_in
 from harness.reproduce.published import published_rows
 from harness.spec.models import read_model

@@ -12,8 +12,8 @@ from harness.machine.this_machine import imagined
 from harness.metrics.hardware import hardware_named
 from harness.plan.forecast import cost_of, forecast
 from harness.plan.matrix import plan
-from harness.reproduce.beside import beside, verdict
 from harness.reproduce.claims import judged
+from harness.reproduce.comparison import beside, verdict
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.measured import Run, all_rows, runs_in
 from harness.spec.experiment import load_experiment

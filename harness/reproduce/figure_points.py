@@ -45,7 +45,7 @@ UNIT_OF = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class FigurePoint:
     """One point of one series. `values` are by metric; without a value `status` says why."""
 
     origin: Origin
@@ -68,12 +68,12 @@ class Entry:
         return (self.model, self.gpus, self.cp_size, self.at)
 
 
-def published_entries(figure: PaperFigure) -> list[Entry]:
+def published_entries(figure: PaperFigure) -> list[FigurePoint]:
     """The figure's published points; several numbers of one point (repeats in other files) give their median."""
     return [entry for entry, _ in published_points(figure)]
 
 
-def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
+def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Published]]:
     """Each published point with the first of its rows."""
     points: dict[tuple[Any, ...], list[Published]] = {}
     for row in figure.rows():
@@ -88,7 +88,7 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
             numbers = [row.value for row in rows if row.metric == metric and row.value is not None]
             if numbers:
                 values[metric] = float(statistics.median(numbers))
-        entry = Entry(
+        entry = FigurePoint(
             origin="published",
             series=series.name,
             method=series.settings.get("method", ""),
@@ -105,7 +105,7 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
         yield entry, first
 
 
-def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[Entry]:
+def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[FigurePoint]:
     """Trials of ours as points of the figure. A trial that no published method stands for is a series by its own
     name. A figure of computed numbers has none: its records measure something else that leads to them."""
     entries = []
@@ -122,7 +122,9 @@ def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]
     return entries
 
 
-def predicted_entry(figure: PaperFigure, settings: TrialSettings, hardware: str, values: Mapping[str, float]) -> Entry:
+def predicted_entry(
+    figure: PaperFigure, settings: TrialSettings, hardware: str, values: Mapping[str, float]
+) -> FigurePoint:
     """A trial that was not run, as a point of the figure."""
     row = flatten(to_json(settings)) | {"model": settings.model.name, "status": "ok", "reason": None}
     return _own("predicted", figure, row, settings.settings, hardware, values)
@@ -135,9 +137,9 @@ def _own(
     settings: str,
     hardware: str,
     values: Mapping[str, float],
-) -> Entry:
+) -> FigurePoint:
     gpus, cp_size = row["world_size"], row["cp_size"] * row["tp_size"]
-    return Entry(
+    return FigurePoint(
         origin=origin,
         series=series_name(figure, row),
         method=row["method"],

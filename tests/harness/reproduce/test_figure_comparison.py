@@ -18,9 +18,9 @@ from harness.records.record import RecordPlace, write_record
 from harness.report.drawing.sheet import SCREEN
 from harness.report.figures import render
 from harness.report.results import row_of
-from harness.reproduce.beside import beside, list_table, points_table, verdict
+from harness.reproduce.comparison import beside, list_table, points_table, verdict
 from harness.reproduce.drawing import draw_reproduction, name_of
-from harness.reproduce.entries import published_entries, published_points
+from harness.reproduce.figure_points import published_entries, published_points
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.measured import Run, runs_in
 from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_for_paper, predicted_words

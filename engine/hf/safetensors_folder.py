@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-class Shards:
+class SafetensorsFolder:
     """The tensors of a folder, opened file by file when first asked for and read one at a time."""
 
     def __init__(self, directory: Path) -> None:
