@@ -56,7 +56,7 @@ class CalledAttention:
     def __init__(self, adapter: InWorker, cp: ContextParallel, settings: TrialSettings) -> None:
         entered = json.loads(os.environ[ENTERED])
         self._adapter, self._settings = adapter, settings
-        self._ran: Ran = from_json(Ran, entered["ran"])
+        self._ran = from_json(Ran, entered["ran"])
         request = adapter.request(settings, Path(entered["source"]))
         call = load(str(request["call"]))
         self._kernel: Callable[[], str] = getattr(call, "kernel", flash_attn_kernel)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from baselines.handicaps import NCCL_VARIABLES, with_own_nccl
 from baselines.install.places import Place
@@ -51,11 +51,13 @@ _OUT_OF_MEMORY = re.compile(r"^.*(?:OutOfMemoryError|CUDA out of memory|CUDA err
 _REASON_CHARACTERS = 200
 
 
+def _trial(trial_dir: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], read_json(trial_dir / "trial.json"))
+
+
 def settings_of(trial_dir: Path) -> TrialSettings:
     """The settings in trial.json. Raises FileNotFoundError, and ValueError for what is not a trial."""
-    data = read_json(trial_dir / "trial.json")
-    found: TrialSettings = from_json(TrialSettings, data["settings"])
-    return found
+    return from_json(TrialSettings, _trial(trial_dir)["settings"])
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,7 +67,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     trial_dir, rank = Path(words[0]), int(os.environ.get("RANK", "0"))
     settings = settings_of(trial_dir)
-    method: Upstream = importlib.import_module(read_json(trial_dir / "trial.json")["method"]).METHOD
+    method: Upstream = importlib.import_module(_trial(trial_dir)["method"]).METHOD
     place = method.place
     if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
         write_error(trial_dir, rank, "refused", reason)
@@ -91,7 +93,7 @@ def main(words: Sequence[str]) -> int:
     if watch:
         write_json(trial_dir / GPUS / f"rank{rank}.json", to_json(watch.seen()))
     if ended and rank == 0:
-        before = read_json(trial_dir / RAN_FILE)
+        before = cast(dict[str, Any], read_json(trial_dir / RAN_FILE))
         write_json(trial_dir / RAN_FILE, before | {"ended": ended})
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away

@@ -226,7 +226,7 @@ class Upstream:
         from baselines.drive import settings_of
 
         settings = settings_of(trial_dir)
-        ran: Ran = from_json(Ran, read_json(trial_dir / RAN_FILE))
+        ran = from_json(Ran, read_json(trial_dir / RAN_FILE))
         printed = [self.parse(text) for text in outputs(trial_dir)]
         best = max(printed, key=lambda each: len(seconds_of(each, settings)), default=Printed())
         seconds, measured = seconds_of(best, settings), settings.steps.measured

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
+from typing import Annotated, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
 from engine.plain_json import Within, from_json, read_json
@@ -140,7 +140,7 @@ class Measurement:
     gpus: list[str] = field(default_factory=list)  # one per rank: a digest that tells GPUs apart and names none
     gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
     gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
-    data: dict[str, Any] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
+    data: dict[str, object] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
     extra: Extra = field(default_factory=Extra)
 
 
@@ -164,7 +164,7 @@ def finite_error(error: float) -> float:
     return error if math.isfinite(error) and abs(error) < NOT_FINITE else NOT_FINITE
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON beside `path`, then rename: a reader sees the old file or the whole new one."""
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
@@ -176,8 +176,7 @@ def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
 
 def read_measurement(trial_dir: Path) -> Measurement:
     """Read what a worker left. Raises FileNotFoundError when it left nothing, ValueError for what is no measurement."""
-    found: Measurement = from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
-    return found
+    return from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
 
 
 TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's

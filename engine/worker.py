@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
@@ -196,7 +196,7 @@ def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
     """Settings and method of TRIAL_DIR/trial.json, and whether a step is to be traced."""
     trial = json.loads((trial_dir / "trial.json").read_text(encoding="utf-8"))
     method = in_worker(importlib.import_module(trial["method"]).METHOD)
-    settings = cast(TrialSettings, from_json(TrialSettings, trial["settings"]))
+    settings = from_json(TrialSettings, trial["settings"])
     return settings, method, bool(trial.get("profile", False))
 
 

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Positions, tensors and bytes of this rank."""
-    settings: TrialSettings = from_json(TrialSettings, case["settings"])
+    settings = from_json(TrialSettings, case["settings"])
     method: Any = importlib.import_module(case["module"]).METHOD
     cp = ContextParallel(layout=method.layout(settings), node_size=case["node_size"])
     whole = torch.load(case["inputs"])
@@ -46,7 +46,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    request = read_json(Path(sys.argv[1]))
+    request = cast(dict[str, Any], read_json(Path(sys.argv[1])))
     if os.environ["RANK"] == "0":
         serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group("gloo")

@@ -119,7 +119,7 @@ def read_results(out: Path) -> dict[str, Result]:
     found: dict[str, Result] = {}
     try:
         for line in read_regular(path).splitlines():
-            result: Result = from_json(Result, parse_json(line))
+            result = from_json(Result, parse_json(line))
             if result.name not in NAMES or result.name in found:
                 raise ValueError(f"{result.name} is no system, or stands twice")
             found[result.name] = result

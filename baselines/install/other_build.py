@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from baselines.install.places import Place
 from baselines.pin import Flavour, canonical
@@ -87,14 +88,14 @@ def write_files(names: Collection[str], folder: Path, place: Place) -> None:
 def read_files(place: Place) -> list[str]:
     """The packages of an installation that are another build."""
     path = place.folder / FILES
-    return list(read_json(path)["packages"]) if path.exists() else []
+    return list(cast(dict[str, list[str]], read_json(path))["packages"]) if path.exists() else []
 
 
 def changed_files(packages: Collection[str], place: Place) -> list[str]:
     """Files of other builds that are missing or are not as in their archive."""
     if not packages:
         return []
-    files: dict[str, str] = read_json(place.folder / FILES)["files"]
+    files = cast(dict[str, dict[str, str]], read_json(place.folder / FILES))["files"]
     paths = {name: place.packages / name for name in files}
     return [f"{name}: it is not as its archive had it" for name, path in paths.items() if _sha256(path) != files[name]]
 

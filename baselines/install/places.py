@@ -122,7 +122,7 @@ class Place:
     def state(self) -> Installed | None:
         """What `installed.json` says; None where there is none. Raises ValueError for one that cannot be read."""
         try:
-            found: Installed = from_json(Installed, read_json(self.folder / STATE_FILE))
+            found = from_json(Installed, read_json(self.folder / STATE_FILE))
         except FileNotFoundError:
             return None
         except OSError as error:

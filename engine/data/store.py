@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict, cast
 
 import numpy as np
 
@@ -40,6 +40,14 @@ _NEXT_STEP = "remove it; that of a text is built again when it is next read, any
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
+class Document(TypedDict):
+    """One text of a store."""
+
+    name: str
+    sha256: str
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """Origin of a store's tokens. Defaults are those of byte stores written before a field existed."""
@@ -54,7 +62,7 @@ class Header:
     validation: int = 0  # tokens held out, at the end
     tokenizer_sha256: str = ""  # of the tokenizer's file; empty for bytes
     end_of_text: int | None = None  # token after each document
-    documents: list[dict[str, Any]] = field(default_factory=list)  # per text: name, sha256, tokens
+    documents: list[Document] = field(default_factory=list)
 
 
 class TokenStore(Sequences):
@@ -74,7 +82,7 @@ class TokenStore(Sequences):
                 f"{_NEXT_STEP}"
             )
 
-    def numbers(self, start: int, count: int) -> NDArray[Any]:
+    def numbers(self, start: int, count: int) -> NDArray[np.unsignedinteger]:
         """`count` consecutive tokens from position `start` of the endless sequence, as they are stored."""
         first = start % self.header.count
         return np.take(self._tokens, np.arange(first, first + count), mode="wrap")
@@ -92,7 +100,7 @@ class TokenStore(Sequences):
     def vocabulary(self) -> int:
         return self.header.vocabulary
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """The header as plain values, for the record."""
         return asdict(self.header)
 
@@ -105,7 +113,7 @@ def is_store(path: Path) -> bool:
 def read_header(directory: Path) -> Header:
     """The header of a store. Raises ValueError."""
     try:
-        header = Header(**read_json(directory / HEADER_FILE))
+        header = Header(**cast(dict[str, Any], read_json(directory / HEADER_FILE)))
         np.dtype(header.dtype)
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(directory, error) from error
@@ -178,7 +186,7 @@ def token_type(vocabulary: int) -> TokenType:
     return "uint32"
 
 
-def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> dict[str, Any]:
+def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> Document:
     """Append one text's tokens; returns its name, sha256 and number of tokens. `digest` is of all texts together."""
     own, size, tokens = hashlib.sha256(), 0, 0
     saved = np.dtype(dtype).newbyteorder("<")

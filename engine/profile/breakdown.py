@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 
@@ -82,7 +82,19 @@ def category_of(name: str, ranges: Set[str] = frozenset()) -> Category:
     return "merge" if _MERGE.match(name) else "other_compute"
 
 
-Event = Mapping[str, Any]  # of a trace, as JSON has it
+class Event(TypedDict, total=False):
+    """Of a trace, as JSON has it; times in microseconds. Of one that took time `ph` is X, and all but `args` exist."""
+
+    name: str
+    ph: str
+    cat: str
+    ts: float
+    dur: float
+    pid: object
+    tid: object
+    args: Mapping[str, object]
+
+
 Thread = tuple[object, object]  # process and thread id of the host
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

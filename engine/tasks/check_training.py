@@ -233,7 +233,7 @@ class RandomTokens(Sequences):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"origin": "random tokens"}
 
 

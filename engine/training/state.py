@@ -202,7 +202,7 @@ class Checkpoints:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         *,
-        facts: dict[str, Any],
+        facts: dict[str, object],
         keep: int,
     ) -> None:
         """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay.
@@ -345,7 +345,7 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
     Raises ValueError when the checkpoint is not whole.
     """
     manifest = read_whole(path)
-    shape = cast(ModelShape, from_json(ModelShape, manifest.model))
+    shape = from_json(ModelShape, manifest.model)
     with torch.device("meta"):
         sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
     dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.errors import counted
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
@@ -340,7 +340,7 @@ def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any,
 def _flat(settings: TrialSettings) -> dict[str, Any]:
     """Settings by dotted key; the model by its name."""
     flat: dict[str, Any] = {}
-    for key, value in to_json(settings).items():
+    for key, value in cast(dict[str, Any], to_json(settings)).items():
         if key == "model":
             flat |= {"model": value["name"]} | {f"model.{name}": field for name, field in value.items()}
         elif isinstance(value, dict):

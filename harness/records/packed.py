@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.document import Node
 from cluster.files.filesystem import open_regular
@@ -62,11 +62,11 @@ def read_header(path: Path) -> Header:
     try:
         if len(line) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        data = parse_json(line)
+        data = cast(dict[str, Any], parse_json(line))
         _refuse_repeated_keys(line)
         if data["burst_run"] != VERSION:
             raise ValueError(f"burst_run is {str(data['burst_run'])[:20]}; this version of burst reads {VERSION}")
-        header: Header = from_json(Header, data)
+        header = from_json(Header, data)
     except ValueError as error:
         raise UsageError(f"{path}:1: the header cannot be used ({error}); correct it, or pack the run again") from error
     return header

@@ -154,7 +154,7 @@ def no_record(place: RecordPlace, error: ValueError) -> str:
 def _record_of(data: Any) -> Record:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
-    record: Record = from_json(Record, data)
+    record = from_json(Record, data)
     measured = record.measurement
     if record.status in MEASURED and (measured is None or not measured.step_seconds):
         raise ValueError(f"its status is {record.status}, but it holds no step times")

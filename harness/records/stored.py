@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -124,7 +124,7 @@ class DirectoryRun(StoredRun):
             for name in (PROVENANCE_FILE, RUN_FILE, EXPERIMENT_FILE)
         )
         try:
-            planned = parse_json(plan) if plan else None
+            planned = cast(dict[str, Any], parse_json(plan)) if plan else None
         except ValueError as error:
             raise UsageError(f"{self.path / RUN_FILE} is not readable as JSON ({error}); remove it") from error
         return Header(

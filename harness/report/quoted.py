@@ -101,9 +101,7 @@ class Quotes:
         self.root = root
         self.made = dict(made or {})
         try:
-            self.definitions: Definitions = from_json(
-                Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8"))
-            )
+            self.definitions = from_json(Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8")))
         except (ValueError, yaml.YAMLError) as error:
             raise UsageError(f"{DEFINITIONS} cannot be used ({error})") from error
         self._frames: dict[str, pd.DataFrame] = {}

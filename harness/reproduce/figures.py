@@ -126,7 +126,7 @@ def described(cls: type[T], node: Node, what: str, **given: Any) -> T:
     """The dataclass that an entry of a file describes, with `given` fields. Raises UsageError with file and line."""
     entries = {key: plain(item) for key, item in node.mapping(what).items()}
     try:
-        found: T = from_json(cls, given | entries)
+        found = from_json(cls, given | entries)
     except ValueError as error:
         raise UsageError(f"{node.place}: {what}: {error}") from error
     return found

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from cluster.files.filesystem import try_lock
 from engine.atomic import write_atomic
@@ -60,7 +60,7 @@ class RunDirectory:
             ) from error
         if not _describes_a_run(value):
             raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
-        description: dict[str, Any] = value
+        description = cast(dict[str, Any], value)
         return description
 
     def changed_trees(self) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
@@ -103,7 +103,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
             + next_step(start.run_dir, start.again, fewer)
         )
         return 1
-    if not read_json(attempt / OUTCOME_FILE)["finished"]:
+    if not cast(dict[str, object], read_json(attempt / OUTCOME_FILE))["finished"]:
         say(interruption(start))
         return 1
     return 0

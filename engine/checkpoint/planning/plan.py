@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.checkpoint.planning.cost import CostModel, Speeds
@@ -28,7 +28,7 @@ from engine.checkpoint.planning.memory_settings import (
 )
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, Offload, Replay, TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
@@ -116,8 +116,8 @@ class SearchGrid:
     mlp_tiles: Sequence[int] = (1, 8, 32)
     projection_tiles: Sequence[int] = (1, 8)
     every: Sequence[int] = (1, 4, 16)
-    replay: Sequence[str] = ("hold", "bisect")
-    offload: Sequence[str] = ("none", "inputs", "all")
+    replay: Sequence[Replay] = ("hold", "bisect")
+    offload: Sequence[Offload] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool] = (False, True)
     head_tiles: Sequence[int] = (0, 32, 128)
 
@@ -133,29 +133,30 @@ class PlanningProblem:
     open_names: frozenset[str]  # dotted names of those that are
     layers: int
     grid: SearchGrid = field(default_factory=SearchGrid)
+    # Values of each setting to compare: its own where it is not open.
+    compared: SearchGrid = field(init=False)
 
-    def values(self, name: str) -> Sequence[Any]:
-        """The values of a setting to compare: its own where it is not open."""
-        if name in BESIDE_CHECKPOINT:
-            if name not in self.open_names:
-                return (getattr(self.start, name),)
-            values = getattr(self.grid, name)
-            if name == "head_tiles":  # fewer than the head's own hold more and save no time
-                return [tiles for tiles in values if tiles == values[0] or tiles > self.cost.own_head_tiles]
-            return values
-        if f"checkpoint.{name}" in self.open_names:
-            return getattr(self.grid, name)
-        return (getattr(self.start.checkpoint, name),)
+    def __post_init__(self) -> None:
+        own: dict[str, Any] = {}
+        for name in (each.name for each in fields(SearchGrid)):
+            beside = name in BESIDE_CHECKPOINT
+            if (name if beside else f"checkpoint.{name}") not in self.open_names:
+                own[name] = (getattr(self.start if beside else self.start.checkpoint, name),)
+        if "head_tiles" not in own:  # fewer than the head's own hold more and save no time
+            first, *more = self.grid.head_tiles
+            own["head_tiles"] = (first, *(tiles for tiles in more if tiles > self.cost.own_head_tiles))
+        object.__setattr__(self, "compared", replace(self.grid, **own))
 
     def frames(self) -> Iterator[MemorySettings]:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
-        names = BESIDE_CHECKPOINT
-        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
-        least = {"tail": self.values("tail")[-1], "mlp": self.values("mlp")[-1]}
-        for offload, every, replay in itertools.product(*map(self.values, ("offload", "every", "replay"))):
-            if every < 2 and replay != self.values("replay")[0]:
+        names, compared = BESIDE_CHECKPOINT, self.compared
+        values = (getattr(compared, name) for name in names)
+        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+        tail, mlp = compared.tail[-1], compared.mlp[-1]
+        for offload, every, replay in itertools.product(compared.offload, compared.every, compared.replay):
+            if every < 2 and replay != compared.replay[0]:
                 continue  # nothing follows from a group of one
-            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, **least)
+            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
                 yield MemorySettings(checkpoint=checkpoint, **each)
 
@@ -173,7 +174,7 @@ class PlanningProblem:
         every, offload, replay = of.every, of.offload, of.replay
         if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
-            tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
+            tail, offload, replay = self.compared.tail[0], self.compared.offload[0], self.compared.replay[0]
         kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
         return replace(frame, checkpoint=kept)
 
@@ -182,7 +183,7 @@ def cheapest(problem: PlanningProblem) -> MemorySettings | None:
     """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
     best: MemorySettings | None = None
     least = float("inf")
-    bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
+    bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
     for frame in sorted(problem.frames(), key=problem.cost.fixed):
         if problem.cost.fixed(frame) >= least:
             break
@@ -217,7 +218,7 @@ def _rivals(
 
 def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
-    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
     choices = [
         problem.with_kept(frame, whole, **least)
         for frame in problem.frames()
@@ -228,7 +229,7 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
 
 def _may_fit(problem: PlanningProblem, frame: MemorySettings) -> list[int]:
     """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
-    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
 
     def share(whole: int) -> float:
         return problem.share(problem.memory.of(problem.with_kept(frame, whole, **least), least=True))
@@ -244,7 +245,7 @@ def _mlps(
 ) -> Sequence[float]:
     """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
     is whole."""
-    mlps = problem.values("mlp") if whole else problem.values("mlp")[:1]
+    mlps = problem.compared.mlp if whole else problem.compared.mlp[:1]
 
     def seconds(mlp: float) -> float:
         return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
