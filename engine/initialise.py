@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from engine.models.decoder import Decoder
 from engine.settings import ModelShape
 
-Divided = Callable[[str], tuple[int, int, int] | None]  # a parameter's name -> (dimension, part, parts), None: whole
+Part = tuple[int, int, int]  # of a parameter: (dimension that is divided, number of the part, parts)
 
 STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrowed by sqrt(2 x layers), as there
 # As torchtitan's Llama. At 0.02 the residual stream starts so small that a first Adam step outweighs it: the loss of a
@@ -25,14 +25,17 @@ EMBEDDING_STD = 1.0
 BLOCK_ELEMENTS = 1 << 22
 
 
-def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided | None = None) -> None:
+def initialise(
+    model: Decoder, seed: int, device: torch.device, part_of: Callable[[str], Part | None] = lambda name: None
+) -> None:
     """Materialise a meta-device model on `device`, whole or sharded by FSDP2, with seeded values.
 
     Every block of a parameter's rows has a generator seeded by (seed, name, block), so every sharding starts from the
     same numbers, and beyond its shards a rank holds one block. CPU and CUDA generators differ, so values are equal
     between machines of one device type only.
 
-    `divided` is for a model that holds parts of matrices: the values are those of the same part of the whole.
+    `part_of` a parameter's name is what the model holds of it, None for the whole: the values are those of the same
+    part of the whole.
     """
     model.to_empty(device=device)
     with torch.no_grad():
@@ -41,8 +44,8 @@ def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided
             if parameter.ndim == 1:
                 local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
             elif local.numel():
-                part = divided(name) if divided else None
-                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape), part)
+                std = _std(name, model.shape)
+                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
 
 
 def _std(name: str, shape: ModelShape) -> float:
@@ -51,12 +54,10 @@ def _std(name: str, shape: ModelShape) -> float:
     return STD / (2 * shape.layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
 
 
-def _draw(
-    local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: tuple[int, int, int] | None = None
-) -> None:
+def _draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: Part | None) -> None:
     """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values.
 
-    With `part` that matrix is a part of another one: (dimension, part, parts).
+    With `part` that matrix is a part of another one.
     """
     dim, index, parts = part or (0, 0, 1)
     width, columns = local.shape[1], slice(0, local.shape[1])

@@ -42,7 +42,8 @@ class Method(Protocol):
 
 
 class NativeMethod(Method, Protocol):
-    """A method that runs inside the engine's worker and supplies only the attention."""
+    """A method that runs inside the engine's worker and supplies only the attention, or also divides the model's
+    matrices (`engine.parallelize.TensorParallelMethod`)."""
 
     def layout(self, settings: TrialSettings) -> str | Layout:
         """Layout the sequence is sharded in: contiguous, zigzag or striped, or a `Layout` with parameters."""

@@ -9,7 +9,7 @@ those of the fused AdamW.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch.optim.optimizer import StateDict
 from engine.cuda.streams import own_stream
 from engine.memory.offload import host_like
 from engine.models.decoder import Decoder
+from engine.ops.autograd import kernels_for
 from engine.ops.copies import copy_of
-from engine.ops.triton_kernels import kernels_for
 from engine.settings import AdamWSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -263,21 +263,25 @@ def adamw(
     )
 
 
-def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
-    """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Global norm of the gradients of parameters that may be sharded, 0-dim. Collective."""
+    norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def clip_and_step(model: Decoder, optimizer: torch.optim.Optimizer, max_norm: float = 1.0) -> Tensor:
-    """`clip_gradients`, then the optimizer's step, in one pass where the optimizer can; returns the norm, 0-dim, which
-    stays on the device: nothing waits for it. Collective."""
-    if not isinstance(optimizer, OnePassAdamW):
-        norm = clip_gradients(model, max_norm)
-        optimizer.step()
-        return norm
-    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
-    # As torch's clip_grad_norm_, its 1e-6 included.
-    optimizer.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def clip_and_step(
+    model: Decoder, optimizer: torch.optim.Optimizer, max_norm: float = 1.0, norm: Tensor | None = None
+) -> Tensor:
+    """Scale all gradients down to a global norm of `max_norm`, then the optimizer's step, in one pass where the
+    optimizer can; returns the norm before that, 0-dim, which stays on the device: nothing waits for it. Collective.
+
+    `norm` is that of all gradients, by default `gradient_norm` of the model's.
+    """
+    norm = gradient_norm(model.parameters()) if norm is None else norm
+    if isinstance(optimizer, OnePassAdamW):
+        # As torch's clip_grads_with_norm_, its 1e-6 included.
+        optimizer.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    else:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     optimizer.step()
     return norm

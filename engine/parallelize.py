@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,22 +12,63 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.attention.algorithms.saved import Attend
+from engine.attention.context import ContextParallel
 from engine.checkpoint.recompute import Recompute, set_activations
-from engine.initialise import initialise
-from engine.layers.tensor_parallel import TensorParallel
+from engine.initialise import Part, initialise
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
-from engine.lm_head.choose import loss_sum_of
+from engine.lm_head.loss_kernel import loss_sum_of
+from engine.method import NativeMethod
 from engine.models.decoder import Decoder
 from engine.ops.copies import Copies
-from engine.settings import TrialSettings, keeps_whole
+from engine.optimizer import gradient_norm
+from engine.settings import ModelShape, TrialSettings, keeps_whole
+
+
+class WholeMatrices:
+    """What a rank holds of the model before FSDP2 shards it: all of it.
+
+    A `TensorParallelMethod` overrides these five.
+
+    Args:
+        shape: that of the whole model.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.whole = shape
+
+    def shape(self) -> ModelShape:
+        """Of the model that one rank holds."""
+        return self.whole
+
+    def part(self, name: str) -> Part | None:
+        """Which part of the parameter of that name this rank holds, None for all of it."""
+        return None
+
+    def set(self, model: Decoder, attend: Attend) -> None:
+        """Make a model of `shape()` compute its share of the whole; `attend` is for the heads of `shape()`."""
+
+    def complete_gradients(self, model: Decoder) -> None:
+        """After the last backward of a step: add what other ranks have of the gradients held here. Collective."""
+
+    def gradient_norm(self, model: Decoder) -> Tensor:
+        """Global norm of the gradients of the whole model, 0-dim. Collective."""
+        return gradient_norm(model.parameters())
+
+
+class TensorParallelMethod(NativeMethod, Protocol):
+    """A method that divides the model's matrices as well: it takes a `tp_size` above 1."""
+
+    def tensor_parallel(self, cp: ContextParallel, settings: TrialSettings) -> WholeMatrices:
+        """What this rank holds of them; `cp` are the `tp_size` ranks of its replica."""
+        ...
 
 
 def build_model(
     settings: TrialSettings,
     attend: Attend,
     mesh: DeviceMesh,
-    tensor_parallel: TensorParallel | None = None,
+    matrices: WholeMatrices,
     *,
     windowed: Attend | None = None,
 ) -> tuple[Decoder, Recompute | None]:
@@ -42,16 +83,13 @@ def build_model(
         attend: the method's attention, bound to its context-parallel ranks.
         mesh: all ranks, data-parallel and context-parallel alike, on one axis; on two, parameters are sharded over the
             second and repeated along the first.
-        tensor_parallel: the ranks that hold the columns of every matrix between them; `mesh` are then those that hold
-            the same ones.
+        matrices: what this rank holds of them; `mesh` are the ranks that hold the same.
         windowed: the attention of layers with a window, where it differs.
     """
-    shape = settings.model if tensor_parallel is None else tensor_parallel.shape()
     with torch.device("meta"):
-        model = Decoder(shape).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    recompute = parallelize(model, settings, attend, mesh, tensor_parallel, windowed=windowed)
-    divided = None if tensor_parallel is None else tensor_parallel.divided
-    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), divided)
+        model = Decoder(matrices.shape()).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
+    recompute = parallelize(model, settings, attend, mesh, matrices, windowed=windowed)
+    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), matrices.part)
     return model, recompute
 
 
@@ -60,7 +98,7 @@ def parallelize(
     settings: TrialSettings,
     attend: Attend,
     mesh: DeviceMesh,
-    tensor_parallel: TensorParallel | None = None,
+    matrices: WholeMatrices,
     *,
     windowed: Attend | None = None,
 ) -> Recompute | None:
@@ -69,8 +107,7 @@ def parallelize(
     model.shards = settings.cp_size * settings.tp_size
     recompute = set_layers(model, settings, attend, windowed)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
-    if tensor_parallel is not None:
-        tensor_parallel.set(model, settings, attend)
+    matrices.set(model, attend)
     if keeps_whole(settings):
         keep_parameters(model, settings)
     else:

@@ -1,7 +1,7 @@
 """Megatron-LM's tensor parallelism with sequence parallelism, native.
 
 `tp_size` ranks hold the columns of every matrix between them, and 1/tp_size of the tokens in norms and residuals
-(`engine.layers.tensor_parallel`). Sources: arXiv:1909.08053, arXiv:2205.05198; `--tensor-model-parallel-size` with
+(`tensor_parallel.py`). Sources: arXiv:1909.08053, arXiv:2205.05198; `--tensor-model-parallel-size` with
 `--sequence-parallel` of NVIDIA/Megatron-LM.
 
 Differences from the original. Gathered tokens are kept for backward where a layer is not recomputed; Megatron gathers
@@ -22,6 +22,7 @@ from engine.method import EngineCommand
 if TYPE_CHECKING:
     from engine.attention.algorithms.saved import AttentionFn
     from engine.attention.context import ContextParallel
+    from engine.parallelize import WholeMatrices
     from engine.settings import TrialSettings
 
 
@@ -32,11 +33,8 @@ class MegatronTensorParallel(EngineCommand):
     system = "Megatron-LM"
     source = "arXiv:2205.05198"
     grad_comm_dtype = "input"
-    tensor_parallel = True
 
     def refuse(self, settings: TrialSettings) -> str | None:
-        from engine.layers.divisible import tensor_parallel_unsupported_reason
-
         if settings.cp_size > 1:
             return f"megatron_tp runs without context parallelism, found cp_size {settings.cp_size}; set cp_size to 1"
         if settings.task == "attention" and settings.tp_size > 1:
@@ -51,7 +49,7 @@ class MegatronTensorParallel(EngineCommand):
         }
         return (
             fixed_settings_unsupported_reason(settings, fixed)
-            or tensor_parallel_unsupported_reason(settings)
+            or indivisible_reason(settings)
             or split_unsupported_reason("contiguous", settings.seq_len, settings.tp_size)
         )
 
@@ -69,6 +67,49 @@ class MegatronTensorParallel(EngineCommand):
         from engine.attention.context import ContextParallel as Context
 
         return BoundAttention(Context.single("contiguous"), settings, self.choices(settings))
+
+    def tensor_parallel(self, cp: ContextParallel, settings: TrialSettings) -> WholeMatrices:
+        from baselines.megatron_tp.tensor_parallel import TensorParallel
+
+        return TensorParallel(cp, settings)
+
+
+def indivisible_reason(settings: TrialSettings) -> str | None:
+    """Why these settings cannot be divided among `tp_size` ranks, or None."""
+    model, ranks = settings.model, settings.tp_size
+    if ranks == 1:
+        return None
+    counts = {
+        "query heads": model.heads,
+        "KV heads": model.kv_heads,
+        "columns of the MLP": model.ffn,
+        "words of the vocabulary": model.vocab,
+    }
+    for label, count in counts.items():
+        if count % ranks:
+            return (
+                f"{settings.method} divides {label} among tp_size {ranks} ranks, found {count} of model {model.name}; "
+                f"choose a tp_size that divides {count}"
+            )
+    divisible = {
+        "output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0, "sinks": False,
+    }  # fmt: skip
+    for name, of_llama in divisible.items():
+        if getattr(model, name) != of_llama:
+            return (
+                f"{settings.method} cannot divide {name} {getattr(model, name)} of model {model.name} among tp_size "
+                f"{ranks} ranks; choose a model without it, or a method with tp_size 1"
+            )
+    for name, found, alone in (
+        ("mlp_tiles", settings.mlp_tiles, 1),
+        ("projection_tiles", settings.projection_tiles, 1),
+        ("head_tiles", settings.head_tiles, 0),
+        ("loss_kernel", settings.loss_kernel, "own"),
+        ("sharding", settings.sharding, "full"),
+    ):
+        if found != alone:
+            return f"{settings.method} has no {name} {found}; set {name} to {alone}"
+    return None
 
 
 METHOD = MegatronTensorParallel()

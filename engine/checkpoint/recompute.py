@@ -27,7 +27,7 @@ from engine.attention.algorithms.saved import Attend, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
 from engine.models.decoder import Activations, AttendCall, Block, LayerFn, Rotary, keep_all
-from engine.ops.ranges import RECOMPUTE
+from engine.ops import RECOMPUTE
 from engine.settings import Checkpoint
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
-from engine.ops.ranges import RECOMPUTE
 from engine.ops.runs import runs, zeros_for_sum
 
 # (x of a run [B, T, E], its tokens among the L) -> tensors [B, T, ...]

@@ -21,10 +21,10 @@ from torch.profiler import record_function
 
 from engine.layers.recomputed_runs import in_runs
 from engine.models.decoder import MLP, AddMLP, Norm, activate, add_whole_mlp
+from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.ranges import RECOMPUTE
-from engine.ops.residual_norm import add_norm
+from engine.ops.norm import add_norm
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 from engine.ops.swiglu import swiglu_again, swiglu_saved
 

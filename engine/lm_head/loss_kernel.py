@@ -1,15 +1,30 @@
-"""Which implementations of the LM head's loss can run: pure data, without torch.
+"""Implementations of the LM head's loss: which can run, and the one of a trial's settings.
 
 `own` is `engine.lm_head.fused`; the others are libraries, called as they ship. Plans, workers and `burst doctor` use
-the same functions and so give the same reasons.
+the same functions and so give the same reasons. Nothing imports torch before a loss is formed, since plans do not.
+
+Cut Cross-Entropy (arXiv:2411.09009): logits exist in a kernel's registers only, once in forward for the log-partition
+and once more in backward for the gradients. Its backward leaves out blocks of the logits' gradient that are all below
+2^-12, a part of what bf16 tells from 1, and sums both gradients in the inputs' dtype.
+
+Liger Kernel (arXiv:2410.10989): logits of a run of tokens in the inputs' dtype, gradients formed in the forward pass in
+their place. The weight gradient is summed in fp32, as in `fused`. Its backward scales the saved gradients in place, so
+backward may run only once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.settings import TrialSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.lm_head.plain import LossSum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,3 +103,51 @@ def available(device_type: str) -> list[tuple[str, bool, str]]:
             reason = f"{library.requirement.partition('==')[0]} is installed, but needs a GPU"
         lines.append((name, reason is None, reason or f"ready ({library.source})"))
     return lines
+
+
+def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
+    """(hidden_TE, weight_VE, labels_T) -> sum of this rank's losses, z-loss included; `device_type` is cuda or cpu.
+
+    Raises ValueError with one sentence when that device or this machine cannot run the setting.
+    """
+    from engine.lm_head.fused import fused_loss_sum
+    from engine.lm_head.plain import plain_loss_sum
+
+    reason = unsupported_reason(settings, device_type)
+    if reason:
+        raise ValueError(reason)
+    if not settings.lm_head_fusion:
+        return functools.partial(plain_loss_sum, z_loss=settings.z_loss)
+    if settings.loss_kernel == "cce":
+        return cce_loss_sum  # a z-loss has been refused
+    if settings.loss_kernel == "liger":
+        return functools.partial(liger_loss_sum, z_loss=settings.z_loss)
+    return functools.partial(fused_loss_sum, z_loss=settings.z_loss, tiles=settings.head_tiles)
+
+
+def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tensor:
+    """`engine.lm_head.plain.plain_loss_sum` without z-loss, by cut-cross-entropy; bf16 on a GPU only."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    from engine.lm_head.fused import fused_loss_sum
+    from engine.lm_head.plain import IGNORE
+
+    if not bool((labels_T != IGNORE).any()):  # the library drops ignored tokens, and knows no kernel over none
+        return fused_loss_sum(hidden_TE, weight_VE, labels_T)
+    labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
+    loss: Tensor = linear_cross_entropy(hidden_TE, weight_VE, labels_T, ignore_index=IGNORE, reduction="sum")
+    return loss
+
+
+def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
+    """`engine.lm_head.plain.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    from engine.lm_head.plain import IGNORE
+    from engine.ops.autograd import accumulation_dtype
+
+    loss_of = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORE, lse_square_scale=z_loss, reduction="sum", accum_dtype=accumulation_dtype(weight_VE.dtype)
+    )
+    loss: Tensor = loss_of(weight_VE, hidden_TE, labels_T.to(hidden_TE.device, non_blocking=True))
+    return loss

@@ -1,18 +1,33 @@
-"""Shared by the autograd functions here: the dtype of sums, autocast switched off, no second derivative."""
+"""Shared by the autograd functions of the engine: Triton's kernels or torch, the dtype of sums, autocast switched off,
+no second derivative."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 _DEVICE_TYPES = ("cpu", "cuda")  # where the operations run
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the kernels compute in fp32, which float64 exceeds
+
+
+def kernels_for(tensor: Tensor, module: str) -> Any:
+    """The Triton kernels of `module`, or None where the reference implementation in torch has to run.
+
+    A tensor on a CPU, or in a dtype outside `KERNEL_DTYPES`, is left to the reference. `module` is imported only when
+    its kernels run, so a machine without GPUs needs no Triton.
+    """
+    if not tensor.is_cuda or tensor.dtype not in KERNEL_DTYPES:
+        return None
+    return importlib.import_module(module)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

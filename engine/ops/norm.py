@@ -1,19 +1,29 @@
-"""RMSNorm of any number of tokens.
+"""RMSNorm: of any number of tokens, and joined with the sums of the residual stream around it.
 
 torch's fused CUDA kernels find a row at block index x row length, in torch 2.11 in 32 bits (pytorch issue 181555):
 rows that begin 2^32 elements or more into a tensor are wrong, without an error. 1M tokens on one rank times an
 embedding of 4096 reach that. A tensor that large is normalised in runs of tokens, with one more copy of it.
+
+    total = x + branch        normed = RMSNorm(total)
+    dx = dresidual + gradient of the norm
+
+Computed apart, the sum is written and read again by the norm, and in backward the norm's gradient is written, read,
+added to the residual's and written once more. Shape letters: T tokens, E features.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.ops.autograd import accumulation_dtype, kernels_for
 from engine.ops.copies import computed
 
-MAX_ELEMENTS = 1 << 31  # in one call of the kernel; half of what it can address
+MAX_ELEMENTS = 1 << 31  # in one call of torch's kernel; half of what it can address
+KERNELS = "engine.ops.norm_triton"
 
 
 class RMSNorm(nn.RMSNorm):
@@ -25,3 +35,56 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x, self.normalized_shape, weight_E, self.eps)
         runs = x.flatten(0, -2).split(MAX_ELEMENTS // x.shape[-1])
         return torch.cat([F.rms_norm(run, self.normalized_shape, weight_E, self.eps) for run in runs]).view_as(x)
+
+
+def add_norm(
+    x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float | None, total_TE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + branch, its RMSNorm); the sum in `total_TE` where given. No autograd."""
+    total_TE = torch.empty_like(x_TE) if total_TE is None else total_TE
+    kernels = _kernels(x_TE)
+    if kernels is not None and x_TE.is_contiguous() and branch_TE.is_contiguous():
+        return total_TE, kernels.add_norm(x_TE, branch_TE, weight_E, epsilon(x_TE, eps), total_TE)
+    torch.add(x_TE, branch_TE, out=total_TE)
+    return total_TE, F.rms_norm(total_TE, weight_E.shape, weight_E, eps)
+
+
+def norm_gradients(
+    x_TE: Tensor,
+    weight_E: Tensor,
+    eps: float | None,
+    dnormed_TE: Tensor,
+    *,
+    residual_TE: Tensor | None = None,
+    dx_TE: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight of RMSNorm(x), the weight's in fp32 or wider. No autograd.
+
+    `residual_TE` is added to that of x, which is written into `dx_TE` where that is given.
+    """
+    kernels = _kernels(x_TE)
+    if kernels is not None:
+        dx_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format) if dx_TE is None else dx_TE
+        return dx_TE, kernels.norm_gradients(x_TE, weight_E, epsilon(x_TE, eps), dnormed_TE, residual_TE, dx_TE)
+    with torch.enable_grad():
+        leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
+        normed_TE = F.rms_norm(leaves[0], weight_E.shape, leaves[1], eps)
+    found_TE, dweight_E = torch.autograd.grad(normed_TE, leaves, dnormed_TE)
+    dweight_E = dweight_E.to(accumulation_dtype(weight_E.dtype))
+    if residual_TE is None and dx_TE is None:
+        return found_TE, dweight_E
+    dx_TE = found_TE if dx_TE is None else dx_TE
+    if residual_TE is None:
+        return dx_TE.copy_(found_TE), dweight_E
+    return torch.add(residual_TE, found_TE, out=dx_TE), dweight_E
+
+
+def epsilon(x: Tensor, eps: float | None) -> float:
+    """The norm's epsilon; None is torch's default."""
+    return torch.finfo(x.dtype).eps if eps is None else eps
+
+
+def _kernels(x_TE: Tensor) -> Any:
+    """The kernels, or None where the reference runs: a row that one program cannot hold is left to it."""
+    kernels = kernels_for(x_TE, KERNELS)
+    return kernels if kernels is not None and x_TE.shape[-1] <= kernels.WIDEST else None

@@ -1,6 +1,6 @@
 """RMSNorm together with the residual stream, as Triton kernels: each reads its arguments once.
 
-Reference implementations in torch: `engine.ops.residual_norm`. Arithmetic is fp32. A program holds one row at a time,
+Reference implementations in torch: `engine.ops.norm`. Arithmetic is fp32. A program holds one row at a time,
 so that its mean needs no second pass. Backward's programs take many rows each and sum the weight's gradient in
 registers: torch's own reads input and gradient a second time for it.
 """

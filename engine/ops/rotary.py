@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ops.triton_kernels import kernels_for
+from engine.ops.autograd import kernels_for
 
 KERNELS = "engine.ops.elementwise_triton"
 

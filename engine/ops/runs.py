@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from engine.ops import RECOMPUTE
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import product
-from engine.ops.norm import MAX_ELEMENTS
-from engine.ops.ranges import RECOMPUTE
-from engine.ops.residual_norm import norm_gradients
+from engine.ops.norm import MAX_ELEMENTS, norm_gradients
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:

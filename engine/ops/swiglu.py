@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.triton_kernels import kernels_for
+from engine.ops.autograd import kernels_for
 
 KERNELS = "engine.ops.elementwise_triton"
 

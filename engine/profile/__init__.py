@@ -1,5 +1,5 @@
 """Breakdown of one step's time: a trace, and one category for every instant of it.
 
-`capture` profiles one step on every rank; `breakdown` turns its events into seconds by category, by names and
-`engine.ops.ranges`. No tasks, no models.
+`capture` profiles one step on every rank; `breakdown` turns its events into seconds by category, by names and the
+ranges of `engine.ops`. No tasks, no models.
 """

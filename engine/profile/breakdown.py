@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
-from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
+from engine.ops import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 
 Category = Literal[
     "attention_forward",

@@ -360,10 +360,10 @@ class _CheckedStep:
 
     def _held(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """The part of a parameter's whole gradient that this rank holds."""
-        divided = self.task.divided(name)
-        if divided is not None:
-            dim, part, parts = divided
-            whole = whole.chunk(parts, dim)[part]
+        part = self.task.matrices.part(name)
+        if part is not None:
+            dim, number, parts = part
+            whole = whole.chunk(parts, dim)[number]
         first_row, local = held_rows(parameter)
         return whole[first_row : first_row + local.shape[0]]
 

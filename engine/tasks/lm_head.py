@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.distributed import World
-from engine.lm_head.choose import loss_sum_of
-from engine.lm_head.loss_kernel import forms_tiles
-from engine.lm_head.plain import LossSum, plain_loss_sum
-from engine.lm_head.tiles import choose_tile
+from engine.lm_head.loss_kernel import forms_tiles, loss_sum_of
+from engine.lm_head.plain import LossSum, choose_tile, plain_loss_sum
 from engine.measurement import Extra, Measurement, finite_error
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
+from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
-from engine.ops.ranges import LM_HEAD
 from engine.settings import TrialSettings
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, StepClock, context_parallel, measured, read_gpus, timed
 

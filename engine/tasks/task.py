@@ -26,7 +26,7 @@ from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
-from engine.ops.ranges import STEP
+from engine.ops import STEP
 from engine.settings import TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in

@@ -14,7 +14,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,14 @@ from engine.attention.context import ContextParallel
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
-from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.models.decoder import Block
-from engine.ops.ranges import OPTIMIZER, STEP
+from engine.ops import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
-from engine.parallelize import build_model, sum_across_nodes
+from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model, sum_across_nodes
 from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
 from engine.tasks import cuda_graph
 from engine.tasks.captured_step import Batch, CapturedStep, Work, page_locked, to_device
@@ -86,7 +85,11 @@ class TrainTask:
         limit_memory(settings.memory, world.device)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
-        self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
+        self.matrices = (
+            cast(TensorParallelMethod, method).tensor_parallel(self.cp, settings)
+            if settings.tp_size > 1
+            else WholeMatrices(settings.model)
+        )
         self.inside = InsideStep(world.device, world.rank)
         windowed = settings.of_windowed_layers()
         self._attend_in_window = None if windowed is None else RefusingAttention(method.attention(self.cp, windowed))
@@ -94,7 +97,7 @@ class TrainTask:
             settings,
             self.attend,
             world.fsdp_mesh,
-            self._tensor_parallel,
+            self.matrices,
             windowed=self._attend_in_window,
         )
         self.inside.watch([block for block in self.model.blocks if isinstance(block, Block)])
@@ -175,7 +178,7 @@ class TrainTask:
         settings, model = self.settings, self.settings.model
         if self._recompute is None or settings.steps.warmup_seq_len in (0, settings.seq_len):
             return
-        dtype, heads = DTYPES[settings.dtype], model.heads // settings.tp_size
+        dtype, heads = DTYPES[settings.dtype], self.matrices.shape().heads
         attended = settings.seq_len // settings.cp_size  # tensor parallelism divides heads, and tokens elsewhere
         x_BLE, out_BLND, lse_BNL = (
             torch.empty(settings.batch_size, *dims, dtype=kind, device="meta")
@@ -309,11 +312,8 @@ class TrainTask:
         total = yield from self._gradients(batches)
         self.inside.mark("update")
         with record_function(OPTIMIZER):
-            if self._tensor_parallel is not None:
-                norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
-                self.optimizer.step()
-            else:
-                norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
+            norm = self.matrices.gradient_norm(self.model)
+            clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm, norm)
             self.optimizer.zero_grad()
         return total, norm
 
@@ -329,8 +329,7 @@ class TrainTask:
             yield
             loss.backward()
             total += loss.detach()
-        if self._tensor_parallel is not None:
-            self._tensor_parallel.sum_replicated(self.model)
+        self.matrices.complete_gradients(self.model)
         return total
 
     def forward(self, batch: Batch) -> Tensor:
@@ -364,10 +363,6 @@ class TrainTask:
             )
             for tokens_BL, labels_BL in shards
         ]
-
-    def divided(self, name: str) -> tuple[int, int, int] | None:
-        """(dimension, part, parts) of the parameter of that name that this rank and its FSDP2 ranks hold; None: all."""
-        return None if self._tensor_parallel is None else self._tensor_parallel.divided(name)
 
     def seq_len(self, index: int) -> int:
         """Tokens of a sequence of step `index`: warm-up steps may be shorter."""

@@ -34,9 +34,9 @@ def resolved_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Re
 def exchange_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Exchange:
     """Schedule, backward side, head chunks and gradient width of a trial. Raises ValueError as `resolved_of`."""
     found = resolved_of(settings, problem, speeds)
-    tensor_parallel = getattr(method_named(settings.method), "tensor_parallel", False)
+    divides_matrices = hasattr(method_named(settings.method), "tensor_parallel")
     return Exchange(
-        schedule="tensor_parallel" if tensor_parallel else found.schedule,
+        schedule="tensor_parallel" if divides_matrices else found.schedule,
         backward=cast(Side, found.backward),
         gradient_bytes=found.summed_bytes,
         head_chunks=found.num_head_chunks,

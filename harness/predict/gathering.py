@@ -1,8 +1,8 @@
 """What collectives take: attention over gathered keys, and the gathers and sums of tensor parallelism.
 
 Nothing overlaps with them. The steps are those of `engine.attention.algorithms.all_gather` and
-`engine.layers.tensor_parallel`. A gather is a collective of NCCL, whose rings cross from node to node once, over the
-links of all GPUs of a node together. A sum is an all-to-all of each rank's parts, over a rank's own links, and one sum.
+`baselines.megatron_tp`. A gather is a collective of NCCL, whose rings cross from node to node once, over the links of
+all GPUs of a node together. A sum is an all-to-all of each rank's parts, over a rank's own links, and one sum.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from tests.slow import slow
 NATIVE = [
     name
     for name, method in all_methods().items()
-    if hasattr(method, "attention") and not getattr(method, "tensor_parallel", False)
+    if hasattr(method, "attention") and not hasattr(method, "tensor_parallel")
 ]
 ODD_HEADS = ModelShape(name="odd", layers=1, hidden=24, ffn=32, heads=3, kv_heads=3, head_dim=8, vocab=256)
 FEW_KV_HEADS = replace(SHAPE, name="few", kv_heads=2)

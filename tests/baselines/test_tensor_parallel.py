@@ -1,7 +1,9 @@
-"""megatron_tp: loss, norm, gradients and updates of one process, Megatron's bytes, and what it refuses."""
+"""megatron_tp: loss, norm, gradients and updates of one process, Megatron's bytes, and what it refuses: models,
+settings and labels."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.distributed import arrange
 from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, task_of
 from tests.ranks import run_on_ranks
@@ -27,6 +31,7 @@ CASES = {
     "two micro-batches": replace(SETTINGS, batch_size=1, gradient_accumulation=2),
 }
 STEPS = 2
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @pytest.fixture(autouse=True)
@@ -37,27 +42,23 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def tensor_parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
     """Loss, norm, this rank's parts of gradients and updated parameters, and bytes sent."""
-    import os
-
     os.environ["BURST_CACHE"] = cache
     results: dict[str, Result] = {}
     for name, settings in cases.items():
         _, task = task_of(settings)
-        ranks = task._tensor_parallel
-        assert ranks is not None
         task.cp.traffic.reset()
         total = task.gradients(1)
         torch.distributed.all_reduce(total)
         sent = task.cp.traffic.sent_bytes
         gradients = {key: p.grad.full_tensor().numpy() for key, p in task.model.named_parameters()}
-        norm = ranks.clip(task.model, 1.0).item()
+        norm = task.matrices.gradient_norm(task.model).item()
         task.optimizer.zero_grad()
         for step in range(STEPS):
             task.step(step)
         parameters = {key: p.full_tensor().detach().numpy() for key, p in task.model.named_parameters()}
         results[name] = {
             "loss": total.item(), "grad_norm": norm, "gradients": gradients, "parameters": parameters, "sent": sent,
-            "divided": {key: ranks.divided(key) for key in gradients},
+            "divided": {key: task.matrices.part(key) for key in gradients},
         }  # fmt: skip
     return results
 
@@ -124,9 +125,57 @@ def test_a_step_sends_the_bytes_of_megatrons_formula(cache_directory: str) -> No
         ({"loss_kernel": "liger"}, "megatron_tp has no loss_kernel liger; set loss_kernel to own"),
         ({"sharding": "hybrid"}, "megatron_tp has no sharding hybrid; set sharding to full"),
         ({"seq_len": 33}, "seq_len 33 does not split"),
+        *(
+            ({"model": replace(SHAPE, **{name: value})}, f"megatron_tp cannot divide {name} {value} of model small")
+            for name, value in {
+                "output_bias": True,
+                "mlp_bias": True,
+                "qk_norm_whole": True,
+                "norms": "after",
+                "window": 8,
+            }.items()
+        ),
         ({"layout": "zigzag"}, "megatron_tp always uses layout contiguous"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], reason: str) -> None:
     assert method_named("megatron_tp").refuse(SETTINGS) is None
     assert str(method_named("megatron_tp").refuse(replace(SETTINGS, world_size=0, **changes))).startswith(reason)
+
+
+def refusal_of(cache: str, settings: TrialSettings, label: int) -> str:
+    os.environ["BURST_CACHE"] = cache
+    _, task = task_of(settings)
+    [batch] = task.batches(0)
+    labels_BL = batch.labels_BL.clone()
+    labels_BL[0, 3] = label
+    with pytest.raises(ValueError, match="no word") as error:
+        task.forward(replace(batch, labels_BL=labels_BL))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("label", [260, -1])
+def test_a_label_that_no_rank_holds_is_refused(label: int, cache_directory: str) -> None:
+    for reason in run_on_ranks(2, refusal_of, cache_directory, SETTINGS, label):
+        assert reason.startswith(f"label {label} is no word of a vocabulary of 260; expected 0 to 259, or -100")
+
+
+def loss_on_gpus(cache: str, settings: TrialSettings) -> float:
+    os.environ["BURST_CACHE"] = cache
+    device = torch.device("cuda", torch.cuda.current_device())
+    task = TrainTask(settings, method_named(settings.method), arrange(settings, device))
+    assert all(batch.labels_BL.device.type == "cpu" for batch in task.batches(0))
+    return task.step(0).loss
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL gathers no host memory")
+@pytest.mark.parametrize("fused", [True, False])
+def test_labels_in_host_memory_are_gathered_on_the_ranks_gpus(fused: bool, cache_directory: str) -> None:
+    shape = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=64, vocab=260)
+    settings = TrialSettings(
+        task="train", method="megatron_tp", model=shape, seq_len=512, tp_size=2, dtype="bf16", lm_head_fusion=fused
+    )
+    first, second = run_on_ranks(2, loss_on_gpus, cache_directory, settings, backend="nccl")
+    assert first == second
+    assert 3 < first < 8

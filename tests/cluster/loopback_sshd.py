@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -46,9 +48,14 @@ def make_key(path: Path) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at, outside the range from which the kernel gives ports to whoever asks for any.
+
+    A port of that range may be given to another program, between this call and its use.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+            return int(probe.getsockname()[1])
 
 
 def wait_until_open(address: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:

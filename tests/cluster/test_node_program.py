@@ -181,13 +181,15 @@ def test_ray_says_itself_why_it_did_not_start_and_its_log_comes_back(tmp_path):
 
 
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(NodeError, match=rf"^does not reach the head at 127\.0\.0\.1:{port} \(Connection refused\)"):
-        request(
-            "start", mark="test/9", directory=str(tmp_path / "own"), token="s3cret", command=["false"], environment={},
-            wait_seconds=AMPLE, reach=f"127.0.0.1:{port}",
-        )  # fmt: skip
+    refusal = r"^does not reach the head at 127\.0\.0\.1:{} \(Connection refused\)"
+    with socket.socket() as silent:  # it keeps its port to the end and never listens: nobody else can answer there
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(NodeError, match=refusal.format(port)):
+            request(
+                "start", mark="test/9", directory=str(tmp_path / "own"), token="s3cret", command=["false"],
+                environment={}, wait_seconds=AMPLE, reach=f"127.0.0.1:{port}",
+            )  # fmt: skip
     assert not (tmp_path / "own").exists()
 
 

@@ -35,7 +35,7 @@ from engine.burst import METHOD
 from engine.distributed import World, join
 from engine.lm_head import fused
 from engine.models.decoder import project_whole
-from engine.ops import norm, residual_norm, swiglu
+from engine.ops import norm, swiglu
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
 from engine.profile.breakdown import breakdown_of
@@ -66,7 +66,7 @@ def replaced(holder: object, name: str, value: object) -> Iterator[None]:
 
 def torch_norms() -> contextlib.AbstractContextManager[object]:
     """Norms and residual sums by torch, one after another."""
-    return replaced(residual_norm, "_kernels", lambda x: None)
+    return replaced(norm, "_kernels", lambda x: None)
 
 
 def apart_swiglu() -> contextlib.AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.data import open_tokens
 from engine.distributed import World, arrange
-from engine.optimizer import adamw, clip_gradients
+from engine.optimizer import adamw, gradient_norm
 from engine.settings import AdamWSettings, TrialSettings
 from engine.tasks.check_training import dense_model
 from engine.tasks.train import TrainTask
@@ -60,11 +60,11 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
         torch.distributed.all_reduce(total)
         gradients = {}
         for parameter_name, parameter in task.model.named_parameters():
-            gradients[parameter_name] = whole_of(parameter.grad).double().numpy().copy()  # clipping scales it
+            gradients[parameter_name] = whole_of(parameter.grad).double().numpy()
         results[name] = {
             "loss": total.item(),
             "gradients": gradients if world.rank == 0 else {},
-            "grad_norm": clip_gradients(task.model).item(),
+            "grad_norm": gradient_norm(task.model.parameters()).item(),
         }
         task.optimizer.zero_grad()
         for step in range(steps):
@@ -87,7 +87,7 @@ def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     for step in range(steps):
         tokens, labels = store.batch(step, 0, 1, size, settings.seq_len)
         (model(tokens, torch.arange(settings.seq_len), labels) / labels.numel()).backward()
-        clip_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}

@@ -28,7 +28,7 @@ SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
 NATIVE = tuple(  # burst first; tensor parallelism shares no sequence
     name
     for name, method in all_methods().items()
-    if hasattr(method, "attention") and not getattr(method, "tensor_parallel", False)
+    if hasattr(method, "attention") and not hasattr(method, "tensor_parallel")
 )
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": NATIVE,

@@ -21,7 +21,7 @@ from engine.attention.problem import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
-from engine.parallelize import parallelize
+from engine.parallelize import WholeMatrices, parallelize
 from engine.settings import ModelShape, TrialSettings, keeps_whole
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
@@ -136,7 +136,8 @@ def shards_of(shape: ModelShape, world_size: int, nodes: int) -> tuple[int, int,
     settings = TrialSettings(task="train", method="burst", model=shape, seq_len=1 << 20, world_size=world_size)
     with torch.device("meta"):
         model = Decoder(shape)
-        parallelize(model, settings, model.blocks[0].attend, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        parallelize(model, settings, model.blocks[0].attend, mesh, WholeMatrices(shape))
     shards = []
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)

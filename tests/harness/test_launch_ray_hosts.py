@@ -91,13 +91,13 @@ def test_a_host_that_does_not_reach_the_head_ends_its_own_ranks(tmp_path, monkey
     monkeypatch.setattr("harness.launch.nodes.actor.PROBE_SECONDS", 0.1)
     program = "import time; time.sleep(600)"
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=1)
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        port = head.getsockname()[1]
     actor = NodeActor()
-    try:
-        assert actor.watch(whole, ("127.0.0.1", port)).cancelled  # nothing listens there any more
-    finally:
-        actor.close()
+    with socket.socket() as silent:  # bound and not listening: nobody else can answer at its port either
+        silent.bind(("127.0.0.1", 0))
+        try:
+            assert actor.watch(whole, silent.getsockname()).cancelled
+        finally:
+            actor.close()
 
 
 def test_a_host_that_was_lost_stays_out_for_the_run_and_one_in_use_is_not_quarantined(tmp_path):

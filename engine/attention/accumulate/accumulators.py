@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engine.attention.accumulate import WAITING_PARTS
 from engine.cuda.alternate import ONE_STREAM, StreamPass
-from engine.ops.autograd import accumulation_dtype
-from engine.ops.triton_kernels import kernels_for
+from engine.ops.autograd import accumulation_dtype, kernels_for
 
 ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
 

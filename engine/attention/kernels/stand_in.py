@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, WholeInputs
-from engine.ops.autograd import accumulation_dtype
-from engine.ops.triton_kernels import kernels_for
+from engine.ops.autograd import accumulation_dtype, kernels_for
 
 # Largest entry of an O', far above any output's and in the range of fp16: rows with |delta| beyond it times |dO| need a
 # second call.

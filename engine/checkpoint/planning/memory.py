@@ -27,7 +27,7 @@ from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, kee
 GIB = 1 << 30
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
-_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
+_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.plain), unless the hidden states take more
 _HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
@@ -336,7 +336,7 @@ class MemoryModel:
 
 
 def own_tile_tokens(shape: ModelShape, item: int, tokens: float) -> float:
-    """Tokens of a tile that the fused LM head chooses on a GPU (`engine.lm_head.tiles`), as a number that may be a
+    """Tokens of a tile that the fused LM head chooses on a GPU (`engine.lm_head.plain`), as a number that may be a
     fraction."""
     low, high = _HEAD_TOKENS
     fit = max(_HEAD_TILE, item * tokens * shape.hidden) / (item * shape.vocab)

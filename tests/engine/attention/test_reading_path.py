@@ -21,9 +21,7 @@ ATTENTION = ROOT / "engine" / "attention"
 # A kernel computes one tile; the reader of a ring takes it for granted.
 KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
 # Off the path: autocast off, no second derivatives, Triton or torch, one stream or two, no marks on sent memory.
-GUARDS = {
-    "engine/ops/autograd.py", "engine/ops/triton_kernels.py", "engine/cuda/alternate.py", "engine/cuda/streams.py",
-}  # fmt: skip
+GUARDS = {"engine/ops/autograd.py", "engine/cuda/alternate.py", "engine/cuda/streams.py"}
 MAX_FILES, MAX_LINES = 5, 640
 LOCAL_NAMES = {"key_side", "query_side", "local_grads", "chunk_grads"}
 

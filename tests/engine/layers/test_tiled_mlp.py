@@ -14,7 +14,7 @@ from engine.burst import METHOD
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.models.decoder import MLP, AddMLP, Decoder, add_whole_mlp
-from engine.ops.ranges import RECOMPUTE
+from engine.ops import RECOMPUTE
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=61)

@@ -12,8 +12,8 @@ import sys
 import torch
 from torch import Tensor
 
+from engine.lm_head.fused import Softmax
 from engine.lm_head.plain import IGNORE
-from engine.lm_head.softmax import Softmax
 
 SMALL = (1, 2, 53, 257, 4096, 5000)  # words; 4096 is one block of the kernel
 LARGE = (32000, 128256, 151937)

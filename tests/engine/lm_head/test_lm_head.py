@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.plain import IGNORE, plain_loss_sum
-from engine.lm_head.tiles import Tile
+from engine.lm_head.plain import IGNORE, Tile, plain_loss_sum
 
 TOKENS, WIDTH, VOCAB = 37, 16, 53
 BY_TOKENS = Tile(tokens=8, words=VOCAB)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.lm_head.choose import loss_sum_of
-from engine.lm_head.loss_kernel import LIBRARIES, available, unsupported_reason
+from engine.lm_head.loss_kernel import LIBRARIES, available, loss_sum_of, unsupported_reason
 from engine.lm_head.plain import plain_loss_sum
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.doctor import examine

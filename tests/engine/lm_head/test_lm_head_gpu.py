@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.loss_kernel import LIBRARIES
-from engine.lm_head.plain import IGNORE, plain_loss_sum
-from engine.lm_head.tiles import Tile
+from engine.lm_head.loss_kernel import LIBRARIES, loss_sum_of
+from engine.lm_head.plain import IGNORE, Tile, plain_loss_sum
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.lm_head.softmax_program import LARGE, SMALL, faults

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.tiles import ENOUGH_TOKENS, FEWEST_TOKENS, TILE_BYTES, Tile, choose_tile
+from engine.lm_head.plain import ENOUGH_TOKENS, FEWEST_TOKENS, TILE_BYTES, Tile, choose_tile
 
 
 def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:

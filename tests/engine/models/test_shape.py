@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.layers.divisible import tensor_parallel_unsupported_reason
 from engine.method import method_unsupported_reason
 from engine.models.architecture import shortest_pattern
 from engine.models.decoder import Decoder
@@ -121,17 +120,6 @@ def test_a_tied_model_holds_its_table_once() -> None:
 
 def test_a_feature_makes_another_trial() -> None:
     assert id_of(trial(LLAMA)) != id_of(trial(replace(LLAMA, tied=True)))
-
-
-@pytest.mark.parametrize(
-    ("feature", "value"),
-    [("output_bias", True), ("mlp_bias", True), ("qk_norm_whole", True), ("norms", "after"), ("window", 8)],
-)
-def test_tensor_parallelism_refuses_what_it_cannot_divide(feature: str, value: Any) -> None:
-    shape = replace(LLAMA, qk_norm=True, vocab=256, **{feature: value})
-    reason = tensor_parallel_unsupported_reason(trial(shape, method="megatron_tp", tp_size=2, world_size=2))
-    assert reason is not None
-    assert f"cannot divide {feature} {value} of model m" in reason
 
 
 def test_methods_refuse_layers_and_features_that_they_lack() -> None:

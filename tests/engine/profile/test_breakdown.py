@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
+from engine.ops import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.breakdown import CATEGORIES, Category, TimedOp, breakdown_of, category_of, seconds_by_category
 
 ENGINE = Path(__file__).parents[3] / "engine"

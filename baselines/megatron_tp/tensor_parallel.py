@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism, as Megatron-LM: set on the one-device model from outside.
+"""Matrices divided among ranks, as Megatron-LM divides them: set on the one-device model from outside.
 
 Between the matrices a rank holds 1/P of the tokens, consecutive ones. Before the projections, the MLP and the LM head
 all P ranks' tokens are gathered, and each rank computes with 1/P of the columns: of the heads, of the MLP's width, of
@@ -24,11 +24,13 @@ from torch.distributed.tensor import DTensor
 from engine.attention.algorithms.saved import Attend
 from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
-from engine.lm_head.plain import IGNORE
-from engine.lm_head.tiles import check_labels
+from engine.initialise import Part
+from engine.lm_head.plain import IGNORE, check_labels
 from engine.models.decoder import MLP, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
+from engine.optimizer import gradient_norm
+from engine.parallelize import WholeMatrices
 from engine.settings import ModelShape, TrialSettings
 
 _TILE_LOGITS = 1 << 26  # of a rank's tile of the fused loss, 256 MiB in fp32
@@ -41,13 +43,14 @@ _DIVIDED = {
 }  # fmt: skip
 
 
-class TensorParallel:
+class TensorParallel(WholeMatrices):
     """The ranks that hold the columns of every matrix between them; `cp` are these ranks as those that hold the tokens
     of a sequence, contiguous shards."""
 
     def __init__(self, cp: ContextParallel, settings: TrialSettings) -> None:
         assert cp.layout.name == "contiguous", "gathered tokens are in order of position"
-        self.cp, self.size, self.rank, self._whole = cp, cp.size, cp.rank, settings.model
+        super().__init__(settings.model)
+        self.cp, self.size, self.rank, self._settings = cp, cp.size, cp.rank, settings
         self._rotary: dict[object, Rotary] = {}
 
     @property
@@ -56,8 +59,7 @@ class TensorParallel:
         return self.cp.comms.gather()
 
     def shape(self) -> ModelShape:
-        """Of the model that one rank holds."""
-        whole, size = self._whole, self.size
+        whole, size = self.whole, self.size
         return replace(
             whole,
             heads=whole.heads // size,
@@ -66,13 +68,13 @@ class TensorParallel:
             vocab=whole.vocab // size,
         )
 
-    def divided(self, name: str) -> tuple[int, int, int] | None:
-        """(dimension, part, parts) of the parameter of that name that this rank holds; None: all of it."""
+    def part(self, name: str) -> Part | None:
         dim = next((dim for suffix, dim in _DIVIDED.items() if name.endswith(suffix)), None)
         return None if dim is None else (dim, self.rank, self.size)
 
-    def set(self, model: Decoder, settings: TrialSettings, attend: Attend) -> None:
-        """Make a model of `shape()` compute its part of the whole; `attend` is for this rank's heads, all tokens."""
+    def set(self, model: Decoder, attend: Attend) -> None:
+        """As the engine asks; `attend` is for this rank's heads, and all tokens."""
+        settings = self._settings
         model.embedding = _Embedding(model.embedding, self)
         for block in model.blocks:
             block.attend, block.project, block.add_mlp = attend, self._project, self._add_mlp
@@ -107,7 +109,7 @@ class TensorParallel:
         key = (x_BSE.shape[1], x_BSE.device, rotary[0].dtype)
         if key not in self._rotary:
             positions_S = torch.arange(x_BSE.shape[1], device=x_BSE.device)
-            angles = rotary_of(self._whole, False, positions_S, rotary[0].dtype, len(positions_S))
+            angles = rotary_of(self.whole, False, positions_S, rotary[0].dtype, len(positions_S))
             self._rotary = {key: angles}
         return (*attention.project(x_BSE, self._rotary[key]), x_BLE)
 
@@ -133,28 +135,22 @@ class TensorParallel:
         loss: Tensor = _Loss.apply(hidden_TE, weight_VE, labels_T, self, z_loss, run)
         return loss
 
-    def sum_replicated(self, model: Decoder) -> None:
+    def complete_gradients(self, model: Decoder) -> None:
         """Sum over the ranks the gradients of the parameters that all hold whole: each saw its own tokens, or heads."""
         gradients = [
-            _local(p.grad) for name, p in model.named_parameters() if self.divided(name) is None and p.grad is not None
+            _local(p.grad) for name, p in model.named_parameters() if self.part(name) is None and p.grad is not None
         ]
         for gradient in gradients:
             dist.all_reduce(gradient, group=self.cp.group)
 
-    def clip(self, model: Decoder, max_norm: float) -> Tensor:
-        """Scale all gradients down to a global norm of `max_norm`; returns the norm before that. Collective."""
-        named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-        square = torch.zeros((), device=_local(named[0][1]).device, dtype=accumulation_dtype(named[0][1].dtype))
-        for divided in (True, False):
-            gradients = [p.grad for name, p in named if (self.divided(name) is not None) == divided]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            square += norm.to(square.dtype) ** 2
-            if divided:
-                dist.all_reduce(square, group=self.cp.group)
-        total = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, total)
-        return total
+    def gradient_norm(self, model: Decoder) -> Tensor:
+        divided, whole = (
+            gradient_norm(p for name, p in model.named_parameters() if (self.part(name) is not None) == is_divided)
+            for is_divided in (True, False)
+        )
+        square = divided.to(accumulation_dtype(divided.dtype)) ** 2
+        dist.all_reduce(square, group=self.cp.group)
+        return (square + whole.to(square.dtype) ** 2).sqrt()
 
 
 def _local(tensor: Tensor | None) -> Tensor:

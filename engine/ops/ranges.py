@@ -1,9 +1,0 @@
-"""Parts of a step that are marked for the profiler, since the same kernels run in several of them.
-
-Entering a range without a profiler costs some microseconds of the host, and nothing on the device.
-"""
-
-STEP = "burst.step"  # the timed part; everything outside it is left out of the breakdown
-RECOMPUTE = "burst.recompute"  # computed again in backward: a layer, or the intermediates of a tile
-OPTIMIZER = "burst.optimizer"  # clipping, the update and dropping the gradients
-LM_HEAD = "burst.lm_head"  # forward of LM head and loss; the fused forms compute their gradients there as well
