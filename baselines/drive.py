@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from baselines.handicaps import NCCL_VARIABLES, with_own_nccl
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.tokens import write_tokens
 from baselines.upstream import (
     GPUS,
     LOGS,
     RAN_FILE,
-    Ran,
     Rendered,
+    StartedSystem,
     Upstream,
     WatchedGpu,
     foreign_environment,
@@ -40,7 +40,7 @@ from baselines.upstream import (
 )
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, GpuState, write_json
-from engine.memory.gpu_state import Gpu, query_gpus, read_gpu_named, visible_gpus
+from engine.memory.gpu_state import GpuReading, query_gpus, read_gpu_named, visible_gpus
 from engine.plain_json import read_json, to_json
 from engine.settings import TrialSettings, from_json
 
@@ -118,10 +118,10 @@ def as_its_script(
 class GpuWatch:
     """A rank's GPU from before its program starts. `look` reads it; `seen` is what the record keeps."""
 
-    def __init__(self, look: Callable[[], Gpu]) -> None:
+    def __init__(self, look: Callable[[], GpuReading]) -> None:
         self._look = look
         self._before = look()
-        self._after: Gpu | None = None
+        self._after: GpuReading | None = None
         self._next, self._in_steps = time.monotonic() + _GPU_LOOK_SECONDS, False
 
     def while_running(self, steps_began: bool, steps_ended: bool) -> None:
@@ -215,7 +215,9 @@ def _text(log: Path) -> str:
         return ""
 
 
-def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None) -> Ran:
+def ran(
+    place: InstallPlace, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None
+) -> StartedSystem:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
@@ -225,7 +227,7 @@ def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", dat
             text = text.replace(path, name)
         return text
 
-    return Ran(
+    return StartedSystem(
         flavour=place.flavour,
         pin=pinned.digest,
         commit=pinned.checkout.commit if pinned.checkout else "",
@@ -242,7 +244,7 @@ def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", dat
     )
 
 
-def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], Gpu] | None]:
+def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], GpuReading] | None]:
     """The name of this rank's GPU, and what looks at it; `cpu` and None where it has none."""
     listed, _ = query_gpus()
     shown = visible_gpus(listed, given.get("CUDA_VISIBLE_DEVICES"))
@@ -252,7 +254,7 @@ def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], Gpu] | None]:
     own = shown[local]
     # CUDA may number GPUs of several models otherwise than nvidia-smi does, and then nobody here knows which one it is.
     if len({gpu.name for gpu in listed}) > 1 and given.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        return own.name, partial(Gpu, digest="", state=GpuState())
+        return own.name, partial(GpuReading, digest="", state=GpuState())
     return own.name, partial(read_gpu_named, own.uuid)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baselines.handicaps import handicaps, published, with_own_nccl
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.paper_cluster import GPUS_PER_NODE
 from baselines.pin import FOLDER
 from baselines.upstream import Upstream
-from cluster.discovery.facts import Gpu, NodeFacts, Port
+from cluster.discovery.facts import Gpu, HcaPort, NodeFacts
 from cluster.environment.rendering import render_node
 from cluster.files.errors import UsageError
 from cluster.inventory.site import Site
@@ -156,7 +156,7 @@ def render(
 ) -> list[NodeSetup]:
     """What each node runs, the head first. `root` is the checkout's folder on the nodes."""
     method, trial_dir = _method(system), Path(root) / TRIAL
-    place = Place(system=method.package, flavour="paper")
+    place = InstallPlace(system=method.package, flavour="paper")
     made = method.render(settings, trial_dir, place)
 
     def there(text: str) -> str:
@@ -218,9 +218,9 @@ def _method(system: str) -> Upstream:
     return found
 
 
-def _port(name: str) -> Port:
+def _port(name: str) -> HcaPort:
     """An adapter that the site names, as it would be found: `mlx5_2` or `mlx5_2:1`."""
     hca, _, number = name.partition(":")
-    return Port(
+    return HcaPort(
         hca=hca, number=int(number or 1), state="ACTIVE", phys_state="LinkUp", rate_gbps=None, link_layer="InfiniBand"
     )

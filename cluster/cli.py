@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster import checks
-from cluster.active.fleet import Plan, run_active
+from cluster.active.fleet import ActiveTestPlan, run_active
 from cluster.active.pairing import Pair
 from cluster.active.rail_fleet import TEST, run_rails
 from cluster.check_arguments import chosen_nodes, chosen_part, parser
@@ -21,7 +21,7 @@ from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
-from cluster.probing.check_result import EXIT_CODES, worst_level
+from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import default_directory
@@ -131,7 +131,7 @@ def _run_active(
     if not free:
         say("no node is usable, so none is loaded with active tests")
         return {}
-    plan = Plan(connect=connect, profiles=profiles, device=arguments.active, say=say)
+    plan = ActiveTestPlan(connect=connect, profiles=profiles, device=arguments.active, say=say)
     findings = run_active(free, plan)
     if arguments.active == "cuda":
         rails = find_rails(free, connect, arguments.timeout)
@@ -160,10 +160,10 @@ def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport], part: S
         print(table(reports, part, every_check=arguments.all))
 
 
-def _open_history(folder: Path | None, prog: str) -> history.History | None:
+def _open_history(folder: Path | None, prog: str) -> history.HealthHistory | None:
     """History in `folder`, which must be usable, or in the default folder; None where that one is not usable."""
     try:
-        return history.History(folder or history.default_folder())
+        return history.HealthHistory(folder or history.default_folder())
     except OSError as error:
         place = f"{error.filename or folder}: {error.strerror}"
         if folder:
@@ -172,7 +172,9 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
         return None
 
 
-def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
+def _with_history(
+    report: NodeReport, past: history.HealthHistory, chosen: Mapping[str, AnyCheck], prog: str
+) -> NodeReport:
     """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
     now = history.check_record_of(report)

@@ -58,7 +58,7 @@ class ErrorPlace(TypedDict, total=False):
     error: Required[RelativeError]  # of those tokens
 
 
-class Profile(TypedDict, total=False):
+class StepProfile(TypedDict, total=False):
     """Where the time of the traced step went, or the reason for which that is not known."""
 
     of: Required[Of]
@@ -69,7 +69,7 @@ class Profile(TypedDict, total=False):
     seconds: dict[str, Seconds]  # by category; they add up to `span_seconds`
 
 
-class Gemm(TypedDict, total=False):
+class GemmMeasurement(TypedDict, total=False):
     """How the speeds of a trial's own matrix products were measured, or the reason for which they were not."""
 
     shapes: dict[str, list[int]]  # rows, inputs and outputs by product
@@ -78,8 +78,8 @@ class Gemm(TypedDict, total=False):
     reason: str
 
 
-class Upstream(TypedDict, total=False):
-    """The compared system that ran; see `baselines.upstream.Ran`."""
+class UpstreamRun(TypedDict, total=False):
+    """The compared system that ran; see `baselines.upstream.StartedSystem`."""
 
     flavour: str
     pin: str
@@ -104,8 +104,8 @@ class Extra(TypedDict, total=False):
     error_at: dict[str, ErrorPlace]  # by tensor
     checked: dict[str, int]  # the problem that the errors belong to, where it is not the trial's own: tokens, rows
     unchecked: str  # why no errors were measured, where they should have been
-    profile: Profile
-    upstream: Upstream
+    profile: StepProfile
+    upstream: UpstreamRun
     allocation_retries: list[Annotated[int, Within(0, 1 << 40)]]  # by rank, where one had to repeat an allocation
     computed_sent_bytes: list[Bytes]  # by rank, as the plan computes them
     computed_sent_between_nodes_bytes: list[Bytes]
@@ -114,7 +114,7 @@ class Extra(TypedDict, total=False):
     across_gib_per_second: Speed  # the last of them
     link_by_pattern: dict[str, Speed]
     link_latency_seconds: Seconds
-    gemm: Gemm
+    gemm: GemmMeasurement
     gemm_tflops: dict[str, dict[str, Speed]]  # by product and direction
 
 
@@ -188,12 +188,12 @@ _UNDER_WAY: dict[Of, str] = {
 }
 
 
-def unfinished(of: Of) -> Profile:
+def unfinished(of: Of) -> StepProfile:
     """In place of the numbers, until they are there."""
     return {"of": of, "reason": _REASON}
 
 
-def cut_off(profile: Profile, how: str) -> Profile:
+def cut_off(profile: StepProfile, how: str) -> StepProfile:
     """`profile` of a trial that then ended as `how` says, where it was still unfinished; any other as it is."""
     if profile.get("reason") != _REASON:
         return profile

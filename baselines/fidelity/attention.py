@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from baselines.called import REQUEST_FILE, UpstreamAttention, render_program
 from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, SystemCases
 from baselines.fidelity.ranks import own_environment, run_ranks
-from baselines.fidelity.rows import Error, Row, verdict_of
-from baselines.install.places import Place
+from baselines.fidelity.rows import FidelityError, Row, verdict_of
+from baselines.install.places import InstallPlace
 from baselines.programs import PROGRAMS
 from engine.measurement import write_json
 from engine.plain_json import to_json
@@ -31,7 +31,7 @@ _REFUSALS = ("AssertionError", "ValueError")  # a system's own checks
 
 
 def attention_rows(
-    name: str, system: SystemCases, cases: Sequence[Case], place: Place | None, release: str, scratch: Path
+    name: str, system: SystemCases, cases: Sequence[Case], place: InstallPlace | None, release: str, scratch: Path
 ) -> list[Row]:
     """A row for each case. `scratch` is a folder that receives inputs, results and logs of ranks."""
     scratch.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
 
 
 def _run_system(
-    system: SystemCases, cases: Sequence[Case], place: Place | None, ranks: int, folder: Path, scratch: Path
+    system: SystemCases, cases: Sequence[Case], place: InstallPlace | None, ranks: int, folder: Path, scratch: Path
 ) -> str:
     """Run the cases through the adapter, as a trial of `task: attention` is run; see `run_ranks`."""
     requests = [request_of(system, case, place, scratch) for case in cases]
@@ -115,7 +115,7 @@ def _run_system(
     return run_ranks(rendered.command, rendered.environment, ranks, folder, _SECONDS)
 
 
-def request_of(system: SystemCases, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
+def request_of(system: SystemCases, case: Case, place: InstallPlace | None, scratch: Path) -> dict[str, Any]:
     """What `programs/attention.py` reads: the adapter's own request, and the case."""
     own = {
         "inputs": str(scratch / f"{case.name}.inputs.pt"),
@@ -187,7 +187,7 @@ def _with_native(row: Row, case: Case, wanted: Mapping[str, Tensor], scratch: Pa
     )
 
 
-def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) -> dict[str, Error]:
+def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) -> dict[str, FidelityError]:
     """The error of each tensor, put together from the ranks' tokens. Raises ValueError for tokens that overlap."""
     import torch
 
@@ -203,12 +203,12 @@ def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) ->
     return errors
 
 
-def error_of(found: Tensor, truth: Tensor) -> Error:
+def error_of(found: Tensor, truth: Tensor) -> FidelityError:
     """The error of a float64 tensor; of one that is not finite everywhere, the largest number there is."""
     apart = (found - truth).abs().nan_to_num(nan=sys.float_info.max)
     largest = min(apart.max().item(), sys.float_info.max)
     relative = min((apart.norm() / truth.norm()).item(), sys.float_info.max)
-    return Error(relative=relative, largest=largest)
+    return FidelityError(relative=relative, largest=largest)
 
 
 def _left(scratch: Path, name: str, ranks: int) -> list[dict[str, Any] | None]:

@@ -16,7 +16,7 @@ from baselines.fidelity.rows import Result, Row
 from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training import training_rows
 from baselines.fidelity.training_cases import TRAINING, TrainingCase, TrainingSystem
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import load_pin
 from cluster.files.errors import UsageError, nearest
 from engine.atomic import write_atomic
@@ -102,7 +102,7 @@ def write_table(out: Path) -> list[Row]:
     return rows
 
 
-def absent_row(name: str, place: Place) -> Row:
+def absent_row(name: str, place: InstallPlace) -> Row:
     """The row of a system that is not installed: the line that installs it."""
     system = system_named(name)
     condition, sentence = place.condition()
@@ -139,13 +139,13 @@ def system_named(name: str) -> SystemCases | TrainingSystem:
     return SYSTEMS[name] if name in SYSTEMS else TRAINING[name]
 
 
-def place_of(name: str) -> Place | None:
+def place_of(name: str) -> InstallPlace | None:
     """The installation that is compared: a release before the paper's copy; None of torch itself."""
     package = system_named(name).package
-    return Place(system=package, flavour=load_pin(package).flavours[-1]) if package else None
+    return InstallPlace(system=package, flavour=load_pin(package).flavours[-1]) if package else None
 
 
-def _release(place: Place | None) -> str:
+def _release(place: InstallPlace | None) -> str:
     """Package and version, or commit."""
     if place is None:
         return f"torch {metadata.version('torch')}"
@@ -155,7 +155,7 @@ def _release(place: Place | None) -> str:
     return next(iter(place.pinned.packages)).replace("==", " ")
 
 
-def _is_of(result: Result, name: str, place: Place | None) -> bool:
+def _is_of(result: Result, name: str, place: InstallPlace | None) -> bool:
     """Whether the result is of this pin and of these cases."""
     cases: Sequence[Case | TrainingCase] = system_named(name).cases
     torch = metadata.version("torch") if place is None else result.torch

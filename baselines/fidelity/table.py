@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from baselines.fidelity.rows import TOLERANCE, Error, Result, Row
+from baselines.fidelity.rows import TOLERANCE, FidelityError, Result, Row
 
 TENSORS = ("out", "dq", "dk", "dv")
 _PLAIN = (
@@ -127,7 +127,7 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return "\n".join([*head, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)])
 
 
-def _error(error: Error | None) -> str:
+def _error(error: FidelityError | None) -> str:
     return "" if error is None else f"{error.relative:.1e} ({error.largest:.1e})"
 
 

@@ -16,7 +16,7 @@ from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, r
 from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
+from cluster.probing.verdict import Verdict
 from cluster.profiles import Profile
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Runner, Unreachable
@@ -27,7 +27,7 @@ _START_SECONDS = 60.0  # from a command to its first output: an interpreter, tor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ActiveTestPlan:
     """How the active tests are run."""
 
     connect: Connect
@@ -42,11 +42,11 @@ class Plan:
 class Findings:
     """Verdicts by node, then by test; and the speed of every pair that was tried, None where it failed."""
 
-    verdicts: Mapping[str, Mapping[str, CheckResult]]
+    verdicts: Mapping[str, Mapping[str, Verdict]]
     pairs: Mapping[Pair, float | None]
 
 
-def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
+def run_active(nodes: Sequence[Node], plan: ActiveTestPlan) -> Findings:
     """Load these nodes, which must be free."""
     by_name = {node.name: node for node in nodes}
     plan.say(f"active tests: {'1 node by itself' if len(nodes) == 1 else f'{len(nodes)} nodes by themselves'}")
@@ -82,7 +82,7 @@ def worker_command(site: Site, *arguments: str) -> list[str]:
     return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments, "--attended"]
 
 
-def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
+def _measure(plan: ActiveTestPlan, node: Node) -> NodeSpeeds | Unavailable:
     if node.site.container.engine != "none":
         return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
     command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
@@ -94,7 +94,7 @@ def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
 
 
 def _exchange_all(
-    plan: Plan,
+    plan: ActiveTestPlan,
     by_name: Mapping[str, Node],
     group: Sequence[Pair],
     speeds: dict[Pair, float | None],
@@ -110,7 +110,7 @@ def _exchange_all(
             reasons[pair] = str(answer)
 
 
-def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
+def exchange(plan: ActiveTestPlan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     conversation = Conversation(
@@ -131,7 +131,7 @@ class Conversation:
     both_answer: bool = True  # False: the opener only listens, and is ended when the caller has answered
 
 
-def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
+def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
     """The caller's answer, or the reason why there is none; `one` opens, `other` calls."""
     common = ("--device", plan.device, "--seconds", f"{conversation.seconds:g}")
     with (
@@ -139,7 +139,7 @@ def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> 
         plan.connect(other.host, _START_SECONDS) as second,
         _open_stdin() as line,
     ):
-        opener = _Opener()
+        opener = _ListeningWorker()
         command = worker_command(one.site, *conversation.opener, *common, "--node", "0", "--peer", _address(other))
         thread = threading.Thread(target=opener.run, args=(first, command, line, conversation.seconds), daemon=True)
         thread.start()
@@ -162,7 +162,7 @@ def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> 
         return answer
 
 
-class _Opener:
+class _ListeningWorker:
     """Node 0 of a pair: its command runs in a thread, and prints the port to connect to."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from cluster.active.measurement import NodeSpeeds, Unavailable
 from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
 from cluster.files.errors import counted, quantity
-from cluster.probing.check_result import CheckResult, merge
+from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import Profile, find
 
 # Shares below the fleet's median that are worth a warning, by this project's judgement; copies to the host and between
@@ -26,11 +26,11 @@ TESTS = ("active", "active_gemm", "active_copy", "active_peers", "active_all_red
 Answers = Mapping[str, NodeSpeeds | Unavailable]
 
 
-def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str, dict[str, CheckResult]]:
+def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str, dict[str, Verdict]]:
     """Verdicts by node, then by test."""
     measured = {node: speeds for node, speeds in answers.items() if isinstance(speeds, NodeSpeeds)}
-    verdicts: dict[str, dict[str, CheckResult]] = {
-        node: {"active": CheckResult(level="unknown", summary=speeds.reason)}
+    verdicts: dict[str, dict[str, Verdict]] = {
+        node: {"active": Verdict(level="unknown", summary=speeds.reason)}
         for node, speeds in answers.items()
         if isinstance(speeds, Unavailable)
     }
@@ -50,7 +50,7 @@ def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str,
                 published: float | None = None,
                 speeds: NodeSpeeds = speeds,
                 group: Mapping[str, NodeSpeeds] = group,
-            ) -> CheckResult:
+            ) -> Verdict:
                 median = statistics.median(value for other in group.values() for value in values(other))
                 return _beside(values(speeds), median, tolerance, unit, published)
 
@@ -74,7 +74,7 @@ def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str,
 
 def judge_pairs(
     speeds: Mapping[Pair, float | None], again: Mapping[Pair, float | None], reasons: Mapping[Pair, str]
-) -> dict[str, CheckResult]:
+) -> dict[str, Verdict]:
     """A verdict by node. None is an exchange that failed; `again` is the second pass, suspects first in its pairs."""
     blamed = culprits(_worked(speeds), _worked(again))
     good = [speed for speed in speeds.values() if speed is not None]
@@ -89,19 +89,19 @@ def _judge_node(
     reasons: Mapping[Pair, str],
     blamed: Mapping[str, str],
     median: float | None,
-) -> CheckResult:
+) -> Verdict:
     failed = [pair for pair, speed in speeds.items() if node in pair and speed is None]
     partners = ", ".join(other for pair in failed for other in pair if other != node)
     why = next((reasons[pair] for pair in [*again, *failed] if node == pair[0] and pair in reasons), None)
     why = why or next((reasons[pair] for pair in failed if pair in reasons), "no reason given")
     if blamed.get(node) == "broken":
-        return CheckResult(
+        return Verdict(
             level="fail",
             summary=f"no exchange with {partners}, nor with a node that is beyond doubt ({why})",
             action="isolate",
         )
     if blamed.get(node) == "undecided":
-        return CheckResult(
+        return Verdict(
             level="fail",
             summary=f"no exchange with {partners}, and no node is beyond doubt to try again with ({why})",
             action="monitor",
@@ -110,23 +110,23 @@ def _judge_node(
     usual = statistics.median(own) if own else None
     facts = {"median_gb_per_second": usual, "pairs": len(own)}
     if usual is None or median is None:
-        return CheckResult(level="unknown", summary="no exchange was measured", facts=facts)
+        return Verdict(level="unknown", summary="no exchange was measured", facts=facts)
     if usual < median * (1 - _PAIR_TOLERANCE):
         summary = f"{quantity(usual)} GB/s with other nodes, the median of all pairs is {quantity(median)}"
-        return CheckResult(level="warn", summary=summary, action="monitor", facts=facts)
+        return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     but = f"; cleared of the failed exchange with {partners}" if node in blamed else f"; none with {partners}"
     summary = f"{quantity(usual)} GB/s with {counted(len(own), 'other node')}{but if failed else ''}"
-    return CheckResult(level="ok", summary=summary, facts=facts)
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
-def _beside(values: list[float], median: float, tolerance: float, unit: str, published: float | None) -> CheckResult:
+def _beside(values: list[float], median: float, tolerance: float, unit: str, published: float | None) -> Verdict:
     """The devices of one node beside the fleet's median and, where there is one, the published figure."""
     facts = {"values": [round(value, 3) for value in values], "fleet_median": round(median, 3), "published": published}
     slow = {index: value for index, value in enumerate(values) if value < median * (1 - tolerance)}
     known = f"; published is {published:g}" if published else ""
     if slow:
         named = ", ".join(f"GPU {index}: {quantity(value)}" for index, value in slow.items())
-        return CheckResult(
+        return Verdict(
             level="warn",
             summary=f"{named} {unit}, more than {tolerance:.0%} below the fleet's median of {quantity(median)}{known}",
             action="monitor",
@@ -137,13 +137,13 @@ def _beside(values: list[float], median: float, tolerance: float, unit: str, pub
         summary = (
             f"{quantity(lowest)} {unit}, less than {_OF_PUBLISHED:.0%} of the published {published:g}, as the fleet is"
         )
-        return CheckResult(level="warn", summary=summary, action="monitor", facts=facts)
-    return CheckResult(
+        return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
+    return Verdict(
         level="ok", summary=f"{quantity(lowest)} {unit} or more, fleet's median {quantity(median)}{known}", facts=facts
     )
 
 
-def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> CheckResult:
+def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> Verdict:
     """Copies between devices, each beside the median of all of the fleet."""
     median = statistics.median(value for other in group.values() for value in other.peer_gb_per_second.values())
     slow = {pair: speed for pair, speed in speeds.peer_gb_per_second.items() if speed < median * (1 - _PEER_TOLERANCE)}
@@ -153,17 +153,17 @@ def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> CheckResult:
         summary = (
             f"copies between GPUs {named} GB/s, more than {_PEER_TOLERANCE:.0%} below the median of {quantity(median)}"
         )
-        return CheckResult(level="warn", summary=summary, action="monitor", facts=facts)
+        return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     lowest = min(speeds.peer_gb_per_second.values())
-    return CheckResult(level="ok", summary=f"{quantity(lowest)} GB/s or more between any two GPUs", facts=facts)
+    return Verdict(level="ok", summary=f"{quantity(lowest)} GB/s or more between any two GPUs", facts=facts)
 
 
 def _bus(speeds: NodeSpeeds) -> list[float]:
     return [] if speeds.all_reduce_gb_per_second is None else [speeds.all_reduce_gb_per_second]
 
 
-def _named(label: str, verdict: CheckResult) -> CheckResult:
-    return CheckResult(
+def _named(label: str, verdict: Verdict) -> Verdict:
+    return Verdict(
         level=verdict.level,
         summary=f"{label} {verdict.summary}",
         action=verdict.action,

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.active import rails as node_rails
-from cluster.active.fleet import Conversation, Plan, converse
+from cluster.active.fleet import ActiveTestPlan, Conversation, converse
 from cluster.active.pairing import Pair, rounds
 from cluster.active.rails import Rail
 from cluster.files.errors import counted
 from cluster.inventory.nodes import Node
-from cluster.probing.check_result import CheckResult
+from cluster.probing.verdict import Verdict
 from cluster.transport.fleet import on_each
 
 TEST = "active_rails"
@@ -32,7 +32,7 @@ class RailSpeed:
     speed: Speed | None  # None: that node has no adapter to measure it with
 
 
-def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, CheckResult]:
+def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: ActiveTestPlan) -> dict[str, Verdict]:
     """A verdict for each of these nodes that has rails. They must be free."""
     able = [node.name for node in nodes if rails.get(node.name)]
     if not able:
@@ -57,7 +57,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
 
 
 def _measure_pair(
-    plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
+    plan: ActiveTestPlan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
 ) -> list[tuple[str, RailSpeed]] | str:
     """Speeds of the rails of two nodes, each with its node's name; or the reason why there are none."""
     one, other = pair
@@ -97,7 +97,7 @@ def facing_rails(
     return [*same, *zip(own, others, strict=False)], (own[len(others) :], others[len(own) :])
 
 
-def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, CheckResult]:
+def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
     """Warns on rails far below the fleet's median or their own rate, and on those without a result.
 
     `missing`: nodes without a measured rail, with the reason; a program that is not installed is no fault.
@@ -108,13 +108,13 @@ def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str,
     for node, reason in missing.items():
         summary = f"adapters were not measured one by one ({reason})"
         absent = node_rails.ABSENT in reason
-        verdicts[node] = CheckResult(
+        verdicts[node] = Verdict(
             level="ok" if absent else "warn", summary=summary, action="none" if absent else "monitor"
         )
     return verdicts
 
 
-def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> CheckResult:
+def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
     facts = {
         "gbps": {one.rail.port: one.speed if isinstance(one.speed, float) else None for one in rails},
         "fleet_median": median,
@@ -130,12 +130,12 @@ def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> CheckResult
     lacking = [f"{one.rail.port}, which {one.other} lacks" for one in rails if one.speed is None]
     without = f"; not measured: {'; '.join(lacking)}" if lacking else ""
     if parts:
-        return CheckResult(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
+        return Verdict(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
     measured = [one.speed for one in rails if isinstance(one.speed, float)]
     if not measured:
-        return CheckResult(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
+        return Verdict(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
     summary = f"{min(measured):.4g} Gb/s or more over each of {counted(len(measured), 'adapter')}{without}"
-    return CheckResult(level="ok", summary=summary, facts=facts)
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
 def _is_slow(speed: float, median: float, rate: float | None) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from cluster.files.errors import UsageError, nearest
 from cluster.inventory.site import Site
-from cluster.probing.check_result import Action, CheckResult, Level
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Action, Level, Verdict
 from cluster.profiles import NO_GPUS, Board
 
 
@@ -45,7 +45,7 @@ class Check:
 
     source: str  # the document or project that the check or its thresholds are from
     probe: Callable[[Site], Probe]
-    judge: Callable[[Output, Site], CheckResult]
+    judge: Callable[[Output, Site], Verdict]
     rise: Rise | None = None
 
 
@@ -55,7 +55,7 @@ class BoardCheck:
 
     source: str
     probe: Callable[[Site], Probe]
-    judge: Callable[[Output, Site, Board], CheckResult]
+    judge: Callable[[Output, Site, Board], Verdict]
     rise: Rise | None = None
 
 
@@ -89,15 +89,15 @@ def select(only: Collection[str], skip: Collection[str]) -> dict[str, AnyCheck]:
 
 def conclude(
     check: AnyCheck, probe: Probe, output: Output | None, complaint: str, site: Site, board: Board = NO_GPUS
-) -> CheckResult:
+) -> Verdict:
     """The verdict on a probe however it went: judged when it ended, unknown when it hung or left nothing.
 
     `complaint` is the message of a node's shell that did not run the probes, or "".
     """
     if output is None:
-        return CheckResult(level="unknown", summary=f"the probe did not run ({complaint or 'no output'})")
+        return Verdict(level="unknown", summary=f"the probe did not run ({complaint or 'no output'})")
     if output.timed_out:
-        return CheckResult(
+        return Verdict(
             level="unknown",
             summary=f"the probe did not end within {probe.seconds:g} s; look for a hanging device or mount",
             action="monitor",

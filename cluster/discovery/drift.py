@@ -11,7 +11,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
 from cluster.files.errors import counted
-from cluster.probing.check_result import Action, CheckResult, Level, merge
+from cluster.probing.verdict import Action, Level, Verdict, merge
 
 _VERSIONS = "gpu_versions"  # the check whose facts name the GPUs of a node
 # Check, its fact, the fact's name in a sentence, and the verdict on a difference.
@@ -38,18 +38,18 @@ class NodeNetwork:
     hcas: HcaChoice
 
 
-def version_drift(checked: Mapping[str, Mapping[str, CheckResult]]) -> dict[str, CheckResult]:
+def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Verdict]:
     """A verdict by node name, from the verdicts of every node by check; nodes with the same GPU models are compared.
 
     The value most nodes have is right, and nodes with another one are reported; without a majority all of them are.
     """
-    verdicts: dict[str, CheckResult] = {}
+    verdicts: dict[str, Verdict] = {}
     for gpus, group in _same_gpus(checked):
         compared = [_compare(group, *fact) for fact in _COMPARED]
         for node in group if len(group) > 1 else ():
             like = f"as {counted(len(group) - 1, 'other node')} {gpus}"
             found = [verdict[node] for verdict in compared if node in verdict]
-            verdicts[node] = merge(found) if found else CheckResult(level="ok", summary=like)
+            verdicts[node] = merge(found) if found else Verdict(level="ok", summary=like)
     return verdicts
 
 
@@ -83,13 +83,13 @@ def _by_value(found: Mapping[str, str | None]) -> dict[str, list[str]]:
 
 
 def _same_gpus(
-    checked: Mapping[str, Mapping[str, CheckResult]],
-) -> list[tuple[str, dict[str, Mapping[str, CheckResult]]]]:
+    checked: Mapping[str, Mapping[str, Verdict]],
+) -> list[tuple[str, dict[str, Mapping[str, Verdict]]]]:
     """The GPUs in words, and the verdicts by node, of nodes with the same GPU models together; those without as well.
 
     A node whose versions could not be read is in no group.
     """
-    groups: dict[str, dict[str, Mapping[str, CheckResult]]] = defaultdict(dict)
+    groups: dict[str, dict[str, Mapping[str, Verdict]]] = defaultdict(dict)
     for node, verdicts in checked.items():
         versions = verdicts.get(_VERSIONS)
         vbios = versions.facts.get("vbios") if versions else None
@@ -101,8 +101,8 @@ def _same_gpus(
 
 
 def _compare(
-    group: Mapping[str, Mapping[str, CheckResult]], check: str, fact: str, word: str, level: Level, action: Action
-) -> dict[str, CheckResult]:
+    group: Mapping[str, Mapping[str, Verdict]], check: str, fact: str, word: str, level: Level, action: Action
+) -> dict[str, Verdict]:
     """A verdict for each node of a group whose value of this fact is not that of most. No value is no difference."""
     values = {name: verdicts[check].facts.get(fact) for name, verdicts in group.items() if check in verdicts}
     found = {name: _version(value) for name, value in values.items() if value is not None}
@@ -118,7 +118,7 @@ def _compare(
         others = f"{len(names)} of {len(found)} nodes have {common}"
         if not majority:
             others = "others have " + ", ".join(sorted(groups.keys() - {value}))
-        verdicts[node] = CheckResult(level=level, summary=f"{word} {value}, but {others}", action=action)
+        verdicts[node] = Verdict(level=level, summary=f"{word} {value}, but {others}", action=action)
     return verdicts
 
 

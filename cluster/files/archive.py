@@ -67,15 +67,15 @@ def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.Tar
     Raises UsageError for a sparse file, headers or nesting without end and too many members; those of DAMAGED.
     """
 
-    class Header(tarfile.TarInfo):
+    class BoundedHeader(tarfile.TarInfo):
         """Refuses what cannot be bounded before the library has read it whole."""
 
         following = 0  # headers since the last member
 
         @classmethod
-        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-            Header.following += 1
-            if Header.following > _MAX_HEADERS:
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> BoundedHeader:
+            BoundedHeader.following += 1
+            if BoundedHeader.following > _MAX_HEADERS:
                 raise UsageError(f"more than {_MAX_HEADERS} headers describe one file")
             return super().frombuf(buf, encoding, errors)
 
@@ -85,10 +85,10 @@ def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.Tar
         # By the library's names: the old GNU format, and three forms inside extended headers.
         _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
-    with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=Header) as tar:
+    with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=BoundedHeader) as tar:
         count = 0
         while (member := tar.next()) is not None:
-            Header.following, count = 0, count + 1
+            BoundedHeader.following, count = 0, count + 1
             if count > MAX_MEMBERS:
                 raise UsageError(f"it holds more than {MAX_MEMBERS:,} files")
             if member.name.count("/") > MAX_LEVELS or member.linkname.count("/") > MAX_LEVELS:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from cluster.checks import AnyCheck
 from cluster.files.filesystem import state_folder, try_lock
 from cluster.health.nodes import NodeReport
-from cluster.probing.check_result import CheckResult, merge
+from cluster.probing.verdict import Verdict, merge
 
 MAX_LINES = 1000  # of one node's file; half of them go when it is full
 _TAIL_BYTES = 256 * 1024  # where the last entry is looked for
@@ -56,10 +56,10 @@ def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
 
 
-def judge(before: CheckRecord | None, now: CheckRecord, checks: Mapping[str, AnyCheck]) -> CheckResult:
+def judge(before: CheckRecord | None, now: CheckRecord, checks: Mapping[str, AnyCheck]) -> Verdict:
     """A verdict on the growth since the last entry, by the `rise` of each check."""
     if before is None:
-        return CheckResult(level="ok", summary="first check of this node, so nothing to compare with")
+        return Verdict(level="ok", summary="first check of this node, so nothing to compare with")
     verdicts = []
     hours = _hours(before.time, now.time)
     for name, counters in now.counters.items():
@@ -72,14 +72,14 @@ def judge(before: CheckRecord | None, now: CheckRecord, checks: Mapping[str, Any
         if rise and grown:
             listed = ", ".join(f"{counter} by {growth}" for counter, growth in sorted(grown.items()))
             verdicts.append(
-                CheckResult(
+                Verdict(
                     level=rise.level,
                     summary=f"rose since {before.time}: {listed}; {rise.meaning}",
                     action=rise.action,
                     facts={name: grown},
                 )
             )
-    return merge(verdicts) if verdicts else CheckResult(level="ok", summary=f"no counter rose since {before.time}")
+    return merge(verdicts) if verdicts else Verdict(level="ok", summary=f"no counter rose since {before.time}")
 
 
 def _hours(before: str, now: str) -> float:
@@ -90,7 +90,7 @@ def _hours(before: str, now: str) -> float:
         return 0.0
 
 
-class History:
+class HealthHistory:
     """The files of a folder. Raises OSError where the folder cannot be used."""
 
     def __init__(self, folder: Path) -> None:

@@ -15,8 +15,8 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing import clock
-from cluster.probing.check_result import Action, CheckResult, Level, strongest_action, worst_level
 from cluster.probing.probe import Output, Probe, parse_outputs, parse_times, render_script
+from cluster.probing.verdict import Action, Level, Verdict, strongest_action, worst_level
 from cluster.profiles import Board, Profile, find, load_profiles
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Unreachable
@@ -31,7 +31,7 @@ class NodeReport:
     """All findings about one node."""
 
     host: Host
-    verdicts: Mapping[str, CheckResult]  # by check; reachability always, the others only when the node answered
+    verdicts: Mapping[str, Verdict]  # by check; reachability always, the others only when the node answered
     seconds: float
     site: str = ""  # the name of the site it was judged by; empty for a machine without one
 
@@ -60,7 +60,7 @@ class NodeReport:
         """True when work may be placed here: it answered, nothing failed or stayed unknown, and it is not busy."""
         return self.level in ("ok", "warn") and not self.busy
 
-    def also(self, name: str, verdict: CheckResult) -> NodeReport:
+    def also(self, name: str, verdict: Verdict) -> NodeReport:
         """The same report with one more verdict."""
         return replace(self, verdicts={**self.verdicts, name: verdict})
 
@@ -116,13 +116,13 @@ def check_node(
     begun, ended = parse_times(completed.stdout, mark)
     reading = clock.ClockReading(sent=sent, begun=begun, ended=ended, received=received)
     verdicts = {
-        REACHABILITY: CheckResult(
+        REACHABILITY: Verdict(
             level="ok", summary="this machine" if host.is_local else f"connected in {connected_seconds:.2f} s"
         ),
         CLOCK: clock.judge(reading),
     }
 
-    def verdict(name: str, check: AnyCheck, board: Board) -> CheckResult:
+    def verdict(name: str, check: AnyCheck, board: Board) -> Verdict:
         probe = probes[name]
         return conclude(check, probe, outputs.get(carriers[probe]), complaint, site, board)
 
@@ -144,7 +144,7 @@ def _carriers(probes: Mapping[str, Probe]) -> dict[Probe, str]:
     return carriers
 
 
-def _board(found: CheckResult, site: Site, profiles: Mapping[str, Profile]) -> Board:
+def _board(found: Verdict, site: Site, profiles: Mapping[str, Profile]) -> Board:
     """The GPUs that answered; when none did, those the site expects, so that their thresholds still hold."""
     models = found.facts.get("models")
     if isinstance(models, dict) and models:
@@ -156,5 +156,5 @@ def _board(found: CheckResult, site: Site, profiles: Mapping[str, Profile]) -> B
 
 
 def _unreachable(node: Node, summary: str, seconds: float) -> NodeReport:
-    verdict = CheckResult(level="unknown", summary=summary, action="monitor")
+    verdict = Verdict(level="unknown", summary=summary, action="monitor")
     return NodeReport(host=node.host, verdicts={REACHABILITY: verdict}, seconds=seconds, site=_site_name(node.site))

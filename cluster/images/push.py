@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cluster.files.errors import UsageError
-from cluster.images.archive import Archive, save
-from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
+from cluster.images.archive import ImageArchive, save
+from cluster.images.delivery import DeliveryResult, DeliveryTarget, Watch, collect, deliver, deposit, look, withdraw
 from cluster.images.engine import Engine, Image, ImageFailed, Key
 from cluster.inventory.nodes import Node
 from cluster.transport.fleet import on_each
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class PushOutcome:
     """The result of a push on one node."""
 
     node: str
@@ -54,12 +54,12 @@ class Delivery:
     on_saved: Callable[[str, int], None]  # image and bytes written so far
 
 
-def push(targets: Sequence[Target], images: Mapping[Key, Image], delivery: Delivery) -> list[Outcome]:
+def push(targets: Sequence[DeliveryTarget], images: Mapping[Key, Image], delivery: Delivery) -> list[PushOutcome]:
     """Deliver to each target its image, which `images` holds as it is here; outcomes in the targets' order.
 
     A failure of one node is its own outcome; an image that cannot be saved here fails on all nodes it is for.
     """
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PushOutcome] = {}
     for target, found in _asked(targets, delivery, partial(_look, delivery=delivery)):
         if isinstance(found, _Refusal):
             outcomes[target.name] = _outcome(target, "failed", found.reason)
@@ -84,16 +84,18 @@ def push(targets: Sequence[Target], images: Mapping[Key, Image], delivery: Deliv
     return [outcomes[target.name] for target in targets]
 
 
-def _look(target: Target, delivery: Delivery) -> Image | None:
+def _look(target: DeliveryTarget, delivery: Delivery) -> Image | None:
     return look(target, delivery.connect, delivery.seconds, delivery.watch)
 
 
-def _by_shared_folder(targets: Sequence[Target], archive: Archive, delivery: Delivery) -> list[Outcome]:
+def _by_shared_folder(
+    targets: Sequence[DeliveryTarget], archive: ImageArchive, delivery: Delivery
+) -> list[PushOutcome]:
     """One copy for each folder, written through the first node that can; then all nodes load it."""
-    outcomes: list[Outcome] = []
+    outcomes: list[PushOutcome] = []
     for folder in dict.fromkeys(target.folder for target in targets):
         those = [target for target in targets if target.folder == folder]
-        refusals: dict[str, Outcome] = {}
+        refusals: dict[str, PushOutcome] = {}
         for writer in those:
             try:
                 sent = deposit(writer, archive, delivery.connect, delivery.seconds, delivery.watch)
@@ -113,14 +115,14 @@ def _by_shared_folder(targets: Sequence[Target], archive: Archive, delivery: Del
 
 
 def _bring(
-    targets: Sequence[Target],
-    archive: Archive,
+    targets: Sequence[DeliveryTarget],
+    archive: ImageArchive,
     delivery: Delivery,
-    bring: Callable[[Target, Archive, Connect, float, Watch], Delivered],
-) -> list[Outcome]:
+    bring: Callable[[DeliveryTarget, ImageArchive, Connect, float, Watch], DeliveryResult],
+) -> list[PushOutcome]:
     """All of them side by side."""
 
-    def timed(target: Target) -> tuple[Delivered, float]:
+    def timed(target: DeliveryTarget) -> tuple[DeliveryResult, float]:
         began = time.monotonic()
         done = bring(target, archive, delivery.connect, delivery.seconds, delivery.watch)
         return done, time.monotonic() - began
@@ -139,11 +141,11 @@ def _bring(
 
 
 def _asked(
-    targets: Sequence[Target], delivery: Delivery, work: Callable[[Target], Answer]
-) -> Iterator[tuple[Target, Answer | _Refusal]]:
+    targets: Sequence[DeliveryTarget], delivery: Delivery, work: Callable[[DeliveryTarget], Answer]
+) -> Iterator[tuple[DeliveryTarget, Answer | _Refusal]]:
     """As `on_each`, where a node that fails is an answer too."""
 
-    def guarded(target: Target) -> Answer | _Refusal:
+    def guarded(target: DeliveryTarget) -> Answer | _Refusal:
         try:
             return work(target)
         except ImageFailed as error:
@@ -161,14 +163,14 @@ def _has(found: Image, here: Image) -> str:
 
 
 def _outcome(
-    target: Target,
+    target: DeliveryTarget,
     state: Literal["present", "loaded", "failed"],
     finding: str,
     *,
     sent_bytes: int = 0,
     seconds: float = 0.0,
-) -> Outcome:
-    return Outcome(
+) -> PushOutcome:
+    return PushOutcome(
         node=target.name, image=target.image, state=state, finding=finding, sent_bytes=sent_bytes, seconds=seconds
     )
 
@@ -178,13 +180,13 @@ SHARED_FOLDER = "burst-images"  # below the first writable folder of the site's 
 
 def targets_of(
     nodes: Sequence[Node], *, image: str | None, engine: Engine | None, folder: str | None, shared: bool
-) -> list[Target]:
+) -> list[DeliveryTarget]:
     """One target per node: `image` and `engine`, or its site's; `folder`, or the one that its site shares.
 
     Raises UsageError for a node that has neither.
     """
     return [
-        Target(
+        DeliveryTarget(
             name=node.name,
             host=node.host,
             image=tagged(image or _site_image(node)),
@@ -195,7 +197,7 @@ def targets_of(
     ]
 
 
-def check_ids(nodes: Sequence[Node], targets: Sequence[Target], images: Mapping[Key, Image]) -> None:
+def check_ids(nodes: Sequence[Node], targets: Sequence[DeliveryTarget], images: Mapping[Key, Image]) -> None:
     """Raises UsageError when a site names another id for an image than the one here has."""
     for node, target in zip(nodes, targets, strict=True):
         container = node.site.container

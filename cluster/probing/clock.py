@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.probing.check_result import CheckResult
+from cluster.probing.verdict import Verdict
 
 WARN_SECONDS = 1.0  # this project's judgement: logs of several nodes can no longer be put in order
 
@@ -37,16 +37,14 @@ class ClockReading:
         return max(0.0, ((self.begun - self.sent) - (self.ended - self.received)) / 2)
 
 
-def judge(reading: ClockReading) -> CheckResult:
+def judge(reading: ClockReading) -> Verdict:
     """Warns when the node is certainly more than a second ahead or behind."""
     if reading.begun is None or reading.ended is None:
-        return CheckResult(
-            level="unknown", summary="the node did not print its time; its date command may be no GNU date"
-        )
+        return Verdict(level="unknown", summary="the node did not print its time; its date command may be no GNU date")
     offset, uncertainty = reading.offset_seconds, reading.uncertainty_seconds
     facts = {"offset_seconds": round(offset, 3), "uncertainty_seconds": round(uncertainty, 3)}
     if abs(offset) - uncertainty > WARN_SECONDS:
         side = "ahead of" if offset > 0 else "behind"
         summary = f"{abs(offset):.1f} s {side} this machine; let chrony or ntpd set both clocks"
-        return CheckResult(level="warn", summary=summary, action="monitor", facts=facts)
-    return CheckResult(level="ok", summary=f"within {max(abs(offset), uncertainty):.2f} s of this machine", facts=facts)
+        return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
+    return Verdict(level="ok", summary=f"within {max(abs(offset), uncertainty):.2f} s of this machine", facts=facts)

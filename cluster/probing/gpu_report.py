@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from cluster.files.errors import counted
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult, merge
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict, merge
 
 # Top-level entries of a GPU that some check reads; the rest of some 300 lines per GPU stays on the node.
 _SECTIONS = (
@@ -95,8 +95,8 @@ def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
 
 
 def judge_each(
-    output: Output, site: Site, findings: Callable[[GpuReport], Sequence[CheckResult]], healthy: str, unit: str = "GPU"
-) -> CheckResult:
+    output: Output, site: Site, findings: Callable[[GpuReport], Sequence[Verdict]], healthy: str, unit: str = "GPU"
+) -> Verdict:
     """All GPUs of a report judged one by one; `findings` returns nothing for a healthy one.
 
     Sentences about a GPU begin with its index; `healthy` is the summary when there are none, with {gpus} for how many
@@ -107,11 +107,9 @@ def judge_each(
         return blocked
     _, reports = parse(output.text)
     if not reports:
-        return CheckResult(
-            level="unknown", summary=f"nvidia-smi -q lists no GPU ({output.first_line}); run it on the node"
-        )
+        return Verdict(level="unknown", summary=f"nvidia-smi -q lists no GPU ({output.first_line}); run it on the node")
     verdicts = [
-        CheckResult(
+        Verdict(
             level=found.level,
             summary=f"{unit} {report.index} {found.summary}",
             action=found.action,
@@ -120,7 +118,5 @@ def judge_each(
         for found in findings(report)
     ]
     return (
-        merge(verdicts)
-        if verdicts
-        else CheckResult(level="ok", summary=healthy.format(gpus=counted(len(reports), "GPU")))
+        merge(verdicts) if verdicts else Verdict(level="ok", summary=healthy.format(gpus=counted(len(reports), "GPU")))
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict
 
 # The lines that checks look for. The last 500 lines of each kind are read, so that no kind can push out another.
 _KINDS = (
@@ -56,7 +56,7 @@ class KernelLog:
         return [match for at, line in self.lines if at >= begin and (match := pattern.search(line))]
 
 
-def read(output: Output, what: str, *, warns: bool = False) -> KernelLog | CheckResult:
+def read(output: Output, what: str, *, warns: bool = False) -> KernelLog | Verdict:
     """The log, or the verdict of a check where it cannot be read; `what` names the events that the check looks for.
 
     Several checks read this log. Where this user may not read it, only the check with `warns` warns: one cause, one
@@ -67,12 +67,10 @@ def read(output: Output, what: str, *, warns: bool = False) -> KernelLog | Check
     if any(line.startswith("denied ") for line in lines):
         summary = f"this user may not read the kernel log, so {what} stay unseen; add the user to the group adm"
         return (
-            CheckResult(level="warn", summary=summary, action="monitor")
-            if warns
-            else CheckResult(level="ok", summary=summary)
+            Verdict(level="warn", summary=summary, action="monitor") if warns else Verdict(level="ok", summary=summary)
         )
     if uptime is None or not any(line.startswith("source ") for line in lines):
-        return CheckResult(level="unknown", summary=f"the kernel log cannot be read ({output.first_line})")
+        return Verdict(level="unknown", summary=f"the kernel log cannot be read ({output.first_line})")
     return KernelLog(
         uptime=float(uptime),
         lines=tuple((float(match[1]), line) for line in lines if (match := _STAMP.match(line))),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.inventory.site import Site
-from cluster.probing.check_result import Action, CheckResult
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Action, Verdict
 
 ABSENT = 127  # the shell's status for a program it cannot find
 NO_DEVICES = 6
@@ -63,12 +63,12 @@ def has_no_gpu(output: Output) -> bool:
     return output.exit_status == ABSENT or output.exit_status == NO_DEVICES or "No devices were found" in output.text
 
 
-def trouble(output: Output) -> CheckResult | None:
+def trouble(output: Output) -> Verdict | None:
     """The problem that exit status or messages report, or None."""
     status = output.exit_status
     if status in _EXITS:
         meaning, action = _EXITS[status]
-        return CheckResult(
+        return Verdict(
             level="unknown" if action == "none" else "fail",
             summary=f"nvidia-smi {meaning} (exit status {status}: {output.first_line})",
             action=action,
@@ -77,24 +77,24 @@ def trouble(output: Output) -> CheckResult | None:
         if message in output.text:
             line = next(line for line in output.text.splitlines() if message in line)
             found = Output(text=line).first_line
-            return CheckResult(level="fail", summary=f"nvidia-smi cannot read a GPU ({found})", action=action)
+            return Verdict(level="fail", summary=f"nvidia-smi cannot read a GPU ({found})", action=action)
     if status:
-        return CheckResult(
+        return Verdict(
             level="unknown",
             summary=f"nvidia-smi ended with status {status} ({output.first_line}); run it on the node",
         )
     return None
 
 
-def blocked(output: Output, site: Site) -> CheckResult | None:
+def blocked(output: Output, site: Site) -> Verdict | None:
     """The verdict of a check whose input nvidia-smi could not print; None when there is something to judge.
 
     The check `gpus` names the fault and its remedy; the other checks are unknown, so that one fault is one failure.
     """
     if has_no_gpu(output):
         if site.gpus.count:
-            return CheckResult(level="unknown", summary="nvidia-smi finds no GPU; see gpus")
-        return CheckResult(level="ok", summary="no GPU")
+            return Verdict(level="unknown", summary="nvidia-smi finds no GPU; see gpus")
+        return Verdict(level="ok", summary="no GPU")
     if trouble(output):
-        return CheckResult(level="unknown", summary=f"nvidia-smi has trouble ({output.first_line}); see gpus")
+        return Verdict(level="unknown", summary=f"nvidia-smi has trouble ({output.first_line}); see gpus")
     return None

@@ -40,7 +40,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeAccess:
+class Means:
     """The caller's part: how nodes are reached, checked and described, and how many ranks fit on one."""
 
     connect: Connect
@@ -57,12 +57,12 @@ class NodeAccess:
     pointless: Callable[[Sequence[Candidate]], str | None] = lambda candidates: None
 
 
-def candidates(inventory: Inventory, access: NodeAccess) -> list[Candidate]:
+def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
     """The nodes that `start_cluster` would start now, found in the same way; one sentence is printed for each other.
 
     Raises UsageError where it would refuse, and for nodes whose software is in a container that must run first.
     """
-    nodes = healthy(inventory, access)
+    nodes = healthy(inventory, means)
     if inside := next((node.name for node in nodes if uses_container(node.site)), None):
         raise UsageError(
             f"{inside} runs everything in a container, which cannot be read before it runs; "
@@ -70,23 +70,23 @@ def candidates(inventory: Inventory, access: NodeAccess) -> list[Candidate]:
         )
 
     def introduced(node: Node, toward: str) -> Introduction:
-        unstarted = intended(node, "", 0, access)
+        unstarted = intended(node, "", 0, means)
         interface = node.site.network.interface
-        with access.connect(node.host, access.seconds) as runner:
-            return introduce(runner, [unstarted.python], unstarted, interface, toward, access.describe, access.seconds)
+        with means.connect(node.host, means.seconds) as runner:
+            return introduce(runner, [unstarted.python], unstarted, interface, toward, means.describe, means.seconds)
 
-    met, left_out = meet(nodes, introduced, access)
+    met, left_out = meet(nodes, introduced, means)
     for name, why in left_out.items():
-        access.say(f"left out: {name}: {why}")
-    return as_candidates(nodes, met, access)
+        means.say(f"left out: {name}: {why}")
+    return as_candidates(nodes, met, means)
 
 
-def as_candidates(nodes: Sequence[Node], met: Mapping[str, Introduction], access: NodeAccess) -> list[Candidate]:
+def as_candidates(nodes: Sequence[Node], met: Mapping[str, Introduction], means: Means) -> list[Candidate]:
     """The nodes that were met, in the inventory's order."""
     return [
         Candidate(
             name=node.name,
-            ranks=access.ranks(node, json.loads(met[node.name].description)),
+            ranks=means.ranks(node, json.loads(met[node.name].description)),
             description=met[node.name].description,
         )
         for node in nodes
@@ -94,11 +94,11 @@ def as_candidates(nodes: Sequence[Node], met: Mapping[str, Introduction], access
     ]
 
 
-def healthy(inventory: Inventory, access: NodeAccess) -> list[Node]:
+def healthy(inventory: Inventory, means: Means) -> list[Node]:
     """Its usable nodes; one sentence is printed for each other one. Raises UsageError for none."""
-    unfit = access.unfit(inventory.nodes)
+    unfit = means.unfit(inventory.nodes)
     for sentence in (unfit[node.name] for node in inventory.nodes if node.name in unfit):
-        access.say(f"left out: {sentence}")
+        means.say(f"left out: {sentence}")
     nodes = [node for node in inventory.nodes if node.name not in unfit]
     if not nodes:
         raise UsageError(f"none of the {len(inventory.nodes)} nodes is usable; see burst check for each one's findings")
@@ -106,7 +106,7 @@ def healthy(inventory: Inventory, access: NodeAccess) -> list[Node]:
 
 
 def meet(
-    nodes: Sequence[Node], introduced: Callable[[Node, str], Introduction], access: NodeAccess
+    nodes: Sequence[Node], introduced: Callable[[Node, str], Introduction], means: Means
 ) -> tuple[dict[str, Introduction], dict[str, str]]:
     """Introductions of the nodes that can form a cluster, each with an address, in order; the first is its head. And
     the reason for each other node, which costs the others nothing: all are asked at once.
@@ -115,7 +115,7 @@ def meet(
     when no node, or this machine, can take part.
     """
     try:
-        own = own_versions(access.folder, access.describe, access.seconds)
+        own = own_versions(means.folder, means.describe, means.seconds)
     except NodeError as error:
         raise UsageError(str(error)) from error
     answers: dict[str, Introduction | str] = dict(
@@ -126,7 +126,7 @@ def meet(
     if met and all(difference(own, answer.versions) for answer in met.values()):
         raise UsageError(mismatch({THIS_MACHINE: own} | {name: answer.versions for name, answer in met.items()}))
     for node in nodes:
-        if node.name in met and (why := _unsuited(node, met[node.name], own, access)):
+        if node.name in met and (why := _unsuited(node, met[node.name], own, means)):
             left_out[node.name] = why
             del met[node.name]
     met, lost = _with_addresses([node for node in nodes if node.name in met], met, introduced)
@@ -136,12 +136,12 @@ def meet(
     return met, left_out
 
 
-def _unsuited(node: Node, met: Introduction, own: dict[str, str], access: NodeAccess) -> str:
+def _unsuited(node: Node, met: Introduction, own: dict[str, str], means: Means) -> str:
     """Why a node that has answered cannot take part; empty when it can."""
     if why := difference(own, met.versions):
         return why
     try:
-        access.ranks(node, json.loads(met.description))
+        means.ranks(node, json.loads(met.description))
     except ValueError as error:
         return str(error)
     return ""
@@ -193,7 +193,7 @@ def _listed(met: Introduction) -> str:
     return "interfaces: " + (", ".join(f"{name} {address}" for name, address in met.interfaces.items()) or "none")
 
 
-def intended(node: Node, session: str, number: int, access: NodeAccess) -> StartedNode:
+def intended(node: Node, session: str, number: int, means: Means) -> StartedNode:
     """The record of a node before anything is read from it."""
     base = node.site.ray.temp_dir or "/tmp"  # noqa: S108 - a new folder of mode 0700 is made in it
     directory = f"{base.rstrip('/')}/burst-ray-{session}-{number}"
@@ -210,7 +210,7 @@ def intended(node: Node, session: str, number: int, access: NodeAccess) -> Start
         mark=f"{session}/{number}",
         directory=directory,
         python=node.site.software.python or sys.executable,
-        folder=node.site.software.folder or str(access.folder),
+        folder=node.site.software.folder or str(means.folder),
         begun=False,
         container=uses_container(node.site),
         engine=node.site.container.engine,

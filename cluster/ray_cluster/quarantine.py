@@ -26,7 +26,7 @@ LOCK_FILE = ".quarantine.lock"  # held for milliseconds; that of the state direc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantinedNode:
+class Entry:
     """Why a node is out, and until when (seconds since the epoch)."""
 
     reason: str
@@ -42,7 +42,7 @@ class Quarantine:
         self._seconds = seconds
         self._lock = threading.Lock()  # of the lanes; `_alone` also keeps other programs out
 
-    def entries(self, now: float | None = None) -> Mapping[str, QuarantinedNode]:
+    def entries(self, now: float | None = None) -> Mapping[str, Entry]:
         """Nodes that are out now. Raises UsageError for a file that cannot be understood."""
         now = time.time() if now is None else now
         return {name: entry for name, entry in self._read().items() if entry.until > now}
@@ -51,7 +51,7 @@ class Quarantine:
         """Take a node out; one that is out already stays so for longer."""
         now = time.time() if now is None else now
         with self._alone():
-            self._write({**self.entries(now), name: QuarantinedNode(reason=reason, until=now + self._seconds)})
+            self._write({**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)})
 
     def release(self, *names: str) -> list[str]:
         """Let nodes in again; returns those that were out."""
@@ -75,16 +75,15 @@ class Quarantine:
                 try_lock(lock, wait=True)
             yield
 
-    def _write(self, entries: Mapping[str, QuarantinedNode]) -> None:
+    def _write(self, entries: Mapping[str, Entry]) -> None:
         plain = {name: asdict(entry) for name, entry in entries.items()}
         write_private(self._path, json.dumps(plain, indent=1) + "\n")
 
-    def _read(self) -> dict[str, QuarantinedNode]:
+    def _read(self) -> dict[str, Entry]:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             entries = {
-                name: QuarantinedNode(reason=str(entry["reason"]), until=float(entry["until"]))
-                for name, entry in found.items()
+                name: Entry(reason=str(entry["reason"]), until=float(entry["until"])) for name, entry in found.items()
             }
         except FileNotFoundError:
             return {}

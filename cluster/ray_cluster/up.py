@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import NodeAccess, as_candidates, healthy, intended, meet
+from cluster.ray_cluster.candidates import Means, as_candidates, healthy, intended, meet
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import end_cluster, end_node, run_engine
 from cluster.ray_cluster.introduction import HEAD_PORTS, Introduction, introduce
@@ -27,9 +27,7 @@ ANSWER_SECONDS = 30.0  # beyond Ray's own deadline: to start the interpreter, an
 MAX_HEADS = 3  # tried one after another; where so many fail, the site or the network is at fault
 
 
-def start_cluster(
-    inventory: Inventory, states: StateDirectory, access: NodeAccess, *, of_run: bool = False
-) -> ClusterState:
+def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, the first of them as head; `of_run` for one run alone.
 
     Ends what is left of an earlier cluster that `down` did not reach whole. Ends everything it started and raises
@@ -39,7 +37,7 @@ def start_cluster(
     with states.held("start a cluster"):
         old = states.load()
         if old is not None and old.ending:
-            if problems := end_cluster(states, old, access.connect, access.seconds):
+            if problems := end_cluster(states, old, means.connect, means.seconds):
                 raise UsageError(
                     f"the cluster in {states.path} was ended except on {', '.join(problems)}; "
                     "repeat burst cluster down, or give it --forget if they are gone"
@@ -51,32 +49,32 @@ def start_cluster(
                 f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); "
                 "`burst cluster down` ends it"
             )
-        return _started(inventory, states, access, of_run)
+        return _started(inventory, states, means, of_run)
 
 
-def _started(inventory: Inventory, states: StateDirectory, access: NodeAccess, of_run: bool) -> ClusterState:
-    nodes = healthy(inventory, access)
+def _started(inventory: Inventory, states: StateDirectory, means: Means, of_run: bool) -> ClusterState:
+    nodes = healthy(inventory, means)
     session = secrets.token_hex(4)
     state = ClusterState(
         session=session,
         inventory=inventory.name,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         created_by=f"{getpass.getuser()}@{socket.gethostname()}",
-        known_hosts=access.known_hosts,
+        known_hosts=means.known_hosts,
         head_port=nodes[0].site.ray.head_port,
         complete=False,
         versions="",
         of_run=of_run,
-        nodes=tuple(intended(node, session, number, access) for number, node in enumerate(nodes)),
+        nodes=tuple(intended(node, session, number, means) for number, node in enumerate(nodes)),
     )
     states.save_token(secrets.token_hex(32))
     states.save(state)
     try:
-        return _Start(states, state, nodes, access).run()
+        return _Start(states, state, nodes, means).run()
     except BaseException as error:  # Ctrl-C as well: nothing half started stays
-        problems = end_cluster(states, states.load() or state, access.connect, access.seconds)
+        problems = end_cluster(states, states.load() or state, means.connect, means.seconds)
         for name, sentence in problems.items():
-            access.say(f"{name} may still run its part of the cluster ({sentence}); `burst cluster down` tries again")
+            means.say(f"{name} may still run its part of the cluster ({sentence}); `burst cluster down` tries again")
         if isinstance(error, NodeError | Unreachable):
             raise UsageError(str(error)) from error
         raise
@@ -85,11 +83,11 @@ def _started(inventory: Inventory, states: StateDirectory, access: NodeAccess, o
 class _Start:
     """One attempt; `state` is saved after every step of it. A node that fails a step is left out, the others go on."""
 
-    def __init__(self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], access: NodeAccess) -> None:
+    def __init__(self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], means: Means) -> None:
         self.states = states
         self.state = state
         self.nodes = {node.name: node for node in nodes}
-        self.access = access
+        self.means = means
         self.token = states.token()
         self.left_out: dict[str, str] = {}  # by name: why
         self._lock = threading.Lock()
@@ -109,8 +107,8 @@ class _Start:
             return
         command = run_command(site.container, mark=node.mark, name=f"burst-ray-{node.mark.replace('/', '-')}")
         self._learn(node, begun=True)
-        with self.access.connect(node.host, self.access.seconds) as runner:
-            done = run_engine(runner, command, self.access.seconds)
+        with self.means.connect(node.host, self.means.seconds) as runner:
+            done = run_engine(runner, command, self.means.seconds)
         self._learn(node, container_id=done.stdout.strip())
 
     def _meet(self) -> dict[str, Introduction]:
@@ -118,10 +116,10 @@ class _Start:
         present = [node for node in self.state.nodes if node.name not in self.left_out]
         if not present:
             raise NodeError(self._reasons())
-        met, left_out = meet([self.nodes[node.name] for node in present], self._introduced, self.access)
+        met, left_out = meet([self.nodes[node.name] for node in present], self._introduced, self.means)
         self._leave_out(left_out)
-        chosen = as_candidates([self.nodes[node.name] for node in present], met, self.access)
-        if why := self.access.pointless(chosen):
+        chosen = as_candidates([self.nodes[node.name] for node in present], met, self.means)
+        if why := self.means.pointless(chosen):
             raise UsageError(why)
         for one in chosen:
             found = met[one.name]
@@ -136,10 +134,10 @@ class _Start:
 
     def _introduced(self, node: Node, toward: str) -> Introduction:
         record = self._record(node.name)
-        with self.access.connect(node.host, self.access.seconds) as runner:
+        with self.means.connect(node.host, self.means.seconds) as runner:
             python = interpreter(record)
             interface = node.site.network.interface
-            return introduce(runner, python, record, interface, toward, self.access.describe, self.access.seconds)
+            return introduce(runner, python, record, interface, toward, self.means.describe, self.means.seconds)
 
     def _start_head(self, met: Mapping[str, Introduction]) -> Mapping[str, Any]:
         """Start the first node that can be the head; returns its ports. Raises NodeError when MAX_HEADS could not."""
@@ -167,13 +165,13 @@ class _Start:
         else:
             command = worker_command(node.python, ray, **common, head=self.state.head_address)
         self._learn(node, begun=True)
-        with self.access.connect(node.host, self.access.seconds) as runner:
+        with self.means.connect(node.host, self.means.seconds) as runner:
             try:
                 answer = ask(
                     runner,
                     interpreter(known),
                     "start",
-                    seconds=ray.ready_seconds + min(self.access.seconds, ANSWER_SECONDS),
+                    seconds=ray.ready_seconds + min(self.means.seconds, ANSWER_SECONDS),
                     mark=node.mark,
                     directory=node.directory,
                     token=self.token,
@@ -199,7 +197,7 @@ class _Start:
         """Go on without these nodes. One that may still run something stays in the record, for `down`, as the last."""
         self.left_out |= failed
         for name, sentence in failed.items():
-            self.access.say(f"left out: {name}: {sentence}")
+            self.means.say(f"left out: {name}: {sentence}")
         records = [self._record(name) for name in failed]
         ended = on_all(records, self._end)
         kept = [self._record(node.name) for node, answer in zip(records, ended, strict=True) if isinstance(answer, str)]
@@ -208,7 +206,7 @@ class _Start:
             self._save(dataclasses.replace(self.state, nodes=(*others, *kept)))
 
     def _end(self, node: StartedNode) -> int:
-        return end_node(node, self.access.connect, self.access.seconds) if node.begun else 0
+        return end_node(node, self.means.connect, self.means.seconds) if node.begun else 0
 
     def _reasons(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self.left_out.items())

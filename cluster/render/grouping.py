@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.health.nodes import NodeReport
 from cluster.inventory.ranges import fold
-from cluster.probing.check_result import LEVELS, CheckResult, worst_level
+from cluster.probing.verdict import LEVELS, Verdict, worst_level
 
 _NAMED = 4  # nodes whose names no range can express
 
@@ -20,7 +20,7 @@ class Selection:
     checks: frozenset[str] = frozenset()  # empty: all
     only_faults: bool = False
 
-    def verdicts(self, report: NodeReport) -> list[tuple[str, CheckResult]]:
+    def verdicts(self, report: NodeReport) -> list[tuple[str, Verdict]]:
         """The verdicts of a node that are shown, the worst first."""
         if self.nodes and report.host.name not in self.nodes:
             return []
@@ -34,7 +34,7 @@ class Selection:
         """True for a node of which at least the name is shown."""
         return bool(self.verdicts(report)) or not (self.only_faults or self.nodes)
 
-    def shown(self, reports: Iterable[NodeReport]) -> list[tuple[NodeReport, list[tuple[str, CheckResult]]]]:
+    def shown(self, reports: Iterable[NodeReport]) -> list[tuple[NodeReport, list[tuple[str, Verdict]]]]:
         """Nodes of which something is shown, those with the worst first, and what is shown of each."""
         found = [(report, verdicts) for report in reports if (verdicts := self.verdicts(report))]
         return sorted(found, key=lambda one: -LEVELS.index(worst_level(verdict.level for _, verdict in one[1])))
@@ -48,7 +48,7 @@ class NodeGroup:
     """Nodes with the same faults, or with the same GPUs and no fault shown here."""
 
     nodes: tuple[str, ...]
-    rows: tuple[tuple[str, CheckResult], ...]  # name of a check, or number of checks, and the verdict
+    rows: tuple[tuple[str, Verdict], ...]  # name of a check, or number of checks, and the verdict
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class NodeGroup:
 
 def faults(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[NodeGroup]:
     """Everything that is not ok, the worst first; nodes with exactly the same faults stand together."""
-    groups: dict[tuple[tuple[str, str, str, str], ...], tuple[list[str], list[tuple[str, CheckResult]]]] = {}
+    groups: dict[tuple[tuple[str, str, str, str], ...], tuple[list[str], list[tuple[str, Verdict]]]] = {}
     for report, verdicts in selection.shown(reports):
         bad = [(name, verdict) for name, verdict in verdicts if verdict.level != "ok"]
         if bad:
@@ -84,11 +84,11 @@ def well(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> li
     for words, found in counts.items():
         least, most = min(found.values()), max(found.values())
         checks = f"{least if least == most else f'{least}-{most}'} check{'s' if most > 1 else ''}"
-        groups.append(NodeGroup(nodes=tuple(found), rows=((checks, CheckResult(level="ok", summary=words)),)))
+        groups.append(NodeGroup(nodes=tuple(found), rows=((checks, Verdict(level="ok", summary=words)),)))
     return groups
 
 
-def worst_first(report: NodeReport) -> list[tuple[str, CheckResult]]:
+def worst_first(report: NodeReport) -> list[tuple[str, Verdict]]:
     """The verdicts of a node by how serious they are; equal ones stay in their order."""
     return sorted(report.verdicts.items(), key=lambda item: -LEVELS.index(item[1].level))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.health.nodes import NodeReport
 from cluster.inventory.nodes import Node
-from cluster.probing.check_result import Level
+from cluster.probing.verdict import Level
 from cluster.render.text import headline
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 
 from cluster.files.errors import counted
 from cluster.health.nodes import NodeReport
-from cluster.probing.check_result import LEVELS, Level, worst_level
 from cluster.probing.probe import printable
+from cluster.probing.verdict import LEVELS, Level, worst_level
 from cluster.render.grouping import EVERYTHING, NodeGroup, Selection, faults, of_sites, well, worst_first
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")

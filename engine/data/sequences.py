@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.data.store import Header, TokenStore
+    from engine.data.store import StoreHeader, TokenStore
 
 
 class Sequences(ABC):
@@ -63,7 +63,7 @@ class TokenSpan:
         return max(0, self.stop - self.start - 1) // seq_len
 
 
-def spans(header: Header, *, built: bool) -> tuple[TokenSpan, TokenSpan]:
+def spans(header: StoreHeader, *, built: bool) -> tuple[TokenSpan, TokenSpan]:
     """(training, validation) of the tokens of a store. One that `burst data` built has the split chosen
     there, which may hold out nothing; of a text read without a store of its own the last 1% is held out."""
     edge = header.count - (header.validation if built else int(header.count * VALIDATION))

@@ -1,7 +1,7 @@
 """A token store: one memory-mapped file of token ids, and a header with their origin.
 
 DIR/tokens.bin    one unsigned integer per token: uint8, uint16 or uint32, little-endian
-DIR/header.json   `Header`
+DIR/header.json   `StoreHeader`
 
 A store is written aside, flushed and renamed, so that it appears whole or not at all. A text without a store of its own
 gets one on first use, of bytes as tokens, in <cache>/tokens/<name>; ranks that build one at the same time build equal
@@ -49,7 +49,7 @@ class Document(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class StoreHeader:
     """Origin of a store's tokens. Defaults are those of byte stores written before a field existed."""
 
     origin: str  # names of the tokenized texts
@@ -110,10 +110,10 @@ def is_store(path: Path) -> bool:
     return os.path.isfile(path / HEADER_FILE)  # which no name is too long for
 
 
-def read_header(directory: Path) -> Header:
+def read_header(directory: Path) -> StoreHeader:
     """The header of a store. Raises ValueError."""
     try:
-        header = Header(**cast(dict[str, Any], read_json(directory / HEADER_FILE)))
+        header = StoreHeader(**cast(dict[str, Any], read_json(directory / HEADER_FILE)))
         np.dtype(header.dtype)
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(directory, error) from error
@@ -124,7 +124,7 @@ def _unreadable(directory: Path, error: Exception) -> ValueError:
     return ValueError(f"token store {directory} cannot be read ({error}); {_NEXT_STEP}")
 
 
-def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0) -> Header:
+def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0) -> StoreHeader:
     """Tokenize texts, each one document, into a new store at `directory`.
 
     Args:
@@ -156,7 +156,7 @@ def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, v
                 f"{validation:g} of {count} tokens is less than one token; "
                 "give `burst data` a larger --validation, or 0"
             )
-        header = Header(
+        header = StoreHeader(
             origin=", ".join(document["name"] for document in documents),
             python=platform.python_version(),
             sha256=digest.hexdigest(),

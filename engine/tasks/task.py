@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.algorithms.saved import AttentionFn, SavedOutput
-from engine.attention.comm_volume import Sent
+from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
-from engine.memory.gpu_state import Gpu, read_gpu
+from engine.memory.gpu_state import GpuReading, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
@@ -93,7 +93,7 @@ class RefusingAttention:
         """The value of every `auto`; empty before the first call."""
         return self._attend.resolved()
 
-    def computed_sent(self) -> Sent | None:
+    def computed_sent(self) -> SentBytes | None:
         """Bytes this rank sends in one forward and backward, from methods that compute them beforehand; else None."""
         compute = getattr(self._attend, "computed_sent", None)
         return compute() if compute else None
@@ -114,16 +114,16 @@ def progress_to(trial_dir: Path) -> OnProgress:
     return append
 
 
-def read_gpus(world: World) -> list[Gpu]:
+def read_gpus(world: World) -> list[GpuReading]:
     """Every rank's GPU as it is now, in rank order; empty on CPUs. Collective. For use outside of timed steps."""
-    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, Gpu)]
+    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, GpuReading)]
 
 
 def measured(
     world: World,
     cp: ContextParallel,
-    before: Sequence[Gpu],
-    after: Sequence[Gpu],
+    before: Sequence[GpuReading],
+    after: Sequence[GpuReading],
     figures: Measurement,
     *,
     captured_bytes: int = 0,

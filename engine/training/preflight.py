@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.data import is_built, open_tokens
 from engine.data.sequences import TokenSpan, spans
-from engine.data.store import Header, TokenStore
+from engine.data.store import StoreHeader, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason
 from engine.training.config import Order, TrainingConfig
@@ -72,7 +72,7 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenS
     return store, training, held_out
 
 
-def check_weights(config: TrainingConfig, header: Header) -> None:
+def check_weights(config: TrainingConfig, header: StoreHeader) -> None:
     """Raises ValueError when `init_from` is no whole model, one of another shape, or one of another tokenizer."""
     from engine.hf import hugging_face_shape
 
@@ -100,7 +100,7 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
     )
 
 
-def facts_of(order: Order, header: Header, held_out: TokenSpan) -> dict[str, object]:
+def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str, object]:
     """Facts that a run must share with the checkpoint it resumes from.
 
     Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands

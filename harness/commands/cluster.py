@@ -14,13 +14,13 @@ from harness.base.errors import UsageError
 from harness.commands import add_state_argument, state_directory
 
 if TYPE_CHECKING:
-    from cluster.ray_cluster.quarantine import QuarantinedNode
+    from cluster.ray_cluster.quarantine import Entry
     from cluster.ray_cluster.state import ClusterState, StateDirectory
 
 ALL_WELL, NOT_ALL = 0, 1
 
 
-class Cluster:
+class ClusterCommand:
     help = "start Ray on an inventory's healthy nodes over SSH, look at it, end it"
     forwards = False
 
@@ -129,7 +129,7 @@ def _release(patterns: Sequence[str], states: StateDirectory) -> int:
     return ALL_WELL
 
 
-def _minutes(entry: QuarantinedNode) -> str:
+def _minutes(entry: Entry) -> str:
     return f"{max(1, round((entry.until - time.time()) / 60))} min"
 
 
@@ -169,4 +169,4 @@ def _say(sentence: str) -> None:
     print(shown(sentence), file=sys.stderr, flush=True)
 
 
-COMMAND = Cluster()
+COMMAND = ClusterCommand()

@@ -13,13 +13,13 @@ from harness.commands import parse_tolerance
 
 if TYPE_CHECKING:
     from harness.compare.pairs import Comparison
-    from harness.compare.sources import Member
+    from harness.compare.sources import ComparedRecord
 
 FORMATS = "md,csv,tex"
 REGRESSED = 1
 
 
-class Compare:
+class CompareCommand:
     help = (
         "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a worse or wrong one"
     )
@@ -107,7 +107,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     return found
 
 
-def _of_all(directories: list[Path]) -> list[Member]:
+def _of_all(directories: list[Path]) -> list[ComparedRecord]:
     from harness.compare.sources import of_directory
     from harness.records.stored import resolved
 
@@ -115,7 +115,7 @@ def _of_all(directories: list[Path]) -> list[Member]:
     return [member for directory in unique for member in of_directory(directory)]
 
 
-def _of_method(members: list[Member], method: str) -> list[Member]:
+def _of_method(members: list[ComparedRecord], method: str) -> list[ComparedRecord]:
     found = [member for member in members if member.row["method"] == method]
     if not found:
         known = sorted({member.row["method"] for member in members})
@@ -135,4 +135,4 @@ def _formats(arguments: argparse.Namespace) -> list[str]:
     return formats
 
 
-COMMAND = Compare()
+COMMAND = CompareCommand()

@@ -14,7 +14,7 @@ from harness.base.writable import make_writable
 DTYPES = ("fp32", "bf16")
 
 
-class Export:
+class ExportCommand:
     help = "write the model of a training run as config.json and safetensors, which transformers loads"
     forwards = False
 
@@ -62,4 +62,4 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
     return path
 
 
-COMMAND = Export()
+COMMAND = ExportCommand()

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from cluster.images.engine import Engine, Key
-    from cluster.images.engine import Image as EngineImage
+    from cluster.images.engine import Engine, Image, Key
 
 ALL_WELL, NOT_ALL = 0, 1
 DEFAULT_TAG = "burst:latest"
@@ -27,7 +26,7 @@ CONTAINERS_CONF = (Path("/etc/containers/containers.conf"), Path("~/.config/cont
 _ENGINE_SECONDS = 60.0
 
 
-class Image:
+class ImageCommand:
     help = "build and try the container image, or send it to every node of an inventory"
     forwards = False
 
@@ -267,7 +266,7 @@ def _push(arguments: argparse.Namespace) -> int:
         folder=arguments.folder,
         shared=arguments.via == "shared",
     )
-    images: dict[Key, EngineImage] = {}
+    images: dict[Key, Image] = {}
     for engine in dict.fromkeys(target.engine for target in targets):
         found = _images_here(engine, [target.image for target in targets if target.engine == engine])
         images |= {(engine, name): image for name, image in found.items()}
@@ -300,7 +299,7 @@ def _push(arguments: argparse.Namespace) -> int:
     return NOT_ALL if failed else ALL_WELL
 
 
-def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = True) -> dict[str, EngineImage]:
+def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = True) -> dict[str, Image]:
     """The images of these names on this machine.
 
     Raises UsageError when the engine does not answer, and when it lacks one that must exist.
@@ -322,7 +321,7 @@ def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = Tru
     return images
 
 
-def _size(image: EngineImage) -> str:
+def _size(image: Image) -> str:
     return f"{image.size_bytes / 2**30:.1f} GiB"
 
 
@@ -331,4 +330,4 @@ def _check_name(name: str, option: str) -> None:
         raise UsageError(f"{option} is {name!r}; expected an image's name such as {DEFAULT_TAG}")
 
 
-COMMAND = Image()
+COMMAND = ImageCommand()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.plan.forecast import Cost
 
 
-class Plan:
+class PlanCommand:
     help = "print the trials of an experiment and why some cannot run; starts nothing"
     forwards = False
 
@@ -242,4 +242,4 @@ def _say(sentence: str) -> None:
     print(shown(sentence), file=sys.stderr, flush=True)
 
 
-COMMAND = Plan()
+COMMAND = PlanCommand()

@@ -17,15 +17,15 @@ from harness.commands.run import add_run_arguments
 
 if TYPE_CHECKING:
     from harness.report.tables.table import Table
-    from harness.reproduce.claims import Judged
+    from harness.reproduce.claims import JudgedClaim
     from harness.reproduce.comparison import FigureComparison
     from harness.reproduce.figures import PaperFigure
-    from harness.reproduce.measured import Run
+    from harness.reproduce.measured import MeasuredRun
 
 CLAIMS, AUDIT = "claims", "audit"
 
 
-class Reproduce:
+class ReproduceCommand:
     help = "the paper's figures and claims beside our records; run a figure again and draw it beside the published one"
     forwards = False
 
@@ -160,7 +160,7 @@ def _tables(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _all_figures(runs: Sequence[Run]) -> list[tuple[FigureComparison, str]]:
+def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, str]]:
     """Every figure with its numbers, and the words on what is predicted."""
     from harness.reproduce.comparison import beside
     from harness.reproduce.figures import paper_figures
@@ -173,13 +173,13 @@ def _all_figures(runs: Sequence[Run]) -> list[tuple[FigureComparison, str]]:
     return found
 
 
-def _say_bad(runs: Sequence[Run]) -> None:
+def _say_bad(runs: Sequence[MeasuredRun]) -> None:
     for run in runs:
         for bad in run.bad:
             print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)
 
 
-def _claim_text(claim: Judged) -> str:
+def _claim_text(claim: JudgedClaim) -> str:
     """A claim as lines of a terminal, which a table with whole sentences does not fit."""
     lines = [f"{claim.verdict}: {claim.claim} ({claim.said_in})", f"  {claim.why}"]
     return "\n".join([*lines, *(f"  {path}" for path in claim.records)]) + "\n"
@@ -231,4 +231,4 @@ def _print_table(table: Table) -> None:
         console.print(table.note, markup=False, highlight=False, soft_wrap=True)
 
 
-COMMAND = Reproduce()
+COMMAND = ReproduceCommand()

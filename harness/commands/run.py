@@ -28,7 +28,7 @@ CPU_SCALE = "smoke"  # the scale of an experiment that CPUs run in seconds
 PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
 
 
-class Run:
+class RunCommand:
     help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
     forwards = False
 
@@ -45,7 +45,7 @@ class Run:
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
-        from harness.run.attempt import Host
+        from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, stop_time
         from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
@@ -94,7 +94,7 @@ class Run:
                 say(note)
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
-            host = Host(
+            host = RunContext(
                 machine=machine,
                 launcher=launcher,
                 commit=code_commit,
@@ -223,4 +223,4 @@ def _count(text: str) -> int:
     return number
 
 
-COMMAND = Run()
+COMMAND = RunCommand()

@@ -30,7 +30,7 @@ _TRIAL_ID = re.compile(r"\w[\w.+-]{0,199}", re.ASCII)  # it may become the name 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
+class RunHeader:
     """The first line: the version of the format, and what describes the run besides its records."""
 
     burst_run: int
@@ -51,7 +51,7 @@ def is_packed(path: Path) -> bool:
         return False
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> RunHeader:
     """The header of a packed run. Raises UsageError that names file and line for a file without a proper one."""
     line = next(read_lines(path), b"")
     if not line.startswith(_BEGINNING):
@@ -66,7 +66,7 @@ def read_header(path: Path) -> Header:
         _refuse_repeated_keys(line)
         if data["burst_run"] != VERSION:
             raise ValueError(f"burst_run is {str(data['burst_run'])[:20]}; this version of burst reads {VERSION}")
-        header = from_json(Header, data)
+        header = from_json(RunHeader, data)
     except ValueError as error:
         raise UsageError(f"{path}:1: the header cannot be used ({error}); correct it, or pack the run again") from error
     return header
@@ -98,10 +98,10 @@ def trial_id_in(data: Any, before: str) -> str:
     return trial_id
 
 
-def packed(header: Header, records: Mapping[str, Any]) -> bytes:
+def packed(header: RunHeader, records: Mapping[str, Any]) -> bytes:
     """The file's content; `records` holds the JSON value of each record by its trial id. Raises ValueError for what no
     reader of the file would take."""
-    from_json(Header, to_json(header))
+    from_json(RunHeader, to_json(header))
     before = ""
     for trial_id in sorted(records):
         before = trial_id_in(records[trial_id], before)

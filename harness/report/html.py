@@ -40,7 +40,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class HtmlRow:
     """One row of a table; `record` is the address of the trial's record and `command` runs the trial again."""
 
     cells: Sequence[Cell]
@@ -50,14 +50,14 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class HtmlTable:
     """A table ready for the template: the first rows of `total`."""
 
     name: str
     title: str
     note: str
     columns: Sequence[Column]
-    lines: Sequence[Line]
+    lines: Sequence[HtmlRow]
     total: int
     csv: str  # address of the table's file, empty where there is none
 
@@ -86,20 +86,20 @@ class Addresses:
         return self.file(path) if path is not None and path.is_file() else ""
 
 
-def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> Grid:
+def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> HtmlTable:
     """The table as the page shows it; `csv` is the file with all its rows."""
     lines = []
     for index, (row, texts) in enumerate(zip(table.rows[:MAX_ROWS], table.texts(MAX_ROWS), strict=True)):
         trial = table.trials[index] if table.trials else None
         lines.append(
-            Line(
+            HtmlRow(
                 cells=[_cell(*each) for each in zip(row, texts, table.columns, strict=True)],
                 marked=index in table.marked,
                 record=addresses.record(trial) if trial else "",
                 command=command_of(trial) if trial else "",
             )
         )
-    return Grid(
+    return HtmlTable(
         name=table.name, title=table.title, note=table.note, columns=table.columns, lines=lines,
         total=len(table.rows), csv=addresses.file(csv) if csv else "",
     )  # fmt: skip

@@ -15,11 +15,11 @@ from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.intervals import Interval
 from harness.records.stored import runs_below, stored_run
-from harness.report.contests import Contest
-from harness.report.dots import Compared, Dots, ratio_dots
+from harness.report.dots import Dots, RatioRow, ratio_dots
 from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, counted, days_of, distinct, named_runs, read_runs, write_report_of
+from harness.report.rankings import SizeRanking
 from harness.report.tables.comparison import known_baseline
 from harness.report.variants import OWN_METHOD
 
@@ -41,7 +41,7 @@ class RunRow:
     commit: str = ""
     problem: str = ""
     said: Sequence[str] = ()  # what was to be told while the run was read
-    compared: Compared | None = None  # our speed over the fastest other method's, where both ran on GPUs
+    compared: RatioRow | None = None  # our speed over the fastest other method's, where both ran on GPUs
 
 
 def write_site(
@@ -144,20 +144,20 @@ def _entry(
         started=days_of(records),
         commit=distinct(record.commit[:10] for record in records),
         said=said,
-        compared=_against_others(headline.contests[:1], title, link),
+        compared=_against_others(headline.rankings[:1], title, link),
     )
 
 
-def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared | None:
+def _against_others(first: Sequence[SizeRanking], title: str, link: str) -> RatioRow | None:
     """Our ratio at the run's largest size at which other methods ran; None on emulated nodes, which are slower than the
     host without them."""
-    for contest in first:
-        subject, other = contest.subject, contest.other
-        found = contest.beside(other) if other else None
-        own = contest.of_methods and subject.method == OWN_METHOD
-        if own and other and found and contest.rows[0]["emulate_nodes"] == 1:
-            return Compared(
-                name=title, link=link, about=contest.place, ratio=found.ratio, verdict=found.text, other=other.short
+    for ranking in first:
+        subject, other = ranking.subject, ranking.other
+        found = ranking.beside(other) if other else None
+        own = ranking.of_methods and subject.method == OWN_METHOD
+        if own and other and found and ranking.rows[0]["emulate_nodes"] == 1:
+            return RatioRow(
+                name=title, link=link, about=ranking.place, ratio=found.ratio, verdict=found.text, other=other.short
             )
     return None
 

@@ -22,7 +22,7 @@ from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
 from harness.reproduce.checks import (
     CHECKS,
-    Claimed,
+    ClaimedNumber,
     Rows,
     factors_in_words,
     sheet_best,
@@ -52,17 +52,17 @@ class Claim:
     value: float | None = None  # where no row holds it
     setup: dict[str, Any] = field(default_factory=dict)  # the claimed one where no row holds it: model, gpus, seq_len
 
-    def claimed(self) -> Claimed:
+    def claimed(self) -> ClaimedNumber:
         """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
         if not self.row:
-            return Claimed(value=self.value, **self.setup)
+            return ClaimedNumber(value=self.value, **self.setup)
         rows = [row for row in published_rows() if row.experiment == "headline_claims"]
         row = only(rows, **self.row)
-        return Claimed(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
+        return ClaimedNumber(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class JudgedClaim:
     """A claim with what we say of it."""
 
     name: str
@@ -126,7 +126,7 @@ def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what
         raise UsageError(f"{node.place}: unknown {what} {name}; {nearest(name, known)}")
 
 
-def judged(rows: Rows) -> list[Judged]:
+def judged(rows: Rows) -> list[JudgedClaim]:
     """Every claim with its verdict, from records of ours with their files."""
     held = claims()
     found = []
@@ -138,7 +138,7 @@ def judged(rows: Rows) -> list[Judged]:
         if verdict in ("partly", "not") and (far := too_far(evidence, claimed, held.partly_within)):
             verdict, why = "not comparable", f"{why} {far}"
         found.append(
-            Judged(
+            JudgedClaim(
                 name=name,
                 claim=claim.claim.format(**numbers),
                 said_in=claim.said_in,
@@ -150,7 +150,7 @@ def judged(rows: Rows) -> list[Judged]:
     return found
 
 
-def claims_table(found: Sequence[Judged]) -> Table:
+def claims_table(found: Sequence[JudgedClaim]) -> Table:
     """A line for each claim."""
     return Table(
         name="claims",
@@ -170,7 +170,7 @@ def claims_table(found: Sequence[Judged]) -> Table:
     )  # fmt: skip
 
 
-def claims_lines(found: Sequence[Judged]) -> list[str]:
+def claims_lines(found: Sequence[JudgedClaim]) -> list[str]:
     """The same table for a page of docs/, as lines of Markdown: its evidence is links to published runs."""
     table = claims_table(found)
     linked = ((*row[:-1], _links(one.records) or None) for row, one in zip(table.rows, found, strict=True))

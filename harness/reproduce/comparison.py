@@ -20,7 +20,7 @@ from harness.reproduce.figure_points import (
     same_hardware,
 )
 from harness.reproduce.figures import PaperFigure
-from harness.reproduce.measured import Run, is_smoke, rows_for
+from harness.reproduce.measured import MeasuredRun, is_smoke, rows_for
 from harness.reproduce.published import ARTIFACT
 
 Verdict = Literal["reproduced", "partly", "not", "not comparable", "not run"]
@@ -56,7 +56,7 @@ class FigureComparison:
         ]  # fmt: skip
 
 
-def beside(figure: PaperFigure, runs: Sequence[Run], predicted: Sequence[FigurePoint] = ()) -> FigureComparison:
+def beside(figure: PaperFigure, runs: Sequence[MeasuredRun], predicted: Sequence[FigurePoint] = ()) -> FigureComparison:
     """The numbers of a figure that there are; `predicted` comes from a predictor."""
     rows = list(rows_for(figure, runs))
     points = [one for one in rows if not is_smoke(one[0])]

@@ -59,7 +59,7 @@ FORMULAS: Mapping[str, Callable[[Published], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Digits:
+class ComputedNumber:
     """A published number beside the computed one."""
 
     row: Published
@@ -78,12 +78,12 @@ class Digits:
         return Decimal(repr(self.computed)).quantize(Decimal(1).scaleb(min(0, exponent)))
 
 
-def digits_of(figure: PaperFigure) -> list[Digits]:
+def digits_of(figure: PaperFigure) -> list[ComputedNumber]:
     """Every published number of a computed figure beside ours; none of a figure that is measured."""
     if not figure.computed:
         return []
     formula = FORMULAS[figure.computed]
-    return [Digits(row=row, computed=formula(row)) for row in figure.rows() if row.value is not None]
+    return [ComputedNumber(row=row, computed=formula(row)) for row in figure.rows() if row.value is not None]
 
 
 def computed_entries(figure: PaperFigure) -> list[FigurePoint]:

@@ -14,7 +14,7 @@ from harness.base.lengths import format_length
 from harness.report.drawing.bars import Bar, Bars, paint_bars
 from harness.report.drawing.looks import method_colour
 from harness.report.drawing.notes import whisker_note
-from harness.report.drawing.points import Point, number_text
+from harness.report.drawing.points import SeriesPoint, number_text
 from harness.report.drawing.sheet import Sheet
 from harness.reproduce.comparison import FigureComparison
 from harness.reproduce.figure_points import PUBLISHED_ROWS, UNIT_OF, FigurePoint, Origin, gpu_text
@@ -62,7 +62,7 @@ def panel_name(entry: FigurePoint) -> str:
 
 def _groups(
     found: FigureComparison, metric: str, entries: Sequence[FigurePoint]
-) -> tuple[list[Bars], list[Point], int]:
+) -> tuple[list[Bars], list[SeriesPoint], int]:
     """Bars by model and length in the order of the figure's series, those with published numbers first; the points
     behind them, and how many bars are left out."""
     order = [*found.figure.series, *(entry.series for entry in entries)]
@@ -82,7 +82,7 @@ def _groups(
         along = f"batch size {at}" if found.figure.along == "batch_size" else f"{format_length(at).upper()} tokens"
         bars = []
         for (_, name), members in sorted(series.items()):
-            points.append(Point(series=name, seq_len=at, rows=[_row(entry) for entry in members]))
+            points.append(SeriesPoint(series=name, seq_len=at, rows=[_row(entry) for entry in members]))
             variant = variants[members[0].method, members[0].origin].index(name)
             bars.append(_bar(points[-1], members[0], metric, f"{panel}, {along}", variant))
         drawn = sum(len(group.bars) for group in groups)
@@ -93,7 +93,7 @@ def _groups(
     return groups, points, left
 
 
-def _bar(point: Point, entry: FigurePoint, metric: str, where: str, variant: int) -> Bar:
+def _bar(point: SeriesPoint, entry: FigurePoint, metric: str, where: str, variant: int) -> Bar:
     value = point.value(metric)
     ends = point.whisker(metric) if metric in _TIMED else None
     ends = None if ends is None or ends[1] > 10 * ends[0] else ends
@@ -118,7 +118,7 @@ def _where(entry: FigurePoint) -> str:
 
 
 def _notes(
-    found: FigureComparison, entries: Sequence[FigurePoint], timed: Sequence[Point], left: int, predictor: str
+    found: FigureComparison, entries: Sequence[FigurePoint], timed: Sequence[SeriesPoint], left: int, predictor: str
 ) -> list[str]:
     origins = {entry.origin for entry in entries}
     library = found.figure.reference.startswith("burstattention")

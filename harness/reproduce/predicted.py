@@ -45,7 +45,7 @@ class Predictor(Protocol):
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
 
 
-class Simulated:
+class SimulationPredictor:
     """The times and the memory of docs/plan.md."""
 
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
@@ -59,7 +59,7 @@ class Simulated:
         return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 
-PREDICTOR: Predictor = Simulated()
+PREDICTOR: Predictor = SimulationPredictor()
 
 
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:

@@ -18,7 +18,7 @@ _APART = 0.05  # of the recomputed figure: marked beyond it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Printed:
+class PrintedTrial:
     """TFLOP/s per GPU and MFU of one trial: as the system printed them, and by our formula from the trial's time."""
 
     system: str
@@ -36,7 +36,7 @@ class Printed:
         return float(self.mfu / self.row["mfu"])
 
 
-def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]:
+def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[PrintedTrial]:
     """Every trial whose system printed TFLOP/s or MFU, by system, length and record."""
     found = []
     for row, record in rows:
@@ -47,7 +47,7 @@ def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]
             release = row.get("extra_upstream.release")
             system = f"{row['system']} ({release})" if release else str(row["system"])
             found.append(
-                Printed(
+                PrintedTrial(
                     system=system, row=row, record=record, tflops=rates[0] if rates else None,
                     mfu=shares[0] if shares else None,
                 )
@@ -55,7 +55,7 @@ def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]
     return sorted(found, key=lambda one: (one.system.casefold(), one.row["seq_len"], one.record))
 
 
-def printed_table(found: Sequence[Printed]) -> Table:
+def printed_table(found: Sequence[PrintedTrial]) -> Table:
     """A line for each trial; those that differ by more than a twentieth are marked."""
     number, percent = significant(4), significant(3, 100)
     middle = f" The median ratio is {statistics.median(one.ratio for one in found):.4f}." if found else ""

@@ -58,7 +58,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class RunContext:
     """The machine, launcher, environment and commit that all trials of a run share."""
 
     machine: Machine
@@ -88,7 +88,7 @@ def execute(
     trial: Trial,
     position: RoundPosition,
     before: Record | None,
-    host: Host,
+    host: RunContext,
     directory: RunDirectory,
     view: ProgressView,
     bounds: Bounds = UNBOUNDED,
@@ -120,7 +120,7 @@ def _attempt(
     trial: Trial,
     position: RoundPosition,
     before: Record | None,
-    host: Host,
+    host: RunContext,
     directory: RunDirectory,
     view: ProgressView,
     bounds: Bounds,
@@ -204,7 +204,7 @@ def _largest(sizes: Sequence[int], machine: Machine) -> int:
     return max((ranks for ranks in sizes if machine.nodes_for(ranks) == 1), default=0)
 
 
-def job_of(trial: Trial, trial_dir: Path, host: Host) -> Job:
+def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
     """The trial as a launcher executes it on this host."""
     settings = trial.settings
     method = method_named(settings.method)

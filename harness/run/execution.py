@@ -12,13 +12,13 @@ from harness.base.interrupts import end_requested
 from harness.plan.matrix import at_length, planned_again
 from harness.records.record import RESULTS, Record, Status, write_record
 from harness.report.run_records import RunRecords
-from harness.run.attempt import UNBOUNDED, Host, RoundPosition, completed, execute
+from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, execute
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory
 from harness.run.lanes import Lanes
 from harness.run.mixing import differences
 from harness.run.progress import ProgressView
-from harness.run.rounds import Order, Pending, Shuffle, alone, arranged, round_in, statuses_of
+from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
 from harness.run.sharing import Sharing
 from harness.spec.repetition import Repetition
@@ -58,7 +58,9 @@ class ExecutionOptions:
     bounds: Bounds = UNBOUNDED
     order: Order = "random"  # of the trials of each round
     shuffle: Shuffle = FRESHLY  # makes the random one
-    lanes: Sequence[Host] = field(default_factory=tuple)  # disjoint parts of the machine; none: one trial at a time
+    lanes: Sequence[RunContext] = field(
+        default_factory=tuple
+    )  # disjoint parts of the machine; none: one trial at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,7 @@ class Execution:
     def __init__(
         self,
         trials: Sequence[Trial],
-        host: Host,
+        host: RunContext,
         directory: RunDirectory,
         records: RunRecords,
         view: ProgressView,
@@ -91,7 +93,7 @@ class Execution:
         self._host, self._directory, self._records, self._view = host, directory, records, view
         self._resume, self._options, self._bounds, self._grown = resume, options, options.bounds, grown
         self._shown = shown
-        self._pending = Pending(options.repetition, retry_failed=resume is not None and resume.retry_failed)
+        self._pending = PendingRounds(options.repetition, retry_failed=resume is not None and resume.retry_failed)
         self._in_a_row = 0  # failures
         self._executed: set[str] = set()  # trials
         self._left_out: set[str] = set()  # trials beyond the number that the run may execute

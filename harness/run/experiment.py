@@ -13,7 +13,7 @@ from harness.plan.matrix import nothing_can_run
 from harness.records.provenance import redacted_command
 from harness.records.record import Record
 from harness.report.run_records import RunRecords
-from harness.run.attempt import Host, now
+from harness.run.attempt import RunContext, now
 from harness.run.directory import opened_for_writing
 from harness.run.execution import Execution, ExecutionOptions, Resume
 from harness.run.mixing import refuse_mixing
@@ -28,7 +28,7 @@ PLAIN = ExecutionOptions()
 def run_experiment(
     experiment: str,
     trials: Sequence[Trial],
-    host: Host,
+    host: RunContext,
     run_dir: Path,
     *,
     view: ProgressView,

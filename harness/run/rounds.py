@@ -111,7 +111,7 @@ def alone(record: Record, number: int) -> Record:
     return latest if record.status == "wrong" else replace(latest, status=one.status, reason=one.reason)
 
 
-class Pending:
+class PendingRounds:
     """Which round of which trial is still to run. A trial without figures runs in round 1 alone."""
 
     def __init__(self, repetition: Repetition, *, retry_failed: bool = False) -> None:

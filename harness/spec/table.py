@@ -54,7 +54,7 @@ class MethodSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FromTable:
+class TableSources:
     """Which settings of a trial came from its entry, and which of those that entries may fill its experiment gave."""
 
     filled: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class FromTable:
     notes: tuple[str, ...] = ()
 
 
-NOTHING_FILLED = FromTable()
+NOTHING_FILLED = TableSources()
 
 
 def method_settings_of(method: str, variant: SettingsFrom) -> MethodSettings | None:
@@ -88,12 +88,12 @@ def values_for(method: str, variant: SettingsFrom, given: Collection[str]) -> di
     return {name: choice.value for name, choice in entry.choices.items() if not _is_given(name, given)}
 
 
-def origin_of(method: str, variant: SettingsFrom, given: Collection[str]) -> FromTable:
+def origin_of(method: str, variant: SettingsFrom, given: Collection[str]) -> TableSources:
     """Which settings of such a trial came from where."""
     if variant == EQUAL:
         return NOTHING_FILLED
     entry = method_settings_of(method, variant) or MethodSettings()
-    return FromTable(
+    return TableSources(
         filled=tuple(sorted(values_for(method, variant, given))),
         by_hand=tuple(sorted(name for name in MAY_FILL if _is_given(name, given))),
         notes=entry.notes,

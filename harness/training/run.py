@@ -31,7 +31,7 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
-from harness.run.bounds import RUN_RESERVE, Reserve, StopTime, ahead_of_allocation
+from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering
@@ -44,7 +44,7 @@ def stop_time(say: Callable[[str], None], grace_seconds: float) -> StopTime | No
     """The time by which the run is to have ended, with `grace_seconds` and a minute for saving; None outside a job and
     in a job without a limit. Where the limit is not known, `say` is called with one sentence."""
     end = job_end(say, otherwise="with sbatch --signal=B:USR1@SECONDS the run is saved that long before it")
-    return ahead_of_allocation(end, Reserve(seconds=grace_seconds + RUN_RESERVE.seconds, share=_SHARE))
+    return ahead_of_allocation(end, TimeReserve(seconds=grace_seconds + RUN_RESERVE.seconds, share=_SHARE))
 
 
 OnProgress = Callable[[dict[str, object]], None]

@@ -13,7 +13,7 @@ from harness.report.results import Row
 from harness.report.run_records import RunRecords
 from harness.verify.finding import Failure, RunVerification
 from harness.verify.formulas import COLUMNS, Figure, figures_of
-from harness.verify.history import History
+from harness.verify.history import CommitHistory
 from harness.verify.private import HOME, private_in
 from harness.verify.products import (
     RESULTS_FILE,
@@ -31,7 +31,7 @@ from harness.verify.sums import SUMS_FILE, sums_failures
 
 
 def verify(
-    place: Path, history: History, reference: Path | None = None, tolerance: float = 0.05
+    place: Path, history: CommitHistory, reference: Path | None = None, tolerance: float = 0.05
 ) -> list[RunVerification]:
     """A verdict on each run below a directory, or on the run that `place` is; each beside the run of the same name in
     `reference`. Raises UsageError where no record is there, or what provenance states cannot be read.
@@ -51,7 +51,7 @@ def verify(
     return verdicts
 
 
-def verify_run(run: StoredRun, name: str, history: History) -> tuple[RunVerification, dict[str, Record]]:
+def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVerification, dict[str, Record]]:
     """The verdict on one run, and its records by trial id. Raises UsageError where it holds no record."""
     stated = run.stated()
     verdict = RunVerification(run=name)

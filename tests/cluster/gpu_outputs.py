@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cluster.checks import BoardCheck, Check
 from cluster.inventory.site import GpuExpectation, Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 from cluster.profiles import Board, Profile, find, load_profiles
 
 OUTPUTS = Path(__file__).parent / "outputs"
@@ -69,7 +69,7 @@ def setting(path: str, value: str) -> Callable[[str], str]:
     return change
 
 
-def judge(check: Check | BoardCheck, text: str, site: Site, gpus: Board, exit_status: int = 0) -> CheckResult:
+def judge(check: Check | BoardCheck, text: str, site: Site, gpus: Board, exit_status: int = 0) -> Verdict:
     output = Output(text=text, exit_status=exit_status)
     return check.judge(output, site, gpus) if isinstance(check, BoardCheck) else check.judge(output, site)
 

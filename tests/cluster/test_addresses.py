@@ -10,7 +10,7 @@ import pytest
 from cluster.inventory.hosts import parse_hosts
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.ray_cluster.candidates import NodeAccess, intended, meet
+from cluster.ray_cluster.candidates import Means, intended, meet
 from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, own_versions
 from cluster.ray_cluster.node import NodeError
 from cluster.ray_cluster.node_program import REPLY
@@ -41,8 +41,8 @@ def test_a_host_with_an_ipv6_address_is_checked_over_ssh(tmp_path, capsys):
     assert (code in (0, 1, 2), report["target"]) == (True, target)
 
 
-def access() -> NodeAccess:
-    return NodeAccess(
+def means() -> Means:
+    return Means(
         connect=None, unfit=lambda nodes: {}, describe=DESCRIBE, ranks=lambda node, description: 1,  # type: ignore[arg-type]
         folder=PROJECT_ROOT, say=print, seconds=AMPLE,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def met(nodes: dict[str, Introduction], toward: dict[str, Introduction] | None =
     def introduced(node: Node, head: str) -> Introduction:
         return (toward or {})[node.name] if head else nodes[node.name]
 
-    return meet(hosts, introduced, access())
+    return meet(hosts, introduced, means())
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,6 @@ def test_a_node_without_an_ipv4_address_is_refused_before_anything_starts():
         def run(self, command, *, stdin="", deadline_seconds):
             return reply
 
-    node = intended(Node(host=parse_hosts("fd00::1")[0], site=Site()), "s", 0, access())
+    node = intended(Node(host=parse_hosts("fd00::1")[0], site=Site()), "s", 0, means())
     with pytest.raises(NodeError, match=r"^has no IPv4 address, and Ray connects nodes over IPv4 here"):
         introduce(Node6(), ["python"], node, None, "", DESCRIBE, 1.0)

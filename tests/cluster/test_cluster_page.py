@@ -12,8 +12,8 @@ from cluster.checks.host.shared_memory import GIB_PER_GPU
 from cluster.checks.network.link_flaps import FAIL_FROM
 from cluster.checks.network.memlock import LEAST_GIB
 from cluster.inventory.site import Site
-from cluster.probing.check_result import EXIT_CODES
 from cluster.probing.clock import WARN_SECONDS
+from cluster.probing.verdict import EXIT_CODES
 from cluster.profiles import load_profiles
 from cluster.ray_cluster.quarantine import QUARANTINE_SECONDS
 from harness.launch.ports import usable_ports

@@ -6,17 +6,17 @@ import pytest
 
 from cluster.discovery.drift import version_drift
 from cluster.probing import clock
-from cluster.probing.check_result import CheckResult
 from cluster.probing.clock import ClockReading
+from cluster.probing.verdict import Verdict
 
-Node = tuple[str, dict[str, CheckResult]]  # its name, and its verdicts by check
+Node = tuple[str, dict[str, Verdict]]  # its name, and its verdicts by check
 
 
 def node(name: str, driver: str = "580", cuda: str = "13.0", vbios: str = "96.00", model: str = "NVIDIA H200") -> Node:
     facts = {"driver": driver, "cuda": cuda, "vbios": {model: [vbios]}}
     verdicts = {
-        "reachability": CheckResult(level="ok", summary=""),
-        "gpu_versions": CheckResult(level="ok", summary="", facts=facts),
+        "reachability": Verdict(level="ok", summary=""),
+        "gpu_versions": Verdict(level="ok", summary="", facts=facts),
     }
     return name, verdicts
 
@@ -71,11 +71,11 @@ def test_whatever_must_match_between_nodes_is_compared(
 ) -> None:
     nodes = dict([node("a"), node("b"), node("c")])
     for name, value in (("a", usual), ("b", other), ("c", usual)):
-        nodes[name][check] = CheckResult(level="ok", summary="", facts={fact: value})
+        nodes[name][check] = Verdict(level="ok", summary="", facts={fact: value})
     verdicts = version_drift(nodes)
     assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
     assert verdicts["b"].summary.startswith(words)
-    nodes["b"][check] = CheckResult(level="ok", summary="")
+    nodes["b"][check] = Verdict(level="ok", summary="")
     assert version_drift(nodes)["b"].level == "ok", "a node without the value differs from none"
 
 
@@ -83,8 +83,8 @@ def test_nodes_without_gpus_are_compared_among_themselves() -> None:
     nodes = {}
     for name, kernel in (("x", "6.1"), ("y", "6.1"), ("z", "6.8")):
         nodes[name] = {
-            "gpu_versions": CheckResult(level="ok", summary="no GPU"),
-            "host_versions": CheckResult(level="ok", summary="", facts={"kernel": kernel}),
+            "gpu_versions": Verdict(level="ok", summary="no GPU"),
+            "host_versions": Verdict(level="ok", summary="", facts={"kernel": kernel}),
         }
     verdicts = version_drift({**nodes, **dict([node("a")])})
     assert {name: verdict.level for name, verdict in verdicts.items()} == {"x": "ok", "y": "ok", "z": "warn"}
@@ -92,7 +92,7 @@ def test_nodes_without_gpus_are_compared_among_themselves() -> None:
 
 
 def test_nodes_without_versions_are_left_out() -> None:
-    silent = ("z", {"reachability": CheckResult(level="unknown", summary="")})
+    silent = ("z", {"reachability": Verdict(level="unknown", summary="")})
     assert levels(node("a"), silent) == {}
 
 

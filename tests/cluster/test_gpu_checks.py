@@ -15,8 +15,8 @@ import pytest
 from cluster.checks import conclude
 from cluster.checks.gpu import gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, parse_outputs, render_script
+from cluster.probing.verdict import Verdict
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
@@ -72,7 +72,7 @@ def test_two_models_in_one_node_are_a_warning() -> None:
     "output", [Output(text="", exit_status=127), Output(text="No devices were found", exit_status=6)]
 )
 def test_no_gpu_is_ok_where_none_is_expected(
-    judge: Callable[[Output, Site], CheckResult], site: Site, output: Output
+    judge: Callable[[Output, Site], Verdict], site: Site, output: Output
 ) -> None:
     assert judge(output, site).level == "ok"
 
@@ -101,7 +101,7 @@ def test_no_driver_program_fails_where_gpus_are_expected() -> None:
     ],
 )
 def test_what_nvidia_smi_complains_about_is_the_verdict(
-    judge: Callable[[Output, Site], CheckResult], status: int, text: str, level: str, action: str
+    judge: Callable[[Output, Site], Verdict], status: int, text: str, level: str, action: str
 ) -> None:
     verdict = judge(Output(text=text, exit_status=status), EIGHT_H200)
     assert (verdict.level, verdict.action) == (level, action)

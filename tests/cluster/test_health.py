@@ -13,8 +13,8 @@ from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.probing.check_result import EXIT_CODES, LEVELS, CheckResult, Level, merge, worst_level
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
 from cluster.transport import fleet
 from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Runner
@@ -24,7 +24,7 @@ LOCAL = Host(name="here")
 HERE = Node(host=LOCAL, site=Site())
 
 
-def report(*verdicts: CheckResult) -> NodeReport:
+def report(*verdicts: Verdict) -> NodeReport:
     return NodeReport(host=LOCAL, verdicts={str(n): verdict for n, verdict in enumerate(verdicts)}, seconds=0.0)
 
 
@@ -51,22 +51,22 @@ def test_every_level_has_its_exit_code() -> None:
     ],
 )
 def test_only_a_node_known_to_be_sound_and_free_is_usable(level: Level, busy: bool, usable: bool) -> None:
-    assert report(CheckResult(level="ok", summary=""), CheckResult(level=level, busy=busy, summary="")).usable is usable
+    assert report(Verdict(level="ok", summary=""), Verdict(level=level, busy=busy, summary="")).usable is usable
 
 
 def test_a_node_asks_for_the_strongest_action_of_its_checks() -> None:
     verdicts = [
-        CheckResult(level="fail", summary="", action="reset"),
-        CheckResult(level="warn", summary="", action="monitor"),
+        Verdict(level="fail", summary="", action="reset"),
+        Verdict(level="warn", summary="", action="monitor"),
     ]
     assert report(*verdicts).action == "reset"
 
 
 def test_merging_keeps_the_sentences_of_the_worst_level_and_all_facts() -> None:
     parts = [
-        CheckResult(level="fail", summary="a is full", facts={"a": 1}),
-        CheckResult(level="ok", summary="b is fine", facts={"b": 2}),
-        CheckResult(level="fail", summary="c is full", action="isolate", facts={"c": 3}),
+        Verdict(level="fail", summary="a is full", facts={"a": 1}),
+        Verdict(level="ok", summary="b is fine", facts={"b": 2}),
+        Verdict(level="fail", summary="c is full", action="isolate", facts={"c": 3}),
     ]
     merged = merge(parts)
     assert (merged.level, merged.summary, merged.action) == ("fail", "a is full; c is full", "isolate")
@@ -88,8 +88,8 @@ def test_no_check_takes_silence_or_noise_for_health(name: str) -> None:
 
 
 def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
-    def judge(output: Output, site: Site) -> CheckResult:
-        return CheckResult(level="ok", summary=output.text)
+    def judge(output: Output, site: Site) -> Verdict:
+        return Verdict(level="ok", summary=output.text)
 
     checks = {
         "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 600", seconds=1), judge=judge),
@@ -124,7 +124,7 @@ def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_
 
 
 def test_a_mistake_in_a_check_is_raised_not_hidden() -> None:
-    def judge(output: Output, site: Site) -> CheckResult:
+    def judge(output: Output, site: Site) -> Verdict:
         raise KeyError("mistake")
 
     checks = {"broken": Check(source="x", probe=lambda site: Probe(script="true"), judge=judge)}

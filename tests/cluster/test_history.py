@@ -11,10 +11,10 @@ import pytest
 
 from cluster.checks import discover
 from cluster.health import history
-from cluster.health.history import CheckRecord, History, check_record_of, judge, rises
+from cluster.health.history import CheckRecord, HealthHistory, check_record_of, judge, rises
 from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
-from cluster.probing.check_result import CheckResult
+from cluster.probing.verdict import Verdict
 
 CHECKS = discover()
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -98,8 +98,8 @@ def test_a_history_whose_time_cannot_be_read_still_counts() -> None:
 
 def report(**counters: int) -> NodeReport:
     verdicts = {
-        "disk": CheckResult(level="warn", summary="", facts={"/": {"percent": 91.0}}),
-        "xid": CheckResult(level="ok", summary="", facts={"counters": counters}),
+        "disk": Verdict(level="warn", summary="", facts={"/": {"percent": 91.0}}),
+        "xid": Verdict(level="ok", summary="", facts={"counters": counters}),
     }
     return NodeReport(host=Host(name="gpu01"), verdicts=verdicts, seconds=1.0)
 
@@ -111,7 +111,7 @@ def test_an_entry_holds_counters_and_the_verdict_and_nothing_else() -> None:
 
 
 def test_what_was_appended_comes_back_per_node(tmp_path: Path) -> None:
-    past = History(tmp_path / "new" / "folder")
+    past = HealthHistory(tmp_path / "new" / "folder")
     assert past.last("gpu01") is None
     for value in (1, 2):
         past.append("gpu01", entry("xid", a=value))
@@ -134,7 +134,7 @@ def test_what_was_appended_comes_back_per_node(tmp_path: Path) -> None:
     ],
 )
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: str) -> None:
-    past = History(tmp_path)
+    past = HealthHistory(tmp_path)
     past.append("gpu01", entry("xid", a=1))
     with open(tmp_path / "gpu01.jsonl", "a", encoding="latin-1") as file:
         file.write(torn)
@@ -142,7 +142,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: str) -> None:
 
 
 def test_a_node_after_a_torn_line_is_still_remembered(tmp_path: Path) -> None:
-    past = History(tmp_path)
+    past = HealthHistory(tmp_path)
     (tmp_path / "gpu01.jsonl").write_text('{"time": "2026')
     past.append("gpu01", entry("xid", a=2))
     assert past.last("gpu01") == entry("xid", a=2)
@@ -150,7 +150,7 @@ def test_a_node_after_a_torn_line_is_still_remembered(tmp_path: Path) -> None:
 
 def test_a_file_that_grew_too_long_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_LINES", 10)
-    past = History(tmp_path)
+    past = HealthHistory(tmp_path)
     for value in range(25):
         past.append("gpu01", entry("xid", a=value))
     lines = (tmp_path / "gpu01.jsonl").read_text().splitlines()
@@ -161,6 +161,6 @@ def test_a_file_that_grew_too_long_keeps_its_newer_half(tmp_path: Path, monkeypa
 
 def test_programs_side_by_side_lose_no_line(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda value: History(tmp_path).append("gpu01", entry("xid", a=value)), range(40)))
+        list(pool.map(lambda value: HealthHistory(tmp_path).append("gpu01", entry("xid", a=value)), range(40)))
     lines = (tmp_path / "gpu01.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["counters"]["xid"]["a"] for line in lines) == list(range(40))

@@ -16,7 +16,7 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Inventory, Node
 from cluster.inventory.site import Container, Mount, NetworkExpectation, RayPorts, Site
 from cluster.ray_cluster import container, ray_commands
-from cluster.ray_cluster.candidates import NodeAccess
+from cluster.ray_cluster.candidates import Means
 from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.introduction import absent, mismatch
 from cluster.ray_cluster.quarantine import Quarantine
@@ -282,12 +282,12 @@ def test_a_cluster_that_no_trial_could_use_is_not_started(tmp_path):
 
     site = Site(network=NetworkExpectation(interface="lo"))
     inventory = Inventory(name="one", nodes=(Node(host=Host(name="here"), site=site),))
-    access = NodeAccess(
+    means = Means(
         connect=connect_local, unfit=lambda nodes: {}, describe=("-c", "print('{}')"), ranks=lambda node, found: 1,
         folder=Path(__file__).resolve().parents[2], say=print, seconds=AMPLE, pointless=pointless,
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"^no trial can run$"):
-        start_cluster(inventory, states, access)
+        start_cluster(inventory, states, means)
     assert (asked, states.load()) == (["here"], None)
 
 

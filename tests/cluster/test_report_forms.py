@@ -18,27 +18,27 @@ from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
+from cluster.probing.verdict import Verdict
 from cluster.render.grouping import Selection
 from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
 from cluster.render.text import headline, json_line, nagios_line, table, why_not
 from tests.browser import Browser, chromium
 
-OK = CheckResult(level="ok", summary="fine")
-BUSY = CheckResult(level="warn", summary="busy: by alice", busy=True, action="monitor")
+OK = Verdict(level="ok", summary="fine")
+BUSY = Verdict(level="warn", summary="busy: by alice", busy=True, action="monitor")
 EVIL = "<script>alert('x')</script> | \x1b[31m & \"quoted\""
 
 
-def report(name: str, **verdicts: CheckResult) -> NodeReport:
+def report(name: str, **verdicts: Verdict) -> NodeReport:
     return NodeReport(host=Host(name=name, address=name), verdicts={"reachability": OK, **verdicts}, seconds=1.25)
 
 
-GOOD = report("gpu01", gpus=CheckResult(level="ok", summary="8 x NVIDIA H200"), disk=OK, xid=OK)
+GOOD = report("gpu01", gpus=Verdict(level="ok", summary="8 x NVIDIA H200"), disk=OK, xid=OK)
 TAKEN = report("gpu02", gpu_memory=BUSY, disk=OK)
-BAD = report("gpu03", disk=CheckResult(level="warn", summary="91% full"),
-             gpus=CheckResult(level="fail", summary="7 of 8 | GPUs", action="reboot"))  # fmt: skip
-GONE = NodeReport(host=Host(name="gpu04"), verdicts={"reachability": CheckResult(level="unknown", summary="no answer")},
+BAD = report("gpu03", disk=Verdict(level="warn", summary="91% full"),
+             gpus=Verdict(level="fail", summary="7 of 8 | GPUs", action="reboot"))  # fmt: skip
+GONE = NodeReport(host=Host(name="gpu04"), verdicts={"reachability": Verdict(level="unknown", summary="no answer")},
                   seconds=10.0)  # fmt: skip
 FLEET = [GOOD, TAKEN, BAD, GONE]
 
@@ -53,7 +53,7 @@ def test_the_table_shows_what_is_wrong_first_and_what_is_well_in_one_line() -> N
     assert table(FLEET).endswith("4 nodes: 1 ok, 1 warn, 1 unknown, 1 fail; 1 usable")
 
 
-def many(count: int, **verdicts: CheckResult) -> list[NodeReport]:
+def many(count: int, **verdicts: Verdict) -> list[NodeReport]:
     return [report(f"gpu{number:02}", **{**GOOD.verdicts, **verdicts}) for number in range(1, count + 1)]
 
 
@@ -61,7 +61,7 @@ def test_sixty_four_healthy_nodes_are_one_line_and_the_same_fault_of_several_is_
     lines = table(many(64)).splitlines()
     assert len(lines) == 4
     assert lines[1].split() == ["gpu[01-64]", "4", "checks", "ok", "none", "8", "x", "NVIDIA", "H200"]
-    faulty = [report("gpu65", disk=CheckResult(level="fail", summary="full")), *many(60), *many(64, xid=BUSY)[60:]]
+    faulty = [report("gpu65", disk=Verdict(level="fail", summary="full")), *many(60), *many(64, xid=BUSY)[60:]]
     lines = table(faulty).splitlines()
     assert [line.split()[:3] for line in lines[1:5]] == [
         ["gpu65", "disk", "fail"],
@@ -101,8 +101,8 @@ def test_the_names_of_the_sites_are_told() -> None:
 
 
 def test_why_a_node_is_not_usable_begins_with_what_is_worst() -> None:
-    blind = CheckResult(level="unknown", summary="see gpus")
-    gone = CheckResult(level="fail", summary="no GPU")
+    blind = Verdict(level="unknown", summary="see gpus")
+    gone = Verdict(level="fail", summary="no GPU")
     assert why_not(report("gpu01", gpu_ecc=blind, gpus=gone, disk=BAD.verdicts["disk"])) == (
         "gpu01 is not usable; gpus fail: no GPU; gpu_ecc unknown: see gpus"
     )
@@ -168,7 +168,7 @@ class _Tags(HTMLParser):
 
 
 def test_the_page_is_whole_self_contained_and_escaped() -> None:
-    evil = report("gpu05", disk=CheckResult(level="warn", summary=EVIL))
+    evil = report("gpu05", disk=Verdict(level="warn", summary=EVIL))
     speeds = {frozenset(("a", "b<i>")): 40.0}
     page = html_page([*FLEET, evil], [heat_map("GB/s <b>", ["a", "b<i>"], speeds, 40.0)])
     tags = _Tags()
@@ -191,7 +191,7 @@ def test_a_page_fits_a_phone_and_shows_faults_until_asked_for_all(tmp_path: Path
     if program is None:
         pytest.skip(reason)
     page = tmp_path / "page.html"
-    long = CheckResult(level="fail", summary="/a/path/without/any/space" * 12)
+    long = Verdict(level="fail", summary="/a/path/without/any/space" * 12)
     speeds = {frozenset((f"gpu{one:02}", f"gpu{other:02}")): 40.0 for one in range(20) for other in range(one)}
     matrix = heat_map("GB/s", [f"gpu{number:02}" for number in range(20)], speeds, 40.0)
     page.write_text(html_page([*many(64), report("gpu99", disk=long, xid=OK)], [matrix]))
@@ -241,6 +241,6 @@ def test_nothing_live_is_shown_where_stdout_is_no_terminal(capsys: pytest.Captur
 
 @pytest.mark.parametrize("form", [table, nagios_line])
 def test_control_characters_of_a_node_never_reach_the_terminal(form) -> None:  # type: ignore[no-untyped-def]
-    evil = report("gpu05", disk=CheckResult(level="fail", summary=EVIL))
+    evil = report("gpu05", disk=Verdict(level="fail", summary=EVIL))
     assert "\x1b" not in form([evil])
     assert "\x1b" not in why_not(evil)

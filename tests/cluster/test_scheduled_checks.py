@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.probing.check_result import EXIT_CODES
+from cluster.probing.verdict import EXIT_CODES
 from tests.programs import shell_program
 
 ROOT = Path(__file__).parents[2]

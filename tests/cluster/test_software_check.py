@@ -9,8 +9,8 @@ import pytest
 
 from cluster.checks.host import software
 from cluster.inventory.site import Container, Site, Software
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 from tests.programs import shell_program
@@ -18,7 +18,7 @@ from tests.programs import shell_program
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def found(site: Site) -> CheckResult:
+def found(site: Site) -> Verdict:
     probe = software.CHECK.probe(site)
     done = LocalRunner().run(["sh", "-c", probe.script], deadline_seconds=AMPLE)
     return software.CHECK.judge(Output(text=done.stdout + done.stderr, exit_status=done.exit_status), site)
@@ -70,4 +70,4 @@ def test_software_in_an_image_is_not_looked_for_on_the_node() -> None:
     assert (verdict.level, verdict.summary) == ("ok", "the software is in the image burst:1")
     assert software.CHECK.judge(
         Output(text="sh: broken"), named(container=Container(engine="docker", image="b:1"))
-    ) == (CheckResult(level="unknown", summary="the probe did not run (sh: broken)"))
+    ) == (Verdict(level="unknown", summary="the probe did not run (sh: broken)"))

@@ -21,7 +21,7 @@ from harness.machine.this_machine import Machine
 from harness.records.provenance import redacted_command
 from harness.records.record import Record, write_record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
+from harness.run.attempt import RunContext
 from harness.run.execution import FRESHLY, ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
@@ -98,7 +98,9 @@ class Runner:
         code = run_experiment(
             "exp",
             trials,
-            Host(machine=machine, launcher=launcher, environment={}, commit="abc", run_command=["burst", "run", "e"]),
+            RunContext(
+                machine=machine, launcher=launcher, environment={}, commit="abc", run_command=["burst", "run", "e"]
+            ),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,

@@ -19,7 +19,7 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
+from harness.run.attempt import RunContext
 from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
@@ -112,7 +112,9 @@ class Runner:
         code = run_experiment(
             experiment,
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes),
+            RunContext(
+                machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes
+            ),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,

@@ -10,7 +10,7 @@ import pytest
 from engine.settings import ModelShape, TrialSettings
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.machine.this_machine import Machine
-from harness.run.attempt import Host, RoundPosition, execute
+from harness.run.attempt import RoundPosition, RunContext, execute
 from harness.run.directory import RunDirectory
 from harness.run.progress import ProgressView
 from harness.run.sharing import Sharing
@@ -29,11 +29,11 @@ def trial(ranks: int, share: bool = True, **changes: object) -> Trial:
     return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=60, share_ranks=share)
 
 
-def host(machine: Machine, launcher: object = None, **environment: str) -> Host:
-    return Host(machine=machine, launcher=cast(Launcher, launcher), environment=environment, commit="")
+def host(machine: Machine, launcher: object = None, **environment: str) -> RunContext:
+    return RunContext(machine=machine, launcher=cast(Launcher, launcher), environment=environment, commit="")
 
 
-def groups(trials: list[Trial], where: Host) -> list[tuple[int, ...]]:
+def groups(trials: list[Trial], where: RunContext) -> list[tuple[int, ...]]:
     """World sizes of each group, in the order of the first trials."""
     sharing = Sharing(trials, where)
     found = dict.fromkeys((sharing.group(each), sharing.sizes(each)) for each in trials)

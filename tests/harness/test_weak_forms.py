@@ -12,10 +12,10 @@ import pytest
 from baselines.originals import ORIGINALS
 from harness.metrics.intervals import Interval
 from harness.records.record import Record, write_record
-from harness.report.contests import contests_of
 from harness.report.drawing.points import laid_out
 from harness.report.headline import headline_of
 from harness.report.page import draw_plots, read_runs, report_tables, write_report
+from harness.report.rankings import rankings_of
 from harness.report.results import METHOD_ORDER, rows_of
 from harness.report.tables.table import to_latex
 from harness.report.terminal import terminal_table
@@ -150,7 +150,7 @@ def test_every_table_with_the_form_marks_it_and_says_what_the_mark_means() -> No
 
 def test_a_form_that_is_the_best_is_marked_there() -> None:
     rows = rows_of([trial("megatron_cp", 1.25), trial("megatron_lm_upstream", 1.0), trial("ulysses", 2.0)])
-    assert f"megatron_cp {MARK}" in [entrant.name for entrant in contests_of(rows)[0].entrants]
+    assert f"megatron_cp {MARK}" in [series.name for series in rankings_of(rows)[0].compared]
 
 
 def test_the_comparison_marks_the_form_beside_its_original() -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult, with_facts
 from cluster.probing.gpu_report import PROBE, GpuReport, judge_each, parse
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, with_facts
 from cluster.profiles import NO_GPUS, Board
 
 
-def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails on uncorrected errors since the driver was loaded, on disabled ECC, beyond the vendor's life limit and on
     memory that cannot be repaired; warns while a repair waits for a reset."""
 
-    def findings(gpu: GpuReport) -> list[CheckResult]:
+    def findings(gpu: GpuReport) -> list[Verdict]:
         mode = gpu.text("ECC Mode/Current")
         if mode is None:
-            return [CheckResult(level="unknown", summary="does not say whether ECC is on")]
+            return [Verdict(level="unknown", summary="does not say whether ECC is on")]
         if mode != "Enabled":
             return [
-                CheckResult(
+                Verdict(
                     level="fail",
                     summary=f"has ECC {mode.lower()}; run nvidia-smi -e 1 and reset it",
                     action="reset",
@@ -30,33 +30,29 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
         found = []
         if volatile := _uncorrectable(gpu, "Volatile"):
             found.append(
-                CheckResult(
-                    level="fail", summary=f"has {volatile} uncorrected errors since it was started", action="reset"
-                )
+                Verdict(level="fail", summary=f"has {volatile} uncorrected errors since it was started", action="reset")
             )
         # Stated by driver 580, and absent before.
         if gpu.text("ECC Errors/Unrepairable Memory") == "Yes":
             found.append(
-                CheckResult(level="fail", summary="has memory that cannot be repaired: return it", action="isolate")
+                Verdict(level="fail", summary="has memory that cannot be repaired: return it", action="isolate")
             )
         if waiting := [part for part in ("Channel", "TPC") if gpu.text(f"ECC Errors/{part} Repair Pending") == "Yes"]:
             summary = f"repairs itself at its next reset ({' and '.join(waiting)} repair is pending)"
-            found.append(CheckResult(level="warn", summary=summary, action="reset"))
+            found.append(Verdict(level="warn", summary=summary, action="reset"))
         sram = _uncorrectable(gpu, "Aggregate", "SRAM")
         if gpu.text("ECC Errors/Aggregate/SRAM Threshold Exceeded") == "Yes":
             found.append(
-                CheckResult(
+                Verdict(
                     level="fail", summary="has more SRAM errors than its vendor allows: return it", action="isolate"
                 )
             )
         elif sram and board.profile is None:
-            found.append(
-                CheckResult(level="unknown", summary=f"has {sram} SRAM errors over its life; {board.no_profile}")
-            )
+            found.append(Verdict(level="unknown", summary=f"has {sram} SRAM errors over its life; {board.no_profile}"))
         elif board.profile and sram > board.profile.ecc.return_above_sram_errors:
             limit = board.profile.ecc.return_above_sram_errors
             found.append(
-                CheckResult(
+                Verdict(
                     level="fail",
                     summary=f"has {sram} uncorrected SRAM errors over its life; above {limit} its vendor takes it back",
                     action="isolate",

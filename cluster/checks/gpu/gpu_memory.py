@@ -12,8 +12,8 @@ import shlex
 from cluster.checks import Check
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 GPU_FIELDS = ("index", "uuid", "memory.used")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
@@ -50,12 +50,12 @@ exit 0
     return Probe(script=script, seconds=nvidia_smi.SECONDS + math.ceil(limit.tries * limit.wait_seconds))
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Busy (a warning: the node is healthy, but not free) beyond the site's limits on one GPU or on all together."""
     if nvidia_smi.has_no_gpu(output):
         if site.gpus.count:
-            return CheckResult(level="unknown", summary="GPU memory in use cannot be read: nvidia-smi finds no GPU")
-        return CheckResult(level="ok", summary="no GPU, so no GPU memory in use", facts={"used_mib": {}})
+            return Verdict(level="unknown", summary="GPU memory in use cannot be read: nvidia-smi finds no GPU")
+        return Verdict(level="ok", summary="no GPU, so no GPU memory in use", facts={"used_mib": {}})
     trouble = nvidia_smi.trouble(output)
     if trouble:
         return trouble
@@ -63,7 +63,7 @@ def judge(output: Output, site: Site) -> CheckResult:
     used = {row["index"]: _mib(row["memory.used"]) for row in gpus}
     unread = [index for index, mib in used.items() if mib is None]
     if unread or not used:
-        return CheckResult(
+        return Verdict(
             level="unknown",
             summary=f"memory in use cannot be read on GPU {', '.join(unread) or '(none listed)'}; "
             "MIG slices and unified memory do not report it",
@@ -74,10 +74,10 @@ def judge(output: Output, site: Site) -> CheckResult:
     over = [index for index, mib in known.items() if mib > limit.one_gpu_mib]
     total = sum(known.values())
     if not over and total <= limit.all_gpus_mib:
-        return CheckResult(level="ok", summary=f"free: {total:g} MiB of GPU memory in use", facts=facts)
+        return Verdict(level="ok", summary=f"free: {total:g} MiB of GPU memory in use", facts=facts)
     users = _users(output.text, {row["uuid"]: row["index"] for row in gpus})
     where = f"on GPU {', '.join(over)}" if over else f"over {len(known)} GPUs"
-    return CheckResult(
+    return Verdict(
         level="warn",
         summary=f"busy: {total:g} MiB of GPU memory in use {where} by "
         + (", ".join(users) or "a process this user cannot see"),

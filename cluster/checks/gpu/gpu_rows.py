@@ -5,12 +5,12 @@ from __future__ import annotations
 from cluster.checks import Check, Rise
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult, with_facts
 from cluster.probing.gpu_report import PROBE, GpuReport, judge_each, parse
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, with_facts
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails when a remapping failed, warns while one is pending: it happens at the next reset."""
     verdict = judge_each(output, site, _findings, "no row remapping failed or pending on {gpus}")
     if nvidia_smi.blocked(output, site):
@@ -25,15 +25,15 @@ def judge(output: Output, site: Site) -> CheckResult:
     return with_facts(verdict, counters=counters)
 
 
-def _findings(gpu: GpuReport) -> list[CheckResult]:
+def _findings(gpu: GpuReport) -> list[Verdict]:
     failed = gpu.text("Remapped Rows/Remapping Failure Occurred")
     pending = gpu.text("Remapped Rows/Pending")
     if failed is None or pending is None:
-        return [CheckResult(level="unknown", summary="does not report remapped rows; it or its driver is too old")]
+        return [Verdict(level="unknown", summary="does not report remapped rows; it or its driver is too old")]
     if failed != "No":
-        return [CheckResult(level="fail", summary="could not replace a bad row: return it", action="isolate")]
+        return [Verdict(level="fail", summary="could not replace a bad row: return it", action="isolate")]
     if pending != "No":
-        return [CheckResult(level="warn", summary="replaces a bad row at its next reset", action="reset")]
+        return [Verdict(level="warn", summary="replaces a bad row at its next reset", action="reset")]
     return []
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from cluster.checks import Check
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult, with_facts
 from cluster.probing.gpu_report import PROBE, parse
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, with_facts
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails when GPUs of one model carry different VBIOS versions."""
     blocked = nvidia_smi.blocked(output, site)
     if blocked:
@@ -23,15 +23,15 @@ def judge(output: Output, site: Site) -> CheckResult:
         if vbios:
             by_model.setdefault(gpu.text("Product Name") or "GPU", set()).add(vbios)
     if not driver or not gpus or not by_model:
-        return CheckResult(level="unknown", summary=f"nvidia-smi -q states no versions ({output.first_line})")
+        return Verdict(level="unknown", summary=f"nvidia-smi -q states no versions ({output.first_line})")
     versions = {model: sorted(found) for model, found in sorted(by_model.items())}
     several = {model: found for model, found in versions.items() if len(found) > 1}
     if several:
         listed = "; ".join(f"{model}: {', '.join(found)}" for model, found in several.items())
-        verdict = CheckResult(level="fail", summary=f"GPUs of one model differ in VBIOS ({listed})", action="isolate")
+        verdict = Verdict(level="fail", summary=f"GPUs of one model differ in VBIOS ({listed})", action="isolate")
     else:
         listed = ", ".join(found[0] for found in versions.values())
-        verdict = CheckResult(level="ok", summary=f"driver {driver}, CUDA {cuda or 'not stated'}, VBIOS {listed}")
+        verdict = Verdict(level="ok", summary=f"driver {driver}, CUDA {cuda or 'not stated'}, VBIOS {listed}")
     return with_facts(verdict, driver=driver, cuda=cuda, vbios=versions)
 
 

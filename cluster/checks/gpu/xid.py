@@ -7,23 +7,23 @@ from collections import Counter
 
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult, merge, with_facts
 from cluster.probing.kernel_log import PROBE, read
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
 
 WINDOW_SECONDS = 7200
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 
-def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails on numbers that ask for a reset or a reboot of this model, warns on all others."""
     log = read(output, "XIDs", warns=bool(board.count or site.gpus.count))
-    if isinstance(log, CheckResult):
+    if isinstance(log, Verdict):
         return log
     counts = Counter((int(match[2]), match[1]) for match in log.within(_XID, WINDOW_SECONDS))
     if not counts:
-        return CheckResult(level="ok", summary="no XID within 2 hours", facts={"counters": {}})
+        return Verdict(level="ok", summary="no XID within 2 hours", facts={"counters": {}})
     by_number: dict[int, list[str]] = {}
     for (number, address), times in sorted(counts.items()):
         by_number.setdefault(number, []).append(f"{address} x {times}")
@@ -33,16 +33,16 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
     )
 
 
-def _judge(number: int, where: list[str], board: Board) -> CheckResult:
+def _judge(number: int, where: list[str], board: Board) -> Verdict:
     found = f"XID {number} within 2 hours ({', '.join(where)})"
     if board.profile is None:
-        return CheckResult(level="unknown", summary=f"{found}; {board.no_profile}", action="monitor")
+        return Verdict(level="unknown", summary=f"{found}; {board.no_profile}", action="monitor")
     if number in board.profile.xids.reboot:
-        return CheckResult(level="fail", summary=f"{found}: reboot the node", action="reboot")
+        return Verdict(level="fail", summary=f"{found}: reboot the node", action="reboot")
     if number in board.profile.xids.reset:
-        return CheckResult(level="fail", summary=f"{found}: reset the GPU", action="reset")
+        return Verdict(level="fail", summary=f"{found}: reset the GPU", action="reset")
     known = "" if number in board.profile.xids.monitor else ", a number in no list of its profile"
-    return CheckResult(level="warn", summary=found + known, action="monitor")
+    return Verdict(level="warn", summary=found + known, action="monitor")
 
 
 CHECK = BoardCheck(

@@ -6,8 +6,8 @@ import shlex
 
 from cluster.checks import BoardCheck
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS, Board
 
 _INFO = {
@@ -47,14 +47,14 @@ printf 'image %s\\n' "${{image:+sha256:${{image#sha256:}}}}"
     )
 
 
-def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails without an engine this user may use, without GPU support where there are GPUs, or with another image."""
     lines = output.text.splitlines()
     engine = site.container.engine
     if engine == "none":
         if lines == ["unused"]:
-            return CheckResult(level="ok", summary="the site runs no containers")
-        return CheckResult(level="unknown", summary=f"the probe did not run ({output.first_line})")
+            return Verdict(level="ok", summary="the site runs no containers")
+        return Verdict(level="unknown", summary=f"the probe did not run ({output.first_line})")
     said = dict(line.partition(" ")[::2] for line in lines)
     if "absent" in said:
         return _failure(f"{engine} is not installed; install it, or set container.engine to none")
@@ -62,7 +62,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
         advice = "start it, or add the user to the group docker" if engine == "docker" else "run podman info there"
         return _failure(f"{engine} does not answer ({output.first_line}); {advice}")
     if "engine" not in said or "image" not in said:
-        return CheckResult(level="unknown", summary=f"{engine} printed something else ({output.first_line})")
+        return Verdict(level="unknown", summary=f"{engine} printed something else ({output.first_line})")
     gpus = site.container.gpus and (board.count or site.gpus.count)
     if gpus and "nvidia" not in said.get("runtimes", "").split() and said.get("toolkit") != "yes":
         return _failure(f"{engine} cannot give containers GPUs; {_REPAIR[engine]}")
@@ -71,15 +71,15 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
         return _failure(f"the image {site.container.image} is absent; run burst image push")
     if wanted is not None and image != wanted:
         return _failure(f"{site.container.image} is {image[:19]}, expected {wanted[:19]}; run burst image push")
-    return CheckResult(
+    return Verdict(
         level="ok",
         summary=f"{engine} {said['engine'].strip()} has {site.container.image} ({image[:19]})",
         facts={"image_id": image},
     )
 
 
-def _failure(summary: str) -> CheckResult:
-    return CheckResult(level="fail", summary=summary, action="isolate")
+def _failure(summary: str) -> Verdict:
+    return Verdict(level="fail", summary=summary, action="isolate")
 
 
 CHECK = BoardCheck(source="docker or podman: info, image inspect", probe=probe, judge=judge)

@@ -6,8 +6,8 @@ import re
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 _ROW = re.compile(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", re.MULTILINE)
 
@@ -17,13 +17,11 @@ def probe(site: Site) -> Probe:
     return Probe(script="cat /proc/meminfo")
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns at the site's percentage. In use is the total less the available memory."""
     kib = {name: int(value) for name, value in _ROW.findall(output.text)}
     if not kib.get("MemTotal") or "MemAvailable" not in kib:
-        return CheckResult(
-            level="unknown", summary=f"/proc/meminfo does not say how much is free ({output.first_line})"
-        )
+        return Verdict(level="unknown", summary=f"/proc/meminfo does not say how much is free ({output.first_line})")
     total_gib = kib["MemTotal"] / 2**20
     available_gib = kib["MemAvailable"] / 2**20
     percent = 100 * (1 - available_gib / total_gib)
@@ -31,10 +29,8 @@ def judge(output: Output, site: Site) -> CheckResult:
     facts = {"percent": round(percent, 1), "available_gib": round(available_gib, 1), "total_gib": round(total_gib, 1)}
     limit = site.host_memory.warn_percent
     if percent >= limit:
-        return CheckResult(
-            level="warn", summary=f"{summary}; the site warns at {limit:g}%", action="monitor", facts=facts
-        )
-    return CheckResult(level="ok", summary=summary, facts=facts)
+        return Verdict(level="warn", summary=f"{summary}; the site warns at {limit:g}%", action="monitor", facts=facts)
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
 CHECK = Check(source="/proc/meminfo, proc(5)", probe=probe, judge=judge)

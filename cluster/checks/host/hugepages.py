@@ -6,8 +6,8 @@ import re
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 WASTE_PERCENT = 10.0
 PROBE = Probe(
@@ -20,11 +20,11 @@ _ROW = re.compile(r"^(\w+):\s+(\d+)", re.MULTILINE)
 _CHOSEN = re.compile(r"^transparent .*\[(\w+)\]", re.MULTILINE)
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns where reserved pages that are free take more than a tenth of the host's memory."""
     found = {name: int(value) for name, value in _ROW.findall(output.text)}
     if not found.get("MemTotal"):
-        return CheckResult(level="unknown", summary=f"/proc/meminfo states no memory ({output.first_line})")
+        return Verdict(level="unknown", summary=f"/proc/meminfo states no memory ({output.first_line})")
     mode = _CHOSEN.search(output.text)
     transparent = mode[1] if mode else "not in this kernel"
     free_kib = found.get("HugePages_Free", 0) * found.get("Hugepagesize", 0)
@@ -35,9 +35,9 @@ def judge(output: Output, site: Site) -> CheckResult:
             f"{free_kib / 2**20:.0f} GiB, {percent:.0f}% of memory, are reserved as huge pages that nothing uses; "
             "lower vm.nr_hugepages"
         )
-        return CheckResult(level="warn", summary=summary, action="monitor", facts=facts)
+        return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     summary = f"{facts['reserved']} huge pages reserved, transparent ones: {transparent}"
-    return CheckResult(level="ok", summary=summary, facts=facts)
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
 CHECK = Check(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict
 
 _SHOWN = 5
 # Both states are normal for a moment, so only processes that a second look finds again are reported. Threads of the
@@ -33,13 +33,13 @@ echo end
 )
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns and names them; a process stuck in the kernel often holds a GPU or waits for a dead mount."""
     lines = output.text.splitlines()
     if output.exit_status == 127:
-        return CheckResult(level="unknown", summary="no ps command to list processes with; install procps")
+        return Verdict(level="unknown", summary="no ps command to list processes with; install procps")
     if "end" not in lines:
-        return CheckResult(level="unknown", summary=f"processes cannot be listed ({output.first_line})")
+        return Verdict(level="unknown", summary=f"processes cannot be listed ({output.first_line})")
     stuck = [printable(line.removeprefix("stuck ")).split(" ", 3) for line in lines if line.startswith("stuck ")]
     by_state = {
         words: [f"{name} (pid {pid}, {user})" for state, pid, user, name in stuck if state == letter]
@@ -51,8 +51,8 @@ def judge(output: Output, site: Site) -> CheckResult:
         if found
     ]
     if parts:
-        return CheckResult(level="warn", summary="; ".join(parts), action="monitor")
-    return CheckResult(level="ok", summary="no zombie, and none stuck in the kernel")
+        return Verdict(level="warn", summary="; ".join(parts), action="monitor")
+    return Verdict(level="ok", summary="no zombie, and none stuck in the kernel")
 
 
 CHECK = Check(source="ps(1); facebookresearch/gcm (zombies)", probe=lambda site: PROBE, judge=judge)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 _HERE = Path(__file__).resolve().parents[3]  # the checkout this program runs from
 PACKAGES = ("ray", "torch")
@@ -48,7 +48,7 @@ exec {python} -c {shlex.quote(_PROGRAM)}
     )
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails where something that the site names is absent or incomplete; where it names nothing, a node may be without.
 
     An interpreter that is there and does not run as this program's does is unknown then.
@@ -56,8 +56,8 @@ def judge(output: Output, site: Site) -> CheckResult:
     lines = output.text.splitlines()
     if site.container.engine != "none":
         if lines == ["container"]:
-            return CheckResult(level="ok", summary=f"the software is in the image {site.container.image}")
-        return CheckResult(level="unknown", summary=f"the probe did not run ({output.first_line})")
+            return Verdict(level="ok", summary=f"the software is in the image {site.container.image}")
+        return Verdict(level="unknown", summary=f"the probe did not run ({output.first_line})")
     python, folder = _paths(site)
     answer = next((line for line in lines if line.startswith(_ANSWER)), None)
     wrong = []
@@ -74,18 +74,18 @@ def judge(output: Output, site: Site) -> CheckResult:
     wrong += [f"LD_PRELOAD names {library}, which cannot be read" for library in absent]
     named = site.software.python or site.software.folder or absent
     if answer is None and "no python" not in lines and not named:
-        return CheckResult(
+        return Verdict(
             level="unknown", summary=f"{wrong[0]}; name software in the site, or repair it", action="monitor"
         )
     if wrong and not named:
         said = f"{'; '.join(wrong)}: runs need it there, or under another path that the site's software names"
-        return CheckResult(level="ok", summary=f"not installed where it is here ({said})")
+        return Verdict(level="ok", summary=f"not installed where it is here ({said})")
     if wrong:
         summary = f"{'; '.join(wrong)}; install it there, or correct software in the site"
-        return CheckResult(level="fail", summary=summary, action="isolate")
+        return Verdict(level="fail", summary=summary, action="isolate")
     assert answer is not None, lines
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return CheckResult(level="ok", summary=f"{listed} in {python}", facts={"versions": versions})
+    return Verdict(level="ok", summary=f"{listed} in {python}", facts={"versions": versions})
 
 
 def preloaded(site: Site) -> list[str]:

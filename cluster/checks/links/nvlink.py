@@ -10,8 +10,8 @@ from typing import Literal
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
-from cluster.probing.check_result import CheckResult, merge, with_facts
 from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
 
 # Error counters that are zero stay on the node: there are hundreds. Drivers without counters end with an error.
@@ -51,7 +51,7 @@ class _Links:
     worst: set[int] = field(default_factory=set)  # links that counted errors
 
 
-def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails when a link of a GPU is down, missing or could not recover; warns on recoveries, and on many other errors.
 
     A single GPU needs no links, and nvidia-smi lists none for a single GPU of a virtual machine.
@@ -63,13 +63,13 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
     if not gpus:
         count = _COUNT.search(output.text)
         if count and int(count[1]) == 1 and (site.gpus.count or 1) == 1:
-            return CheckResult(level="ok", summary="one GPU, of which no links are listed")
-        return CheckResult(level="unknown", summary=f"nvidia-smi nvlink lists no GPU ({output.first_line})")
+            return Verdict(level="ok", summary="one GPU, of which no links are listed")
+        return Verdict(level="unknown", summary=f"nvidia-smi nvlink lists no GPU ({output.first_line})")
     counters = {f"gpu{index} {kind}": gpu.errors[kind] for index, gpu in gpus.items() for kind in _CLASSES}
     if len(gpus) == 1 and (site.gpus.count or 1) == 1:
-        return CheckResult(level="ok", summary="one GPU, so no links to others", facts={"counters": counters})
+        return Verdict(level="ok", summary="one GPU, so no links to others", facts={"counters": counters})
     if board.profile is None:
-        return CheckResult(level="unknown", summary=board.no_profile)
+        return Verdict(level="unknown", summary=board.no_profile)
     wanted = board.profile.nvlink
     verdicts = []
     for index, gpu in gpus.items():
@@ -78,16 +78,16 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
             summary = (
                 f"GPU {index} has {len(gpu.up)} of {wanted.links} links up{named}: reset it, then look at the board"
             )
-            verdicts.append(CheckResult(level="fail", summary=summary, action="reset"))
+            verdicts.append(Verdict(level="fail", summary=summary, action="reset"))
         elif gpu.errors["unrecovered"] or gpu.errors["recovery"] or gpu.errors.total() >= wanted.warn_errors:
             counted = ", ".join(f"{gpu.errors[kind]} {kind}" for kind in _CLASSES if gpu.errors[kind])
             summary = f"GPU {index} counts errors on link {', '.join(map(str, sorted(gpu.worst)))}: {counted}"
             if gpu.errors["unrecovered"]:
-                verdicts.append(CheckResult(level="fail", summary=summary, action="reset"))
+                verdicts.append(Verdict(level="fail", summary=summary, action="reset"))
             else:
-                verdicts.append(CheckResult(level="warn", summary=summary, action="monitor"))
+                verdicts.append(Verdict(level="warn", summary=summary, action="monitor"))
     if not verdicts:
-        verdicts.append(CheckResult(level="ok", summary=f"{wanted.links} links up on each of {len(gpus)} GPUs"))
+        verdicts.append(Verdict(level="ok", summary=f"{wanted.links} links up on each of {len(gpus)} GPUs"))
     return with_facts(merge(verdicts), counters=counters)
 
 

@@ -6,8 +6,8 @@ from cluster.checks import BoardCheck
 from cluster.files.errors import counted
 from cluster.inventory.site import Site
 from cluster.probing import kernel_files
-from cluster.probing.check_result import CheckResult, merge
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import NO_GPUS, Board
 from cluster.profiles.thresholds import Pcie
 
@@ -41,18 +41,18 @@ echo end
 )
 
 
-def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails below the width of the GPU's model or when the device cannot reach its generation; warns below it now."""
     lines = output.text.splitlines()
     if "end" not in lines:
-        return CheckResult(level="unknown", summary=f"sysfs lists no PCI devices ({output.first_line})")
+        return Verdict(level="unknown", summary=f"sysfs lists no PCI devices ({output.first_line})")
     rows = [line.removeprefix("gpu ").split("|") for line in lines if line.startswith("gpu ")]
     if not rows:
         if board.count or site.gpus.count:
-            return CheckResult(level="unknown", summary="sysfs shows no GPU; it may not be mounted in this container")
-        return CheckResult(level="ok", summary="no GPU")
+            return Verdict(level="unknown", summary="sysfs shows no GPU; it may not be mounted in this container")
+        return Verdict(level="ok", summary="no GPU")
     if board.profile is None:
-        return CheckResult(level="unknown", summary=board.no_profile)
+        return Verdict(level="unknown", summary=board.no_profile)
     verdicts = [_judge(row, board.profile.pcie) for row in rows]
     merged = merge(verdicts)
     if merged.level != "ok":
@@ -61,42 +61,40 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> CheckResult:
     summary = (
         f"{counted(len(rows), 'GPU')} at generation {wanted.generation} or newer with {wanted.width} lanes or more"
     )
-    return CheckResult(level="ok", summary=summary)
+    return Verdict(level="ok", summary=summary)
 
 
-def _judge(row: list[str], wanted: Pcie) -> CheckResult:
+def _judge(row: list[str], wanted: Pcie) -> Verdict:
     address, *values = [printable(value) for value in row]
     width = int(values[0]) if len(values) == 4 and values[0].isdigit() else 0
     if width in _HIDDEN_WIDTHS:
-        return CheckResult(
+        return Verdict(
             level="unknown",
             summary=f"the link of {address} cannot be read; where a virtual machine hides it, --skip pcie",
         )
     if width < wanted.width:
-        return CheckResult(
+        return Verdict(
             level="fail",
             summary=f"{address} runs on {width} of {wanted.width} lanes: reseat it or look at its riser",
             action="isolate",
         )
     current, highest = (_GENERATIONS.get(speed.partition(" ")[0]) for speed in (values[2], values[3]))
     if highest is None or current is None:
-        return CheckResult(
-            level="unknown", summary=f"{address} has a link of unknown speed ({values[2]} of {values[3]})"
-        )
+        return Verdict(level="unknown", summary=f"{address} has a link of unknown speed ({values[2]} of {values[3]})")
     if highest < wanted.generation:
-        return CheckResult(
+        return Verdict(
             level="fail",
             summary=f"{address} can do PCIe generation {highest}, its model does {wanted.generation}",
             action="isolate",
         )
     if current < wanted.generation:
-        return CheckResult(
+        return Verdict(
             level="warn",
             summary=f"{address} runs at PCIe generation {current}, not {wanted.generation}: "
             "an idle link may save power, so look again under load",
             action="monitor",
         )
-    return CheckResult(level="ok", summary=f"{address} is well")
+    return Verdict(level="ok", summary=f"{address} is well")
 
 
 CHECK = BoardCheck(

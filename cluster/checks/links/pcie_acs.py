@@ -7,8 +7,8 @@ import re
 from cluster.checks import Check
 from cluster.inventory.site import Site
 from cluster.probing import kernel_files
-from cluster.probing.check_result import CheckResult
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict
 
 # The last part of a device's path is the device itself.
 PROBE = Probe(
@@ -37,16 +37,16 @@ _ON = re.compile(r"(SrcValid|ReqRedir|CmpltRedir|UpstreamFwd)\+")
 _SHOWN = 4
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns where control is on above devices that could reach each other directly. A virtual machine needs it on."""
     lines = output.text.splitlines()
     said = dict(line.partition(" ")[::2] for line in lines)
     if "end" not in lines or not said.get("devices", "").isdigit():
-        return CheckResult(level="unknown", summary=f"the PCI tree cannot be read ({output.first_line})")
+        return Verdict(level="unknown", summary=f"the PCI tree cannot be read ({output.first_line})")
     if int(said["devices"]) < 2:
-        return CheckResult(level="ok", summary="no two devices that could reach each other over PCIe")
+        return Verdict(level="ok", summary="no two devices that could reach each other over PCIe")
     if said.get("machine") == "virtual":
-        return CheckResult(level="ok", summary="a virtual machine, whose host needs access control on")
+        return Verdict(level="ok", summary="a virtual machine, whose host needs access control on")
     found = {match[1]: match[2] for line in lines if (match := _BRIDGE.fullmatch(line))}
     controlled = {bridge: words for bridge, text in found.items() if (words := _ON.findall(text))}
     if controlled:
@@ -56,11 +56,11 @@ def judge(output: Output, site: Site) -> CheckResult:
             f"access control is on at {len(bridges)} bridges above GPUs and adapters: {listed}; "
             "traffic between them goes through the processor: turn ACS off in the BIOS, or with setpci"
         )
-        return CheckResult(level="warn", summary=summary, action="monitor")
+        return Verdict(level="warn", summary=summary, action="monitor")
     if said.get("lspci") == "absent" or any("denied" in text for text in found.values()):
         why = "there is no lspci" if said.get("lspci") == "absent" else "only root may read it"
-        return CheckResult(level="ok", summary=f"access control was not read: {why}; run the check as root once")
-    return CheckResult(level="ok", summary=f"access control is off at {len(found)} bridges above GPUs and adapters")
+        return Verdict(level="ok", summary=f"access control was not read: {why}; run the check as root once")
+    return Verdict(level="ok", summary=f"access control is off at {len(found)} bridges above GPUs and adapters")
 
 
 CHECK = Check(source="NCCL user guide, troubleshooting (ACS); lspci(8)", probe=lambda site: PROBE, judge=judge)

@@ -7,34 +7,34 @@ from collections import Counter
 
 from cluster.checks import Check, Rise
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult, merge, with_facts
 from cluster.probing.kernel_log import PROBE, read
 from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, merge, with_facts
 
 WINDOW_SECONDS = 7200
 # The driver states the severity on the first line of an error; lines with its registers follow.
 _SXID = re.compile(r"SXid \(PCI:([0-9A-Fa-f:.]+)\): (\d+), (Fatal|Non-fatal)")
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails on errors that the driver calls fatal: links through that switch need a reset; warns on others."""
     log = read(output, "SXIDs")
-    if isinstance(log, CheckResult):
+    if isinstance(log, Verdict):
         return log
     counts = Counter((int(match[2]), match[1], match[3]) for match in log.within(_SXID, WINDOW_SECONDS))
     if not counts:
-        return CheckResult(level="ok", summary="no SXID within 2 hours", facts={"counters": {}})
+        return Verdict(level="ok", summary="no SXID within 2 hours", facts={"counters": {}})
     verdict = merge(_judge(*key, times) for key, times in sorted(counts.items()))
     return with_facts(
         verdict, counters={f"{address} sxid{number}": times for (number, address, _), times in counts.items()}
     )
 
 
-def _judge(number: int, address: str, severity: str, times: int) -> CheckResult:
+def _judge(number: int, address: str, severity: str, times: int) -> Verdict:
     found = f"{severity.lower()} SXID {number} of NVSwitch {address} within 2 hours (x {times})"
     if severity == "Fatal":
-        return CheckResult(level="fail", summary=f"{found}: reset all GPUs and switches together", action="reset")
-    return CheckResult(level="warn", summary=found, action="monitor")
+        return Verdict(level="fail", summary=f"{found}: reset all GPUs and switches together", action="reset")
+    return Verdict(level="warn", summary=found, action="monitor")
 
 
 CHECK = Check(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cluster.checks import Check
 from cluster.inventory.site import Site
 from cluster.probing import kernel_files
-from cluster.probing.check_result import CheckResult, with_facts
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, with_facts
 
 PROBE = Probe(
     script=kernel_files.VALUE
@@ -27,11 +27,11 @@ echo end
 )
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns where adapters of one kind carry different firmware within the node."""
     lines = output.text.splitlines()
     if "end" not in lines:
-        return CheckResult(level="unknown", summary=f"sysfs lists no adapters ({output.first_line})")
+        return Verdict(level="unknown", summary=f"sysfs lists no adapters ({output.first_line})")
     rows = [line.removeprefix("adapter ").split("|") for line in lines if line.startswith("adapter ")]
     firmware: dict[str, set[str]] = {}
     for _, board, version in (row for row in rows if len(row) == 3):
@@ -42,14 +42,12 @@ def judge(output: Output, site: Site) -> CheckResult:
     several = {board: versions for board, versions in firmware.items() if len(versions) > 1}
     if several:
         listed = "; ".join(f"{board}: {', '.join(sorted(versions))}" for board, versions in sorted(several.items()))
-        verdict = CheckResult(
-            level="warn", summary=f"adapters of one kind differ in firmware ({listed})", action="monitor"
-        )
+        verdict = Verdict(level="warn", summary=f"adapters of one kind differ in firmware ({listed})", action="monitor")
     elif not rows:
-        return CheckResult(level="ok", summary="no adapter")
+        return Verdict(level="ok", summary="no adapter")
     else:
         listed = ", ".join(f"{board} {next(iter(versions))}" for board, versions in sorted(firmware.items()))
-        verdict = CheckResult(level="ok", summary=f"{len(rows)} adapters, firmware {listed}")
+        verdict = Verdict(level="ok", summary=f"{len(rows)} adapters, firmware {listed}")
     return with_facts(
         verdict,
         firmware={board: sorted(versions) for board, versions in sorted(firmware.items())},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult, merge, with_facts
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge, with_facts
 
 PROBE = Probe(
     script="""
@@ -22,11 +22,11 @@ echo end
 _FULL = 0x8000  # a port without this bit is a limited member, which reaches full members alone
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails for a port that the site names and that is no full member; warns for any other port that is up."""
     lines = output.text.splitlines()
     if "end" not in lines:
-        return CheckResult(level="unknown", summary=f"sysfs lists no InfiniBand devices ({output.first_line})")
+        return Verdict(level="unknown", summary=f"sysfs lists no InfiniBand devices ({output.first_line})")
     keys: dict[str, str] = {}
     verdicts = []
     for line in lines:
@@ -41,10 +41,10 @@ def judge(output: Output, site: Site) -> CheckResult:
             summary = (
                 f"{name} is no full member of a partition (keys: {listed.strip() or 'none'}); ask the subnet manager"
             )
-            bad = CheckResult(level="warn", summary=summary, action="monitor")
-            verdicts.append(CheckResult(level="fail", summary=summary, action="isolate") if named else bad)
+            bad = Verdict(level="warn", summary=summary, action="monitor")
+            verdicts.append(Verdict(level="fail", summary=summary, action="isolate") if named else bad)
     if not verdicts:
-        verdicts.append(CheckResult(level="ok", summary=f"{len(keys) or 'no'} InfiniBand ports with full membership"))
+        verdicts.append(Verdict(level="ok", summary=f"{len(keys) or 'no'} InfiniBand ports with full membership"))
     return with_facts(merge(verdicts), pkeys=sorted(set(keys.values())) or None)
 
 

@@ -6,8 +6,8 @@ import re
 
 from cluster.checks import Check, Rise
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult, with_facts
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, with_facts
 
 # Growth in an hour from which a counter matters: thresholds of infiniband-diags, which name no time; the hour is ours.
 PER_HOUR = {
@@ -43,11 +43,11 @@ echo end
 _ROW = re.compile(r"(first|second) (\S+ [a-z_]+) (\d+)")
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Warns on counters that grow between two readings; the history judges slower growth."""
     lines = output.text.splitlines()
     if "end" not in lines:
-        return CheckResult(level="unknown", summary=f"the ports' counters cannot be read ({output.first_line})")
+        return Verdict(level="unknown", summary=f"the ports' counters cannot be read ({output.first_line})")
     looks: dict[str, dict[str, int]] = {"first": {}, "second": {}}
     for line in lines:
         if match := _ROW.fullmatch(printable(line)):
@@ -59,10 +59,10 @@ def judge(output: Output, site: Site) -> CheckResult:
     }
     if grown:
         listed = ", ".join(f"{name} by {growth / SECONDS:g} a second" for name, growth in sorted(grown.items()))
-        verdict = CheckResult(level="warn", summary=f"errors rise: {listed}; look at the cable", action="monitor")
+        verdict = Verdict(level="warn", summary=f"errors rise: {listed}; look at the cable", action="monitor")
     else:
         ports = {name.partition(" ")[0] for name in looks["first"]}
-        verdict = CheckResult(level="ok", summary=f"no error counter of {len(ports) or 'no'} ports rises")
+        verdict = Verdict(level="ok", summary=f"no error counter of {len(ports) or 'no'} ports rises")
     return with_facts(verdict, counters=looks["second"] or looks["first"])
 
 

@@ -7,8 +7,8 @@ import shlex
 
 from cluster.checks import Check
 from cluster.inventory.site import DiskLimit, Site
-from cluster.probing.check_result import CheckResult, merge
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 
 # One row of `df -P -k`: KiB of size, used, available, then percent and mount point; names may hold blanks.
 _ROW = re.compile(r"\s(\d+)\s+(\d+)\s+(-?\d+)\s+(?:\d+%|-)\s+/.*$")
@@ -21,7 +21,7 @@ def probe(site: Site) -> Probe:
     return Probe(script=f'for path in {paths}; do printf \'{_TAG}%s\\n\' "$path"; df -P -k -- "$path"; done')
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """The worst of the site's paths; warns and fails at the percentages of each."""
     return merge(_judge_path(disk, _section(output.text, disk.path)) for disk in site.disks)
 
@@ -36,12 +36,12 @@ def _section(text: str, path: str) -> list[str]:
     return lines[start : next(ends, len(lines))]
 
 
-def _judge_path(disk: DiskLimit, lines: list[str]) -> CheckResult:
+def _judge_path(disk: DiskLimit, lines: list[str]) -> Verdict:
     match = next((match for line in lines if (match := _ROW.search(line))), None)
     if not match:
         complaint = printable(lines[0]) if lines else "df printed nothing"
         absent = any("No such file or directory" in line for line in lines)
-        return CheckResult(
+        return Verdict(
             level="fail" if absent else "unknown",
             summary=f"{disk.path} is absent; mount it or correct the site file"
             if absent
@@ -54,11 +54,11 @@ def _judge_path(disk: DiskLimit, lines: list[str]) -> CheckResult:
     facts = {disk.path: {"percent": round(percent, 1), "available_gib": round(available / 2**20, 1)}}
     if percent >= disk.fail_percent:
         limit = f"{summary}; the site fails at {disk.fail_percent:g}%: delete old runs or images"
-        return CheckResult(level="fail", summary=limit, action="isolate", facts=facts)
+        return Verdict(level="fail", summary=limit, action="isolate", facts=facts)
     if percent >= disk.warn_percent:
         limit = f"{summary}; the site warns at {disk.warn_percent:g}%"
-        return CheckResult(level="warn", summary=limit, action="monitor", facts=facts)
-    return CheckResult(level="ok", summary=summary, facts=facts)
+        return Verdict(level="warn", summary=limit, action="monitor", facts=facts)
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
 CHECK = Check(source="df, POSIX format; 95% from imbue-ai/cluster-health", probe=probe, judge=judge)

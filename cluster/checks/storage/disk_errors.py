@@ -7,9 +7,9 @@ from collections import Counter
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
-from cluster.probing.check_result import CheckResult, merge
 from cluster.probing.kernel_log import PROBE, read
 from cluster.probing.probe import Output, printable
+from cluster.probing.verdict import Verdict, merge
 
 WINDOW_SECONDS = 24 * 3600
 _SHOWN = 4
@@ -24,24 +24,24 @@ _BROKEN = (
 )
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails where a file system or a controller broke, warns on blocks that could not be read or written."""
     log = read(output, "disk errors")
-    if isinstance(log, CheckResult):
+    if isinstance(log, Verdict):
         return log
     broken: Counter[tuple[str, str]] = Counter()
     for what, pattern in _BROKEN:
         broken.update((match[1], what) for match in log.within(pattern, WINDOW_SECONDS))
     blocks = Counter(match[1] for match in log.within(_READS, WINDOW_SECONDS))
     verdicts = [
-        CheckResult(level="fail", summary=f"{printable(device)}: {what} (x {times}); replace it", action="isolate")
+        Verdict(level="fail", summary=f"{printable(device)}: {what} (x {times}); replace it", action="isolate")
         for (device, what), times in sorted(broken.items())
     ]
     if blocks:
         listed = ", ".join(f"{device} x {times}" for device, times in blocks.most_common(_SHOWN))
         summary = f"I/O errors within a day: {listed}; look at smartctl -a"
-        verdicts.append(CheckResult(level="warn", summary=summary, action="monitor"))
-    return merge(verdicts) if verdicts else CheckResult(level="ok", summary="no disk error within a day")
+        verdicts.append(Verdict(level="warn", summary=summary, action="monitor"))
+    return merge(verdicts) if verdicts else Verdict(level="ok", summary="no disk error within a day")
 
 
 CHECK = Check(

@@ -7,8 +7,8 @@ import shlex
 
 from cluster.checks import Check
 from cluster.inventory.site import SharedPath, Site
-from cluster.probing.check_result import CheckResult, merge
 from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 
 # $1 path, $2 write or read. The file is removed in every case; only KILL on a hanging server can leave it there.
 _TRY = """
@@ -45,13 +45,13 @@ echo end
     return Probe(script=script, seconds=math.ceil(seconds) + 3.0)
 
 
-def judge(output: Output, site: Site) -> CheckResult:
+def judge(output: Output, site: Site) -> Verdict:
     """Fails for a path that is absent, cannot be written, hangs, or has less free space than the site requires."""
     lines = output.text.splitlines()
     if not site.storage.shared and "end" in lines:
-        return CheckResult(level="ok", summary="the site names no shared storage")
+        return Verdict(level="ok", summary="the site names no shared storage")
     if not site.storage.shared:
-        return CheckResult(level="unknown", summary=f"the probe did not end ({output.first_line})")
+        return Verdict(level="unknown", summary=f"the probe did not end ({output.first_line})")
     said: dict[str, tuple[str, str]] = {}
     for line in lines:
         tag, number, status, words = (*line.split(" ", 3), "", "", "", "")[:4]
@@ -60,24 +60,24 @@ def judge(output: Output, site: Site) -> CheckResult:
     return merge(_judge(shared, *said.get(str(number), ("", ""))) for number, shared in enumerate(site.storage.shared))
 
 
-def _judge(shared: SharedPath, status: str, words: str) -> CheckResult:
+def _judge(shared: SharedPath, status: str, words: str) -> Verdict:
     if not status.isdigit():
-        return CheckResult(level="unknown", summary=f"{shared.path} was not tried")
+        return Verdict(level="unknown", summary=f"{shared.path} was not tried")
     if status in ("124", "137"):
         summary = f"{shared.path} hangs for more than {shared.probe_seconds:g} s; look at its mount and file server"
-        return CheckResult(level="fail", summary=summary, action="isolate")
+        return Verdict(level="fail", summary=summary, action="isolate")
     if words == "absent":
-        return CheckResult(level="fail", summary=f"{shared.path} is absent; mount it", action="isolate")
+        return Verdict(level="fail", summary=f"{shared.path} is absent; mount it", action="isolate")
     if status != "0":
         verb = "written" if shared.write else "read"
-        return CheckResult(level="fail", summary=f"{shared.path} cannot be {verb} ({words})", action="isolate")
+        return Verdict(level="fail", summary=f"{shared.path} cannot be {verb} ({words})", action="isolate")
     available = words.rpartition("available ")[2]
     gib = int(available) / 2**20 if available.isdigit() else None
     if shared.min_free_gib and (gib is None or gib < shared.min_free_gib):
         left = "an unknown amount" if gib is None else f"{gib:.0f} GiB"
         summary = f"{shared.path} has {left} left; the site requires {shared.min_free_gib:g} GiB: delete old runs"
-        return CheckResult(level="fail", summary=summary, action="isolate")
-    return CheckResult(level="ok", summary=f"{shared.path} can be {'written and read' if shared.write else 'read'}")
+        return Verdict(level="fail", summary=summary, action="isolate")
+    return Verdict(level="ok", summary=f"{shared.path} can be {'written and read' if shared.write else 'read'}")
 
 
 CHECK = Check(source="a write and read of its own, with a time limit of its own", probe=probe, judge=judge)

@@ -51,7 +51,7 @@ class SshOptions:
 
 def connector(options: SshOptions) -> Connect:
     """`Connect` over SSH with these options. Many threads may use it; keys, known_hosts and jump hosts are shared."""
-    opener = _Opener(options)
+    opener = _ConnectionOpener(options)
 
     @contextmanager
     def connect(host: Host, seconds: float) -> Iterator[Runner]:
@@ -61,7 +61,7 @@ def connector(options: SshOptions) -> Connect:
     return connect
 
 
-class _Opener:
+class _ConnectionOpener:
     """Opens connections; known_hosts, private keys and jump hosts are looked up once for all of them."""
 
     def __init__(self, options: SshOptions) -> None:

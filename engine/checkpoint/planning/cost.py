@@ -31,7 +31,7 @@ PASSES_AGAIN = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
+class GpuSpeeds:
     """Of one GPU. The defaults are those of no particular one: their ratios decide, and these vary little."""
 
     gemm: float = 500e12  # FLOP/s of large matrix products
@@ -43,7 +43,7 @@ class Speeds:
 class CostModel:
     """Seconds of one rank's step beyond one that repeats and moves nothing."""
 
-    def __init__(self, settings: TrialSettings, speeds: Speeds) -> None:
+    def __init__(self, settings: TrialSettings, speeds: GpuSpeeds) -> None:
         self._settings, self._speeds, model = settings, speeds, settings.model
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engine.checkpoint.planning.cost import CostModel, Speeds
+from engine.checkpoint.planning.cost import CostModel, GpuSpeeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
 from engine.checkpoint.planning.memory_settings import (
     BESIDE_CHECKPOINT,
@@ -67,7 +67,7 @@ class Budget:
 def planned(
     settings: TrialSettings,
     budget: Budget,
-    speeds: Speeds | None = None,
+    speeds: GpuSpeeds | None = None,
     *,
     correction: float = 1.0,
     correction_source: str = "",
@@ -80,7 +80,7 @@ def planned(
     names = open_names(settings)
     problem = PlanningProblem(
         memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
-        cost=CostModel(settings, speeds or Speeds()),
+        cost=CostModel(settings, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, correction),
         start=memory_settings_of(settings),
         open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),

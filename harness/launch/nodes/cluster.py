@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import Candidate, NodeAccess, candidates, unfit_nodes
+from cluster.ray_cluster.candidates import Candidate, Means, candidates, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory, default_directory
@@ -27,7 +27,7 @@ from cluster.transport.runner import Connect
 from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.nodes.hosts import HostEnvironments
-from harness.launch.nodes.launcher import ClusterAccess, ClusterLauncher
+from harness.launch.nodes.launcher import ClusterLauncher, ClusterMeans
 from harness.machine.this_machine import Machine, machine_of, ranks_of, together
 from harness.records.provenance import PROJECT_ROOT
 
@@ -45,7 +45,7 @@ class Trust:
 
 def start(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
-    return start_cluster(inventory, states, _access(inventory, states, trust, say, seconds))
+    return start_cluster(inventory, states, _means(inventory, states, trust, say, seconds))
 
 
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
@@ -56,7 +56,7 @@ def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     if state is not None:
         shared = _shared(inventory, state, arguments.nodes, say)
         return _machine(state, _fit(shared, state, states, say))
-    return _machine_of(candidates(inventory, _access(inventory, states, _trust(arguments), say, SECONDS)))
+    return _machine_of(candidates(inventory, _means(inventory, states, _trust(arguments), say, SECONDS)))
 
 
 def cluster_launcher(
@@ -72,9 +72,9 @@ def cluster_launcher(
         shared = _shared(inventory, state, arguments.nodes, say)
         return _launcher(state, states, shared, _fit(shared, state, states, say))
     say("no cluster is up: starting one for this run")
-    access = _access(inventory, states, _trust(arguments), say, SECONDS)
-    access = dataclasses.replace(access, pointless=lambda found: pointless(_machine_of(found)))
-    state = start_cluster(inventory, states, access, of_run=True)
+    means = _means(inventory, states, _trust(arguments), say, SECONDS)
+    means = dataclasses.replace(means, pointless=lambda found: pointless(_machine_of(found)))
+    state = start_cluster(inventory, states, means, of_run=True)
     try:
         shared = _shared(inventory, state, arguments.nodes, say)
         machine, launcher = _launcher(state, states, shared, shared)  # they were checked before they were started
@@ -147,13 +147,13 @@ def _launcher(
 ) -> tuple[Machine, ClusterLauncher]:
     """`fit` of the `nodes` can be used now; the others may be repaired meanwhile."""
     connect = _connect(state)
-    access = ClusterAccess(
+    means = ClusterMeans(
         machine=_machine(state, fit),
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=SECONDS),
         environments=HostEnvironments(connect, state.head.address, os.environ),
     )
     first = [*fit, *(node for node in nodes if node not in fit)]
-    return access.machine, ClusterLauncher(states, state, first, access)
+    return means.machine, ClusterLauncher(states, state, first, means)
 
 
 def _connect(state: ClusterState) -> Connect:
@@ -180,13 +180,13 @@ def _trust(arguments: argparse.Namespace) -> Trust:
     return Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
 
 
-def _access(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> NodeAccess:
+def _means(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> Means:
     connect = connection(
         [node.host for node in inventory.nodes],
         known_hosts=trust.known_hosts,
         accept_new_host_keys=trust.accept_new_host_keys,
     )
-    return NodeAccess(
+    return Means(
         connect=connect,
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds, quarantine=Quarantine(states.path)),
         describe=("-m", "harness.machine.this_machine"),

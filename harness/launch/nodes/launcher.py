@@ -37,7 +37,7 @@ _PROBE_FILE = ".shared"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterAccess:
+class ClusterMeans:
     """How a cluster's launcher checks its nodes, and reads their environments."""
 
     machine: Machine  # all nodes together
@@ -50,16 +50,14 @@ class ClusterLauncher:
 
     name = "ray"
 
-    def __init__(
-        self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], access: ClusterAccess
-    ) -> None:
+    def __init__(self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], means: ClusterMeans) -> None:
         """`nodes` are those of the cluster that this run may use."""
         self._states = states
         self._state = state
         self._started = {node.name: node for node in state.nodes}
         self._nodes = nodes
-        self._access = access
-        self._pool = HostPool(self._nodes, Quarantine(states.path), access.unfit)
+        self._means = means
+        self._pool = HostPool(self._nodes, Quarantine(states.path), means.unfit)
         self._guest: RayGuest | None = None
         self._team: Team | None = None
         self._broken = ""  # why the cluster as a whole is lost
@@ -67,7 +65,7 @@ class ClusterLauncher:
         self.stuck = False  # after `close`: Ray cannot be left in order, see `RayGuest.stuck`
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
-        return self.run_on(self._pool, self._access.machine, job, on_progress)
+        return self.run_on(self._pool, self._means.machine, job, on_progress)
 
     def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
         """Equal numbers of consecutive hosts for trials that run at the same time, with a launcher each.
@@ -80,7 +78,7 @@ class ClusterLauncher:
         lanes: list[tuple[Machine, Launcher]] = []
         for first in range(0, size * number, size):
             pool = self._pool.part(self._nodes[first : first + size])
-            machine = replace(self._access.machine, nodes=size)
+            machine = replace(self._means.machine, nodes=size)
             lanes.append((machine, ClusterLane(self, pool, machine)))
         return lanes
 
@@ -106,7 +104,7 @@ class ClusterLauncher:
             chosen = pool.take(count, job.avoid)
             hosts = [node.name for node in chosen]
             members = team.members(hosts)
-            run = _Run(job, members, self._started, self._access.environments, on_progress)
+            run = _Run(job, members, self._started, self._means.environments, on_progress)
             status, reason = run.execute(chosen, self._state)
             self._take_losses(run.lost)
             if self._state.head.name in run.lost:

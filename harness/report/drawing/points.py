@@ -72,7 +72,7 @@ def about(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SeriesPoint:
     """Every trial of one series at one length, in one panel."""
 
     series: str
@@ -142,11 +142,11 @@ class Panel:
     """The points of one parallel size (and of one mask, where a figure has several)."""
 
     title: str
-    points: list[Point]
+    points: list[SeriesPoint]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class FigureLayout:
     """The rows of a figure in their places, by the names of series."""
 
     panels: list[Panel]
@@ -155,7 +155,7 @@ class Layout:
     footnotes: list[str]  # what names leave out
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SeriesPoint]:
         return [point for panel in self.panels for point in panel.points]
 
     @property
@@ -163,7 +163,7 @@ class Layout:
         return sorted({point.seq_len for point in self.points})
 
 
-def laid_out(rows: Sequence[Row]) -> Layout:
+def laid_out(rows: Sequence[Row]) -> FigureLayout:
     """Panels, series and points of `rows`, at most MAX_PANELS and MAX_SERIES of them."""
     notes = [note] if (note := getattr(rows, "note", "")) else []
     several = len({row["mask"] for row in rows}) > 1
@@ -183,7 +183,7 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
-    return Layout(
+    return FigureLayout(
         panels=[
             Panel(title=_panel_title(key, several_sizes, len(panels)), points=_points(group, order))
             for key, group in panels.items()
@@ -194,12 +194,14 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     )
 
 
-def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[Point]:
+def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[SeriesPoint]:
     found: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
         if id(row) in order:
             found.setdefault((row["seq_len"], *order[id(row)]), []).append(row)
-    return [Point(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())]
+    return [
+        SeriesPoint(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())
+    ]
 
 
 def _panel_title(key: tuple[str, int, int, int], several_sizes: bool, panels: int) -> str:

@@ -35,7 +35,7 @@ CPU_TIMES = (
 CHECKED = ("out", "dq", "dk", "dv")  # tensors of task attention compared with float64, as the worker names them
 
 
-class Line(Row):
+class TrialRow(Row):
     """A trial's row with what tables print of its place: its series, model and mask where there are several, sizes."""
 
     def __init__(self, row: Row, **printed: object) -> None:
@@ -43,11 +43,11 @@ class Line(Row):
         self.row = row
 
 
-def lines_of(rows: Sequence[Row]) -> list[Line]:
+def lines_of(rows: Sequence[Row]) -> list[TrialRow]:
     """Every row as a line, in order."""
     placed = zip(rows, series_names(rows), models_of(rows), masks_of(rows), strict=True)
     return [
-        Line(row, shown_name=name, shown_model=model, shown_mask=mask, shown_parallel=panel_name(panel_of(row)))
+        TrialRow(row, shown_name=name, shown_model=model, shown_mask=mask, shown_parallel=panel_name(panel_of(row)))
         for row, name, model, mask in placed
     ]
 

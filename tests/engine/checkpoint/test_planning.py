@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.planning.cost import CostModel, Speeds
+from engine.checkpoint.planning.cost import CostModel, GpuSpeeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import (
     BESIDE_CHECKPOINT,
@@ -38,12 +38,12 @@ def settings(
 
 
 def problem(
-    trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: SearchGrid | None = None
+    trial: TrialSettings, gpu: float, speeds: GpuSpeeds | None = None, grid: SearchGrid | None = None
 ) -> PlanningProblem:
     budget = Budget(gpu=gpu)
     return PlanningProblem(
         memory=MemoryModel(trial),
-        cost=CostModel(trial, speeds or Speeds()),
+        cost=CostModel(trial, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, 1.0),
         start=memory_settings_of(trial),
         open_names=open_names(trial),
@@ -64,7 +64,9 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
             checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
             **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
         )
-        for tail, mlp, offload, replay, every, *beside in itertools.product(*map(given.values, names))
+        for tail, mlp, offload, replay, every, *beside in itertools.product(
+            *(getattr(given.compared, name) for name in names)
+        )
         for layers in whole
     ]
 
@@ -96,7 +98,7 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
         world_size=ranks,
         cp_size=chance.choice([1, ranks]),
     )
-    speeds = Speeds(
+    speeds = GpuSpeeds(
         gemm=chance.choice([1e12, 500e12]),
         attention=chance.choice([5e11, 400e12]),
         host_link=chance.choice([1e9, 40e9]),

@@ -14,7 +14,7 @@ from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 from harness.cli import main
-from harness.metrics.hardware import Speeds, Tiles, hardware_named
+from harness.metrics.hardware import HardwareSpeeds, Tiles, hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.predict.attention import attention_passes
@@ -23,7 +23,7 @@ from harness.predict.problem import Exchange
 from harness.records.stored import read_records
 from harness.spec.models import named_model
 
-SLOW = Speeds(
+SLOW = HardwareSpeeds(
     gemm_tflops=1e6, attention_forward_tflops=1e6, attention_backward_tflops=1e6, memory_gib=1e9, inside_gib=0.5,
     across_gib=0.01, across_default_gib=0.01, ring_step_seconds=1e-9,
 )  # fmt: skip

@@ -194,7 +194,7 @@ class Planned:
     ]  # of what has arrived, out of its slot: for head chunk i of results number i, else one
 
 
-class _Source(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -202,8 +202,8 @@ class _Source(NamedTuple):
     dtype: torch.dtype
 
 
-def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
-    return tuple([_Source(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
+def _sources(tensors: tuple[Tensor, ...]) -> tuple[_TensorLayout, ...]:
+    return tuple([_TensorLayout(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
 
 
 class CopyPlanner:
@@ -248,16 +248,16 @@ class CopyPlanner:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
         return Planned(CopyBatch(entries), specs, message_bytes(specs), away, unpack)
 
-    def _arriving(self, source: _Source) -> TensorSpec:
+    def _arriving(self, source: _TensorLayout) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
         return TensorSpec((batch, tokens * self.size, heads // (self.size * self.num_head_chunks), *rest), source.dtype)
 
-    def _returning(self, source: _Source) -> TensorSpec:
+    def _returning(self, source: _TensorLayout) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
         return TensorSpec((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
 
     def _send(
-        self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int, share: int
+        self, sources: tuple[_TensorLayout, ...], specs: tuple[TensorSpec, ...], to: int, share: int
     ) -> Iterator[RowCopy]:
         for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
             width = row_bytes(spec, 2)
@@ -265,7 +265,9 @@ class CopyPlanner:
             for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
                 yield block, index, to
 
-    def _send_back(self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int) -> Iterator[RowCopy]:
+    def _send_back(
+        self, sources: tuple[_TensorLayout, ...], specs: tuple[TensorSpec, ...], to: int
+    ) -> Iterator[RowCopy]:
         runs = [(start, offset, count) for offset, start, count in self._runs[to]]
         for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
             width = row_bytes(spec, 3)
@@ -307,7 +309,7 @@ def row_bytes(spec: TensorSpec, first: int) -> int:
 
 
 def _blocks(
-    source: _Source, first_byte: int, target: tuple[int, int, int], width: int, runs: list[tuple[int, int, int]]
+    source: _TensorLayout, first_byte: int, target: tuple[int, int, int], width: int, runs: list[tuple[int, int, int]]
 ) -> Iterator[StridedCopy]:
     """Copies of `width` bytes of each token of some runs (token at the source, token at the target, count).
 

@@ -17,7 +17,7 @@ EXIT_CODES: dict[Level, int] = {"ok": 0, "warn": 1, "fail": 2, "unknown": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckResult:
+class Verdict:
     """The result of one check on one node."""
 
     level: Level
@@ -37,19 +37,19 @@ def strongest_action(actions: Iterable[Action]) -> Action:
     return max(actions, key=ACTIONS.index, default="none")
 
 
-def with_facts(verdict: CheckResult, **facts: object) -> CheckResult:
+def with_facts(verdict: Verdict, **facts: object) -> Verdict:
     """The same verdict with these facts beside its own."""
     return replace(verdict, facts={**verdict.facts, **facts})
 
 
-def merge(verdicts: Iterable[CheckResult]) -> CheckResult:
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """One verdict from several: the worst level, and every sentence of that level.
 
     Facts with the same name are replaced by the later ones.
     """
     parts = list(verdicts)
     level = worst_level(part.level for part in parts)
-    return CheckResult(
+    return Verdict(
         level=level,
         summary="; ".join(part.summary for part in parts if part.level == level),
         action=strongest_action(part.action for part in parts),
