@@ -216,7 +216,7 @@ def _text(log: Path) -> str:
 
 
 def ran(
-    place: InstallPlace, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None
+    place: InstallPlace, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, object] | None = None
 ) -> StartedSystem:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()

@@ -73,7 +73,7 @@ class PrintedSteps:
     grad_norm: Sequence[float] = ()
     peak_allocated_bytes: Sequence[int] = ()  # of ranks that print it
     peak_reserved_bytes: Sequence[int] = ()
-    own: Mapping[str, Any] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
+    own: Mapping[str, float] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class StartedSystem:
         default_factory=dict
     )  # pinned packages that came from beside torch: name -> version
     builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
-    data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
+    data: dict[str, object] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
     ended: str = ""  # how, where it did not end by itself after its last step
     kernel: str = "unknown (upstream.json does not say)"  # of attention; see `UpstreamRun.kernel`
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baselines.called import REQUEST_FILE, UpstreamAttention, render_program
 from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, SystemCases
@@ -23,6 +23,8 @@ from engine.settings import ModelShape, TrialSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from baselines.fidelity.native import RankResult
 
 _CHARACTERS = 200
 _SECONDS = 240.0  # of one start of ranks
@@ -115,7 +117,7 @@ def _run_system(
     return run_ranks(rendered.command, rendered.environment, ranks, folder, _SECONDS)
 
 
-def request_of(system: SystemCases, case: Case, place: InstallPlace | None, scratch: Path) -> dict[str, Any]:
+def request_of(system: SystemCases, case: Case, place: InstallPlace | None, scratch: Path) -> dict[str, object]:
     """What `programs/attention.py` reads: the adapter's own request, and the case."""
     own = {
         "inputs": str(scratch / f"{case.name}.inputs.pt"),
@@ -156,7 +158,7 @@ def _with_results(row: Row, case: Case, wanted: Mapping[str, Tensor], scratch: P
     left = _left(scratch, f"{case.name}.theirs", case.ranks)
     errors = [each for each in left if each is not None and "error" in each]
     if errors:
-        kind, text, where = (errors[0][key] for key in ("error", "text", "where"))
+        kind, text, where = errors[0]["error"], errors[0]["text"], errors[0]["where"]
         return replace(
             row, verdict="refused" if kind in _REFUSALS else "fails", found=f"{kind} at {where}: {_short(text)}"
         )
@@ -187,7 +189,7 @@ def _with_native(row: Row, case: Case, wanted: Mapping[str, Tensor], scratch: Pa
     )
 
 
-def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) -> dict[str, FidelityError]:
+def compared(left: Sequence[RankResult], wanted: Mapping[str, Tensor]) -> dict[str, FidelityError]:
     """The error of each tensor, put together from the ranks' tokens. Raises ValueError for tokens that overlap."""
     import torch
 
@@ -211,7 +213,7 @@ def error_of(found: Tensor, truth: Tensor) -> FidelityError:
     return FidelityError(relative=relative, largest=largest)
 
 
-def _left(scratch: Path, name: str, ranks: int) -> list[dict[str, Any] | None]:
+def _left(scratch: Path, name: str, ranks: int) -> list[RankResult | None]:
     """What each rank left; None where it left nothing."""
     import torch
 

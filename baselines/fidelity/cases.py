@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from baselines.programs import PROGRAMS
 
@@ -41,7 +40,7 @@ class Case:
     layout: str = "zigzag"
     heads: int = 8
     kv_heads: int = 4
-    options: Mapping[str, Any] = field(default_factory=dict)  # for `call.py`, over what the adapter asks for
+    options: Mapping[str, object] = field(default_factory=dict)  # for `call.py`, over what the adapter asks for
     formula: Formula | None = None
     native: str = ""  # method whose attention is the same algorithm
     node_size: int | None = None  # ranks that count as a node of it
@@ -88,14 +87,14 @@ def _heads_and_positions(case: Case) -> float:
 
 
 def _hybrid(case: Case) -> float:
-    across = case.options["head_ranks"]
+    across = int(str(case.options["head_ranks"]))
     rings = case.ranks // across
     heads = (4 * case.query + 2 * case.pair) * case.width * (across - 1) / across
     return heads + case.pair * (2 * case.width * (rings - 1) + 4 * rings)
 
 
 def _double_ring(case: Case) -> float:
-    inner, x = case.options["window"], case.width
+    inner, x = int(str(case.options["window"])), case.width
     outer = case.ranks // inner
     hops = 2 * ((inner - 1) * outer + outer - 1)  # of K and V, in both passes
     return case.pair * (x * hops + 4 * inner + x * inner * (outer - 1) + x * outer)

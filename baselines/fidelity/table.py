@@ -42,7 +42,7 @@ def as_markdown(results: Sequence[Result], rows: Sequence[Row]) -> str:
     faults = [row for row in rows if row.verdict != "equal"]
     tolerance = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
     parts = [
-        "### Compared systems on CPU ranks, unmodified, beside float64 and beside our native forms",
+        "### Compared systems on CPU ranks, unmodified, beside float64 and beside our native baselines",
         "Errors are relative to the norm of the float64 tensor, with the largest absolute error in brackets. Equal is "
         f"at most {tolerance}. Bytes are those that the rank which sends most has sent in one forward and backward.",
         "#### Attention",
@@ -57,9 +57,9 @@ def as_markdown(results: Sequence[Result], rows: Sequence[Row]) -> str:
                 for row in attention
             ],
         ),
-        "#### The same, beside our native form",
+        "#### The same, beside our native baseline",
         _table(
-            ["system", "form", "ranks", "dtype", "worst error", "bytes sent", "native form", "its worst error",
+            ["system", "form", "ranks", "dtype", "worst error", "bytes sent", "native baseline", "its worst error",
              "its bytes", "by the engine's arithmetic", "bytes, native over system"],
             [
                 [

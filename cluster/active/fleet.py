@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cluster.active.judge import judge_pairs, judge_speeds
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
@@ -117,7 +116,7 @@ def exchange(plan: ActiveTestPlan, by_name: Mapping[str, Node], pair: Pair) -> f
         opener=("pair",), caller=lambda place: ("pair", "--store", place), answer="pair", seconds=plan.pair_seconds
     )
     answer = converse(plan, one, other, conversation)
-    return answer if isinstance(answer, str) else float(answer["gb_per_second"])
+    return answer if isinstance(answer, str) else float(str(answer["gb_per_second"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +130,7 @@ class Conversation:
     both_answer: bool = True  # False: the opener only listens, and is ended when the caller has answered
 
 
-def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
+def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Conversation) -> dict[str, object] | str:
     """The caller's answer, or the reason why there is none; `one` opens, `other` calls."""
     common = ("--device", plan.device, "--seconds", f"{conversation.seconds:g}")
     with (

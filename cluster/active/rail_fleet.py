@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from cluster.active import rails as node_rails
 from cluster.active.fleet import ActiveTestPlan, Conversation, converse
@@ -73,7 +74,7 @@ def _measure_pair(
     if isinstance(answer, str):
         return answer
     speeds: list[tuple[str, RailSpeed]] = []
-    for (ours, theirs), speed in zip(facing, answer["speeds"], strict=False):
+    for (ours, theirs), speed in zip(facing, cast(list[float], answer["speeds"]), strict=False):
         speeds.append((one, RailSpeed(rail=ours, other=f"{other} {theirs.port}", speed=speed)))
         if other != one:
             speeds.append((other, RailSpeed(rail=theirs, other=f"{one} {ours.port}", speed=speed)))

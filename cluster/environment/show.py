@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from cluster.environment.importing import Import, summary
 from cluster.environment.rendering import NodeEnvironment
@@ -37,7 +36,7 @@ def _rows(rows: Sequence[tuple[str, str, str, str]]) -> Iterable[str]:
         yield "  " + "  ".join([*filter(str.strip, cells), printable(row[-1])])
 
 
-def as_json(survey: Survey) -> dict[str, Any]:
+def as_json(survey: Survey) -> dict[str, object]:
     """Everything a survey found; keys are only ever added."""
     return {
         "nodes": [_node(environment, survey) for environment in survey.environments],
@@ -46,7 +45,7 @@ def as_json(survey: Survey) -> dict[str, Any]:
     }
 
 
-def _node(environment: NodeEnvironment, survey: Survey) -> dict[str, Any]:
+def _node(environment: NodeEnvironment, survey: Survey) -> dict[str, object]:
     installed = survey.installed.get(environment.node)
     return {
         "node": environment.node,
@@ -84,7 +83,7 @@ def import_table(found: Import) -> str:
     return "\n".join(printable(line) for line in [*lines, f"{found.origin}: {summary(found.findings)}"])
 
 
-def import_json(found: Import) -> dict[str, Any]:
+def import_json(found: Import) -> dict[str, object]:
     """The same as data, with the fragment as text."""
     return {
         "file": found.origin,

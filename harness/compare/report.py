@@ -200,7 +200,7 @@ def pair_lines(comparison: Comparison, names: dict[int, str]) -> list[str]:
     return [*lines, note + (" !: regression." if comparison.regressions else "")]
 
 
-def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, Any]:
+def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, object]:
     """The comparison as JSON values; ratios are B over A, intervals [low, high], absent figures null."""
     return {
         "schema": SCHEMA,

@@ -201,7 +201,7 @@ def _model_tflop(settings: TrialSettings) -> float | None:
 
 def plan_table(
     trials: Sequence[Trial], hosts: Machine | None = None, hardware: Hardware | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one

@@ -35,8 +35,8 @@ class RunHeader:
 
     burst_run: int
     records: int  # lines that follow
-    provenance: dict[str, Any] = field(default_factory=dict)  # the keys of provenance.yaml
-    plan: dict[str, Any] | None = None  # run.json
+    provenance: dict[str, object] = field(default_factory=dict)  # the keys of provenance.yaml
+    plan: dict[str, object] | None = None  # run.json
     experiment: str = ""  # experiment.yaml, the experiment as it was resolved
 
 
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
             raise UsageError(f"{path}: cannot read the {_WHAT} ({error.strerror}); give a readable file") from error
 
 
-def trial_id_in(data: Any, before: str) -> str:
+def trial_id_in(data: object, before: str) -> str:
     """The trial id of a line's JSON value; `before` is that of the line before. Raises ValueError for what is no id, or
     out of order."""
     trial_id = data.get("trial_id") if isinstance(data, dict) else None
@@ -98,7 +98,7 @@ def trial_id_in(data: Any, before: str) -> str:
     return trial_id
 
 
-def packed(header: RunHeader, records: Mapping[str, Any]) -> bytes:
+def packed(header: RunHeader, records: Mapping[str, object]) -> bytes:
     """The file's content; `records` holds the JSON value of each record by its trial id. Raises ValueError for what no
     reader of the file would take."""
     from_json(RunHeader, to_json(header))
@@ -110,13 +110,13 @@ def packed(header: RunHeader, records: Mapping[str, Any]) -> bytes:
     return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
 
 
-def node_of(value: Any, place: str) -> Node:
+def node_of(value: object, place: str) -> Node:
     """A JSON value as if it had been read from YAML at `place`."""
     if isinstance(value, dict):
         return Node({key: node_of(item, place) for key, item in value.items()}, place)
     if isinstance(value, list):
         return Node([node_of(item, place) for item in value], place)
-    return Node(value, place)
+    return Node(cast(str | int | float | bool | None, value), place)
 
 
 def _refuse_repeated_keys(line: bytes) -> None:

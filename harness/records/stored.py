@@ -50,7 +50,7 @@ class StoredRecord:
     trial: str  # the name of its directory, or the trial id of its line
     place: RecordPlace
     content: bytes
-    data: Any  # the JSON value
+    data: object  # the JSON value
 
     def record(self) -> Record:
         """Raises ValueError that names the place when this is not a record this version understands."""

@@ -11,12 +11,12 @@ from harness.report.digits import ratio_text
 from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
 from harness.report.rankings import SizeRanking, rankings_of, verdict_sentence
 from harness.report.results import Row
+from harness.report.slow_baselines import slow_baselines, slow_sentence
 from harness.report.speedup import contested_points
 from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
-from harness.report.weak_forms import weak_forms, weak_sentence
 
 MOST_WRONG = 8  # trials that a report names above its verdict
 
@@ -110,7 +110,7 @@ def _same_kernel(ranking: SizeRanking) -> list[str]:
 
 def _notes(rows: Sequence[Row], rankings: Sequence[SizeRanking]) -> list[str]:
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
-    notes = [weak_sentence(weak_forms(rows).values()), own_weights_sentence(rows)]
+    notes = [slow_sentence(slow_baselines(rows).values()), own_weights_sentence(rows)]
     if rankings and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
         notes.append(TOO_FEW_ROUNDS)
     if contested_points([row for row in rows if on_cpu(row)]):

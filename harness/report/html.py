@@ -23,6 +23,7 @@ import jinja2
 
 from harness.records.stored import stored_run
 from harness.report.drawing.looks import palette_css
+from harness.report.results import Row
 from harness.report.tables.table import Column, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -78,7 +79,7 @@ class Addresses:
             return ""
         return quote(Path(os.path.relpath(path.resolve(), self._out.resolve())).as_posix())
 
-    def record(self, trial: Mapping[str, Any]) -> str:
+    def record(self, trial: Row) -> str:
         """Of the file that holds a trial's record; empty where it is not there. Without runs the page lies in the
         directory of its run."""
         run = self._out if self._run_dirs is None else self._run_dirs.get(trial["run"])
@@ -105,7 +106,7 @@ def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> Html
     )  # fmt: skip
 
 
-def command_of(trial: Mapping[str, Any]) -> str:
+def command_of(trial: Row) -> str:
     """The shell command that runs this trial alone again; empty where the record does not hold the run's command."""
     command = trial.get("run_command")
     return f"{command} --only {shlex.quote(trial['trial_id'])}" if command else ""
@@ -142,7 +143,7 @@ def _assets() -> tuple[str, str]:
     return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 
-def render_page(name: str, **values: Any) -> str:
+def render_page(name: str, **values: object) -> str:
     """A page of ours; whatever is put into it is escaped. Its policy allows our style and our script, nothing else."""
     style, script = _assets()
     policy = (

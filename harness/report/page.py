@@ -24,6 +24,7 @@ from harness.report.html import Addresses, grid_of, render_page
 from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
+from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
@@ -32,7 +33,6 @@ from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table
 from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
 from harness.report.variants import on_cpu
-from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
 
@@ -181,7 +181,7 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     """The report's tables in reading order, less those with nothing to say."""
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
-    explained = weak_sentence(weak_forms(rows).values())
+    explained = slow_sentence(slow_baselines(rows).values())
     return [with_mark_explained(table, explained) for table in candidates if table is not None]
 
 

@@ -15,6 +15,7 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, median_interval, medians_of_two
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, supported
 from harness.report.results import Row
+from harness.report.slow_baselines import SlowBaseline, marked, slow_baselines
 from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, speedup, times
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
@@ -30,7 +31,6 @@ from harness.report.variants import (
     setup_of,
     varying_settings,
 )
-from harness.report.weak_forms import WeakForm, marked, weak_forms
 from harness.spec.table import EQUAL
 
 MOST_NAMED = 2  # settings that name a choice of them; of more, what differs from most choices is said
@@ -143,7 +143,7 @@ def rankings_of(rows: Sequence[Row], baseline: str | None = None) -> list[SizeRa
     for row in rows:
         if not on_cpu(row) and row["status"] != "wrong":
             sizes.setdefault(_size(row), []).append(row)
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     rankings = [found for group in sizes.values() if (found := _ranking(group, weak, baseline))]
     return sorted(rankings, key=_telling)
 
@@ -196,7 +196,7 @@ def sizes_table(rankings: Sequence[SizeRanking]) -> Table | None:
     return table_of("sizes", "Other set-ups", columns, lines)
 
 
-def _ranking(rows: list[Row], weak: Mapping[int, WeakForm], baseline: str | None) -> SizeRanking | None:
+def _ranking(rows: list[Row], weak: Mapping[int, SlowBaseline], baseline: str | None) -> SizeRanking | None:
     compared, lost = [], []
     for name, members in _named(rows):
         measured = [row for row in members if row["status"] == "ok"]

@@ -47,7 +47,7 @@ _NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
-UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native form of it
+UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native baseline of its method
 ONE_RANK = "one rank"  # what a trial ran that shared no sequence
 TENSOR_PARALLEL = "tensor and sequence parallel"
 _SIDES = {"query": "query side", "key_value": "key side"}
@@ -248,9 +248,9 @@ def cell(value: object) -> str:
     return str(value)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested settings under dotted names; a list becomes its JSON text, so that every value fits one cell."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{name}."))
@@ -281,7 +281,7 @@ def is_given(row: Row, setting: str) -> bool:
     if row["settings"] == EQUAL or setting not in MAY_FILL:
         return True
     if setting == "checkpoint.plan" and (row[setting] == "auto" or row["method"].endswith(UPSTREAM)):
-        return False  # a real system has no planner; it is compared with what ours chooses for the same memory
+        return False  # an upstream system has no planner; it is compared with what ours chooses for the same memory
     return setting in (row["settings_by_hand"] or "").split(", ")
 
 
@@ -297,7 +297,7 @@ def sortable(value: object) -> tuple[bool, float, str]:
     return (not number, float(value) if isinstance(value, int | float) else 0.0, str(value))
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[object, ...]:
     return (
         row["experiment"],
         _TASKS.index(row["task"]),

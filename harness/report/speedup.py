@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
 from harness.report.digits import TOO_WIDE as TOO_WIDE
@@ -167,7 +166,7 @@ def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:
 
 def contested_points(rows: Iterable[Row]) -> list[SpeedupPoint]:
     """Points at which several methods were planned and at least one gave a number, in order of appearance."""
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
     for row in rows:
         points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
     return [
@@ -177,7 +176,7 @@ def contested_points(rows: Iterable[Row]) -> list[SpeedupPoint]:
     ]
 
 
-def point_of(row: Row) -> tuple[Any, ...]:
+def point_of(row: Row) -> tuple[object, ...]:
     """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps.
 
     Under `settings: as_published` or `tuned` each method has its own values of what the table fills, and under

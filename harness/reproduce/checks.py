@@ -37,7 +37,7 @@ class Evidence:
     """The outcome of a check. `numbers` fill the words; `records` are files of trials, most telling first."""
 
     verdict: Verdict
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, object] = field(default_factory=dict)
     records: Sequence[RecordPlace] = ()
     row: Row | None = None  # the trial that a verdict from records rests on
     tokens: int | None = None  # claimed, where the claim's number is a length
@@ -224,7 +224,7 @@ Point = Mapping[str, Sequence[Row]]  # trials by method
 
 def _side_by_side(rows: Rows, column: str) -> list[Point]:
     """Training trials with a value of `column` at one set-up of one run, where burst and another method have one."""
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
     for row, _ in rows:
         if row["task"] == "train" and not on_cpu(row) and row[column]:
             key = (*(row.get(name) for name in _EQUAL), row.get("chosen_kernel"))
@@ -282,7 +282,7 @@ def factors_in_words(factors: Mapping[str, float]) -> str:
     )
 
 
-def about(row: Row) -> dict[str, Any]:
+def about(row: Row) -> dict[str, object]:
     """Length, model and machine of a trial, as the words of a verdict name them."""
     return {
         "tokens": format_length(row["seq_len"]),

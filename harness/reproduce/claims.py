@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.document import Node, read_yaml
 from harness.base.errors import UsageError, nearest
@@ -48,14 +48,14 @@ class Claim:
     claim: str
     said_in: str
     check: str
-    row: dict[str, Any] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
+    row: dict[str, object] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
     value: float | None = None  # where no row holds it
-    setup: dict[str, Any] = field(default_factory=dict)  # the claimed one where no row holds it: model, gpus, seq_len
+    setup: dict[str, object] = field(default_factory=dict)  # model, gpus, seq_len, where no row holds them
 
     def claimed(self) -> ClaimedNumber:
         """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
         if not self.row:
-            return ClaimedNumber(value=self.value, **self.setup)
+            return ClaimedNumber(value=self.value, **cast(dict[str, Any], self.setup))
         rows = [row for row in published_rows() if row.experiment == "headline_claims"]
         row = only(rows, **self.row)
         return ClaimedNumber(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
@@ -106,8 +106,8 @@ def read_claims(path: Path) -> Claims:
         _known(str(node.mapping(name)["check"].value), STATEMENTS, node, "check")
     return Claims(
         claims=found,
-        words={check: plain(node) for check, node in words.items()},
-        statements={name: plain(node) for name, node in statements.items()},
+        words={check: cast(dict[str, str], plain(node)) for check, node in words.items()},
+        statements={name: cast(dict[str, str], plain(node)) for name, node in statements.items()},
         partly_within=_factors(root["partly_within"]),
     )
 
@@ -197,13 +197,13 @@ def statements() -> dict[str, str]:
     }  # fmt: skip
 
 
-def sources() -> dict[str, Any]:
+def sources() -> dict[str, object]:
     rows = published_rows()
     derived = sum(row.derived for row in rows)
     return {"rows": len(rows) - derived, "derived": derived, "artifact": ARTIFACT}
 
 
-def headline() -> dict[str, Any]:
+def headline() -> dict[str, object]:
     """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
     ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
     whole, half = (
@@ -224,19 +224,19 @@ def headline() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def slip() -> dict[str, Any]:
+def slip() -> dict[str, object]:
     """Published over recomputed, of the sheets' own figures: those of Megatron's fork have their own formula."""
     ratios = slips(one for one in recomputed_rows() if one.source != "megatron_fork_unlabelled")
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "count": len(ratios)}
 
 
-def samples() -> dict[str, Any]:
+def samples() -> dict[str, object]:
     speeds = [row for row in published_rows() if row.metric == SPEED and row.value is not None]
     spread = len(_spreads())
     return {"single": len(speeds) - spread, "total": len(speeds), "spread": spread}
 
 
-STATEMENTS: Mapping[str, Callable[[], dict[str, Any]]] = {
+STATEMENTS: Mapping[str, Callable[[], dict[str, object]]] = {
     "sources": sources, "headline": headline, "slip": slip, "samples": samples,
 }  # fmt: skip
 

@@ -96,7 +96,7 @@ def computed_entries(figure: PaperFigure) -> list[FigurePoint]:
                 FigurePoint(
                     origin="computed",
                     series=series.name,
-                    method=series.settings.get("method", ""),
+                    method=str(series.settings.get("method", "")),
                     settings="",
                     hardware=PUBLISHED_ROWS,
                     model=model_text(one.row.model),

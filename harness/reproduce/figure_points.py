@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
@@ -60,7 +60,7 @@ class FigurePoint:
     values: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"
     note: str = ""
-    row: Mapping[str, Any] | None = None  # of a measured one
+    row: Row | None = None  # of a measured one
 
     @property
     def setup(self) -> tuple[str, int | None, int | None, int]:
@@ -75,7 +75,7 @@ def published_entries(figure: PaperFigure) -> list[FigurePoint]:
 
 def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Published]]:
     """Each published point with the first of its rows."""
-    points: dict[tuple[Any, ...], list[Published]] = {}
+    points: dict[tuple[object, ...], list[Published]] = {}
     for row in figure.rows():
         points.setdefault((row.method, row.model, row.gpus, row.seq_len), []).append(row)
     for rows in points.values():
@@ -91,7 +91,7 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Publish
         entry = FigurePoint(
             origin="published",
             series=series.name,
-            method=series.settings.get("method", ""),
+            method=str(series.settings.get("method", "")),
             settings="",
             hardware=PUBLISHED_ROWS if first.gpu_model == ANALYTIC else first.gpu_model,
             model=model_text(first.model),
@@ -133,7 +133,7 @@ def predicted_entry(
 def _own(
     origin: Origin,
     figure: PaperFigure,
-    row: Mapping[str, Any],
+    row: Row,
     settings: str,
     hardware: str,
     values: Mapping[str, float],
@@ -156,7 +156,7 @@ def _own(
     )
 
 
-def series_name(figure: PaperFigure, row: Mapping[str, Any]) -> str:
+def series_name(figure: PaperFigure, row: Row) -> str:
     """The published method that a trial's settings stand for; else the trial's method and the settings that series of
     this figure differ in."""
     for name, settings in figure.series.items():
@@ -168,7 +168,7 @@ def series_name(figure: PaperFigure, row: Mapping[str, Any]) -> str:
     return ", ".join([row["method"], *(f"{key.rsplit('.', 1)[-1]} {row.get(key)}" for key in keys)])
 
 
-def _as_it_ran(name: str, row: Mapping[str, Any]) -> str:
+def _as_it_ran(name: str, row: Row) -> str:
     """The name, but for trials of ours that are no evidence for it: `auto` of burst that exchanged heads instead of
     running a ring, and a ring whose way of moving chunks was set by hand in a comparison of such ways."""
     if row["method"] != OWN_METHOD:
@@ -179,7 +179,7 @@ def _as_it_ran(name: str, row: Mapping[str, Any]) -> str:
     return f"{name}, exchange {row['exchange']}" if by_hand else name
 
 
-def _equal(found: Any, wanted: Any) -> bool:
+def _equal(found: object, wanted: object) -> bool:
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted
     if isinstance(wanted, str) and wanted.endswith("*"):  # any window, say
@@ -198,7 +198,7 @@ def _batch_of(model: str) -> int:
     return int(found["batch"] or 1) if found else 1
 
 
-def _shape_text(row: Mapping[str, Any]) -> str:
+def _shape_text(row: Row) -> str:
     if row["task"] == "attention":
         heads, kv_heads = row["model.heads"], row["model.kv_heads"]
         return f"{heads if heads == kv_heads else f'{heads}:{kv_heads}'} heads × {row['model.head_dim']}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.base.lengths import format_length
 from harness.records.record import RecordPlace
@@ -22,7 +21,7 @@ class PrintedTrial:
     """TFLOP/s per GPU and MFU of one trial: as the system printed them, and by our formula from the trial's time."""
 
     system: str
-    row: Mapping[str, Any]
+    row: Row
     record: RecordPlace
     tflops: float | None
     mfu: float | None  # as a fraction

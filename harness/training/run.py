@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
@@ -194,7 +194,7 @@ def refusing() -> Iterator[None]:
         raise UsageError(f"this run cannot start: {error}") from error
 
 
-def refuse_checkpoints(config: TrainingConfig, facts: dict[str, Any], run_dir: Path, *, elsewhere: bool) -> None:
+def refuse_checkpoints(config: TrainingConfig, facts: dict[str, object], run_dir: Path, *, elsewhere: bool) -> None:
     """Raises UsageError when the run cannot resume from the checkpoints here. With `elsewhere`, another host may have
     one, so a host without any checkpoint is no error."""
     if not elsewhere or checkpoints(checkpoints_directory(run_dir)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from cluster.files.errors import counted
 from engine.plain_json import to_json
@@ -30,7 +29,7 @@ def lines(verdicts: Sequence[RunVerification]) -> Iterator[str]:
         yield f"{len(verdicts)} runs: {'all hold' if not wrong else f'{wrong} do not hold'}"
 
 
-def as_json(verdicts: Sequence[RunVerification]) -> dict[str, Any]:
+def as_json(verdicts: Sequence[RunVerification]) -> dict[str, object]:
     """All verdicts as plain values."""
     return {
         "holds": all(verdict.holds for verdict in verdicts),

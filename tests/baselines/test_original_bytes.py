@@ -1,7 +1,7 @@
-"""Each native form sends the bytes of its original: the original's own formula, with the place it was read in, against
-the bytes that the plan computes and those that gloo ranks counted.
+"""Each native baseline sends the bytes of its original: the original's own formula, with the place it was read in,
+against the bytes that the plan computes and those that gloo ranks counted.
 
-Where a native form sends fewer or more, the difference is a term of its own here and stands in its module's docstring.
+Where one sends fewer or more, the difference is a term of its own here and stands in its module's docstring.
 A kernel that writes gradients in the inputs' dtype stands for those of GPUs.
 """
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, setting_names, spread_of
+from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
     OWN_METHOD,
     panel_name,
@@ -28,7 +28,6 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
-from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
 MAX_PANELS = 8
 MAX_GROUPS = 12  # set-ups of one report that have figures
@@ -46,7 +45,7 @@ def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
 
     Of more than MAX_GROUPS, those with the most measured trials.
     """
-    alike: dict[tuple[Any, ...], list[list[Row]]] = {}
+    alike: dict[tuple[object, ...], list[list[Row]]] = {}
     for setup in setups_of(rows):
         run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
         alike.setdefault((run, experiment, task, model, dtype, shape), []).append(setup)
@@ -178,9 +177,9 @@ def laid_out(rows: Sequence[Row]) -> FigureLayout:
     shown = [row for group in panels.values() for row in group]
     series, pooling = _series(shown)
     notes += [pooling] if pooling else []
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
-    notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
+    notes += [sentence] if (sentence := slow_sentence(weak.values())) else []
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return FigureLayout(
@@ -236,7 +235,7 @@ def memory_column(rows: Iterable[Row]) -> str:
     return "peak_memory_gib" if any(row["peak_memory_gib"] for row in rows) else "peak_rss_gib"
 
 
-def configuration_of(row: Row) -> tuple[Any, ...]:
+def configuration_of(row: Row) -> tuple[object, ...]:
     """Everything that was chosen but the seed and the steps; a figure pools trials with equal ones."""
     kept = (name for name in setting_names(row) if name != "seed" and not name.startswith("steps"))
     return tuple(row[name] for name in kept)

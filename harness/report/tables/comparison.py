@@ -16,6 +16,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.report.digits import ratio_spread_text, supported
 from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
+from harness.report.slow_baselines import marked, slow_baselines
 from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, rounds_of, times
 from harness.report.tables.table import Table, number, table_of, text
 from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
@@ -30,7 +31,6 @@ from harness.report.variants import (
     settings_name,
     setup_of,
 )
-from harness.report.weak_forms import marked, weak_forms
 from harness.spec.table import EQUAL
 
 
@@ -45,7 +45,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         baseline = None
     firsts = [point.first for point in points]
     several_runs, several_tasks = (len({row[name] for row in firsts}) > 1 for name in ("run", "task"))
-    varying, weak = varying_by_setup(rows), weak_forms(rows)
+    varying, weak = varying_by_setup(rows), slow_baselines(rows)
     lines: list[dict[str, Any]] = []
     for point, first, model, mask in zip(points, firsts, models_of(firsts), masks_of(firsts), strict=True):
         names = {

@@ -47,7 +47,7 @@ _SHARING = frozenset({
 
 NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
-    "the slowest: both are measured references, no bounds"
+    "the slowest. Both are measured, so that a trial may be faster than either"
 )
 OTHER_KERNEL_NOTE = (
     "a compared system whose kernel ran no trial on one GPU is put beside the ideal of the engine's kernel"

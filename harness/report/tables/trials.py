@@ -12,6 +12,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
+from harness.report.slow_baselines import marked, slow_baselines
 from harness.report.speedup import TWO_VALUES
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (
@@ -25,7 +26,6 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
-from harness.report.weak_forms import marked, weak_forms
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -161,7 +161,7 @@ def difference(value: float) -> str:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native baselines that
     are slower than their originals are marked."""
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     names = {
         id(row): name
         for group in setups_of(rows)
