@@ -17,7 +17,7 @@ from baselines.install.places import InstallPlace
 from baselines.paper_cluster import GPUS_PER_NODE
 from baselines.pin import FOLDER
 from baselines.upstream import Upstream
-from cluster.discovery.facts import Gpu, HcaPort, NodeFacts
+from cluster.discovery.facts import Gpu, NodeFacts, Port
 from cluster.environment.rendering import render_node
 from cluster.files.errors import UsageError
 from cluster.inventory.site import Site
@@ -218,9 +218,9 @@ def _method(system: str) -> Upstream:
     return found
 
 
-def _port(name: str) -> HcaPort:
+def _port(name: str) -> Port:
     """An adapter that the site names, as it would be found: `mlx5_2` or `mlx5_2:1`."""
     hca, _, number = name.partition(":")
-    return HcaPort(
+    return Port(
         hca=hca, number=int(number or 1), state="ACTIVE", phys_state="LinkUp", rate_gbps=None, link_layer="InfiniBand"
     )

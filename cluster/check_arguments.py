@@ -23,14 +23,14 @@ OTHERS = (REACHABILITY, CLOCK, "drift", "history", *TESTS)
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
 
 
-class _CheckParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
 def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
     """Arguments of a node check."""
-    result = _CheckParser(
+    result = _Parser(
         prog=prog,
         description="Check nodes: do they answer, are GPUs and network sound, is there room, are they free?",
         epilog=_EXIT_CODES_HELP,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster import checks
-from cluster.active.fleet import ActiveTestPlan, run_active
+from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
 from cluster.active.rail_fleet import TEST, run_rails
 from cluster.check_arguments import chosen_nodes, chosen_part, parser
@@ -131,7 +131,7 @@ def _run_active(
     if not free:
         say("no node is usable, so none is loaded with active tests")
         return {}
-    plan = ActiveTestPlan(connect=connect, profiles=profiles, device=arguments.active, say=say)
+    plan = Plan(connect=connect, profiles=profiles, device=arguments.active, say=say)
     findings = run_active(free, plan)
     if arguments.active == "cuda":
         rails = find_rails(free, connect, arguments.timeout)
@@ -160,10 +160,10 @@ def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport], part: S
         print(table(reports, part, every_check=arguments.all))
 
 
-def _open_history(folder: Path | None, prog: str) -> history.HealthHistory | None:
+def _open_history(folder: Path | None, prog: str) -> history.History | None:
     """History in `folder`, which must be usable, or in the default folder; None where that one is not usable."""
     try:
-        return history.HealthHistory(folder or history.default_folder())
+        return history.History(folder or history.default_folder())
     except OSError as error:
         place = f"{error.filename or folder}: {error.strerror}"
         if folder:
@@ -172,12 +172,10 @@ def _open_history(folder: Path | None, prog: str) -> history.HealthHistory | Non
         return None
 
 
-def _with_history(
-    report: NodeReport, past: history.HealthHistory, chosen: Mapping[str, AnyCheck], prog: str
-) -> NodeReport:
+def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
     """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
-    now = history.check_record_of(report)
+    now = history.entry_of(report)
     try:
         judged = report.also("history", history.judge(past.last(name), now, chosen))
         past.append(name, now)

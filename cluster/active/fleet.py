@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.active.judge import judge_pairs, judge_speeds
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
@@ -26,7 +27,7 @@ _START_SECONDS = 60.0  # from a command to its first output: an interpreter, tor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActiveTestPlan:
+class Plan:
     """How the active tests are run."""
 
     connect: Connect
@@ -45,7 +46,7 @@ class Findings:
     pairs: Mapping[Pair, float | None]
 
 
-def run_active(nodes: Sequence[Node], plan: ActiveTestPlan) -> Findings:
+def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
     """Load these nodes, which must be free."""
     by_name = {node.name: node for node in nodes}
     plan.say(f"active tests: {'1 node by itself' if len(nodes) == 1 else f'{len(nodes)} nodes by themselves'}")
@@ -81,7 +82,7 @@ def worker_command(site: Site, *arguments: str) -> list[str]:
     return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments, "--attended"]
 
 
-def _measure(plan: ActiveTestPlan, node: Node) -> NodeSpeeds | Unavailable:
+def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
     if node.site.container.engine != "none":
         return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
     command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
@@ -93,7 +94,7 @@ def _measure(plan: ActiveTestPlan, node: Node) -> NodeSpeeds | Unavailable:
 
 
 def _exchange_all(
-    plan: ActiveTestPlan,
+    plan: Plan,
     by_name: Mapping[str, Node],
     group: Sequence[Pair],
     speeds: dict[Pair, float | None],
@@ -109,14 +110,14 @@ def _exchange_all(
             reasons[pair] = str(answer)
 
 
-def exchange(plan: ActiveTestPlan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
+def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     conversation = Conversation(
         opener=("pair",), caller=lambda place: ("pair", "--store", place), answer="pair", seconds=plan.pair_seconds
     )
     answer = converse(plan, one, other, conversation)
-    return answer if isinstance(answer, str) else float(str(answer["gb_per_second"]))
+    return answer if isinstance(answer, str) else float(answer["gb_per_second"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +131,7 @@ class Conversation:
     both_answer: bool = True  # False: the opener only listens, and is ended when the caller has answered
 
 
-def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Conversation) -> dict[str, object] | str:
+def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
     """The caller's answer, or the reason why there is none; `one` opens, `other` calls."""
     common = ("--device", plan.device, "--seconds", f"{conversation.seconds:g}")
     with (
@@ -138,7 +139,7 @@ def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Convers
         plan.connect(other.host, _START_SECONDS) as second,
         _open_stdin() as line,
     ):
-        opener = _ListeningWorker()
+        opener = _Opener()
         command = worker_command(one.site, *conversation.opener, *common, "--node", "0", "--peer", _address(other))
         thread = threading.Thread(target=opener.run, args=(first, command, line, conversation.seconds), daemon=True)
         thread.start()
@@ -161,7 +162,7 @@ def converse(plan: ActiveTestPlan, one: Node, other: Node, conversation: Convers
         return answer
 
 
-class _ListeningWorker:
+class _Opener:
     """Node 0 of a pair: its command runs in a thread, and prints the port to connect to."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 MARK = "burst-active "
 
@@ -30,7 +30,7 @@ class Unavailable:
     reason: str
 
 
-def line(kind: str, content: Mapping[str, object]) -> str:
+def line(kind: str, content: Mapping[str, Any]) -> str:
     """One line for stdout."""
     return MARK + json.dumps({"kind": kind, **content}, allow_nan=False)
 
@@ -39,7 +39,7 @@ def speeds_line(speeds: NodeSpeeds) -> str:
     return line("speeds", asdict(speeds))
 
 
-def found(text: str, kind: str) -> dict[str, object] | None:
+def found(text: str, kind: str) -> dict[str, Any] | None:
     """The last line of this kind, without its kind; None when there is none."""
     for printed in reversed(text.splitlines()):
         if printed.startswith(MARK):
@@ -61,7 +61,7 @@ def read_speeds(text: str) -> NodeSpeeds | Unavailable | None:
     if content is None:
         return None
     try:
-        return NodeSpeeds(**cast(dict[str, Any], content))
+        return NodeSpeeds(**content)
     except TypeError:
         return Unavailable(reason="the node runs another version of this project; update it")
 

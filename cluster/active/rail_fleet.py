@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from cluster.active import rails as node_rails
-from cluster.active.fleet import ActiveTestPlan, Conversation, converse
+from cluster.active.fleet import Conversation, Plan, converse
 from cluster.active.pairing import Pair, rounds
 from cluster.active.rails import Rail
 from cluster.files.errors import counted
@@ -33,7 +32,7 @@ class RailSpeed:
     speed: Speed | None  # None: that node has no adapter to measure it with
 
 
-def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: ActiveTestPlan) -> dict[str, Verdict]:
+def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
     """A verdict for each of these nodes that has rails. They must be free."""
     able = [node.name for node in nodes if rails.get(node.name)]
     if not able:
@@ -58,7 +57,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
 
 
 def _measure_pair(
-    plan: ActiveTestPlan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
+    plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
 ) -> list[tuple[str, RailSpeed]] | str:
     """Speeds of the rails of two nodes, each with its node's name; or the reason why there are none."""
     one, other = pair
@@ -74,7 +73,7 @@ def _measure_pair(
     if isinstance(answer, str):
         return answer
     speeds: list[tuple[str, RailSpeed]] = []
-    for (ours, theirs), speed in zip(facing, cast(list[float], answer["speeds"]), strict=False):
+    for (ours, theirs), speed in zip(facing, answer["speeds"], strict=False):
         speeds.append((one, RailSpeed(rail=ours, other=f"{other} {theirs.port}", speed=speed)))
         if other != one:
             speeds.append((other, RailSpeed(rail=theirs, other=f"{one} {ours.port}", speed=speed)))

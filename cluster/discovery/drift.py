@@ -82,9 +82,7 @@ def _by_value(found: Mapping[str, str | None]) -> dict[str, list[str]]:
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
-def _same_gpus(
-    checked: Mapping[str, Mapping[str, Verdict]],
-) -> list[tuple[str, dict[str, Mapping[str, Verdict]]]]:
+def _same_gpus(checked: Mapping[str, Mapping[str, Verdict]]) -> list[tuple[str, dict[str, Mapping[str, Verdict]]]]:
     """The GPUs in words, and the verdicts by node, of nodes with the same GPU models together; those without as well.
 
     A node whose versions could not be read is in no group.

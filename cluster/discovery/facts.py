@@ -34,7 +34,7 @@ class Interface:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HcaPort:
+class Port:
     """One port of an RDMA adapter (HCA)."""
 
     hca: str
@@ -87,7 +87,7 @@ class NodeFacts:
     node: str  # the name tables and warnings use
     cores: int | None = None
     interfaces: tuple[Interface, ...] = ()
-    ports: tuple[HcaPort, ...] = ()
+    ports: tuple[Port, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     head_route: Route | None = None  # None: no head address was given
     storage_routes: tuple[Route, ...] = ()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.discovery.facts import Device, Gpu, HcaPort, Interface, NodeFacts
+from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +66,13 @@ def choose_hcas(facts: NodeFacts, *, wanted: Sequence[str] | None = None, rate_g
     )
 
 
-def _natural(port: HcaPort) -> tuple[str, int, int, str]:
+def _natural(port: Port) -> tuple[str, int, int, str]:
     stem = port.hca.rstrip("0123456789")
     digits = port.hca[len(stem) :]
     return stem, int(digits or 0), port.number, digits
 
 
-def _as_the_site_says(ports: Sequence[HcaPort], wanted: Sequence[str]) -> HcaChoice:
+def _as_the_site_says(ports: Sequence[Port], wanted: Sequence[str]) -> HcaChoice:
     named = [PortChoice(name=name, kept=True, reason="named by the site file") for name in wanted]
     others = [
         PortChoice(name=port.name, kept=False, reason="the site file names others" if wanted else "the site names none")
@@ -89,20 +89,20 @@ def _as_the_site_says(ports: Sequence[HcaPort], wanted: Sequence[str]) -> HcaCho
 
 
 # Each returns the reason why a port is not for NCCL, or "", given the candidates left by those before it.
-_Reason = Callable[[HcaPort, Sequence[HcaPort]], str]
+_Reason = Callable[[Port, Sequence[Port]], str]
 
 
-def _not_active(port: HcaPort, _: Sequence[HcaPort]) -> str:
+def _not_active(port: Port, _: Sequence[Port]) -> str:
     good = port.state == "ACTIVE" and port.phys_state in ("LinkUp", "")
     return "" if good else f"is {port.state or 'in no known state'} with its link {port.phys_state or 'unknown'}"
 
 
-def _not_verbs(port: HcaPort, _: Sequence[HcaPort]) -> str:
+def _not_verbs(port: Port, _: Sequence[Port]) -> str:
     # Amazon's EFA reports a link layer of its own; NCCL reaches it through a plugin that finds it by itself.
     return "needs a network plugin: its link layer is not one of verbs" if port.link_layer == "other" else ""
 
 
-def _not_infiniband(port: HcaPort, candidates: Sequence[HcaPort]) -> str:
+def _not_infiniband(port: Port, candidates: Sequence[Port]) -> str:
     if port.link_layer == "InfiniBand" or all(other.link_layer != "InfiniBand" for other in candidates):
         return ""
     return f"is {'a bond of ' if 'bond' in port.hca else ''}Ethernet, and this node has InfiniBand"
@@ -116,7 +116,7 @@ def _carries_storage(facts: NodeFacts) -> _Reason:
                 if _is_port_of(interface, port):
                     serving.setdefault(port.name, f"carries the route to storage {route.target} ({route.interface})")
 
-    def reason(port: HcaPort, _: Sequence[HcaPort]) -> str:
+    def reason(port: Port, _: Sequence[Port]) -> str:
         return serving.get(port.name, "")
 
     return reason
@@ -134,23 +134,23 @@ def _physical(facts: NodeFacts, name: str, depth: int = 4) -> Iterable[Interface
             yield from _physical(facts, lower, depth - 1)
 
 
-def _is_port_of(interface: Interface, port: HcaPort) -> bool:
+def _is_port_of(interface: Interface, port: Port) -> bool:
     return interface.device.path == port.device.path != () and interface.dev_port == port.number - 1
 
 
-def _slower(port: HcaPort, candidates: Sequence[HcaPort]) -> str:
+def _slower(port: Port, candidates: Sequence[Port]) -> str:
     fastest = max((other.rate_gbps or 0.0 for other in candidates), default=0.0)
     if port.rate_gbps is None or port.rate_gbps >= fastest:
         return ""
     return f"runs at {port.rate_gbps:g} Gb/s, others at {fastest:g}"
 
 
-def _too_slow(kept: Sequence[HcaPort], rate_gbps: float | None) -> list[str]:
+def _too_slow(kept: Sequence[Port], rate_gbps: float | None) -> list[str]:
     slow = [port for port in kept if rate_gbps and port.rate_gbps is not None and port.rate_gbps < rate_gbps]
     return [f"{port.name} runs at {port.rate_gbps:g} Gb/s, but the site expects {rate_gbps:g}" for port in slow]
 
 
-def _only_ethernet(kept: Sequence[HcaPort], ports: Sequence[HcaPort]) -> list[str]:
+def _only_ethernet(kept: Sequence[Port], ports: Sequence[Port]) -> list[str]:
     lost = [port.name for port in ports if port.link_layer == "InfiniBand"]
     if not lost or any(port.link_layer == "InfiniBand" for port in kept):
         return []
@@ -158,7 +158,7 @@ def _only_ethernet(kept: Sequence[HcaPort], ports: Sequence[HcaPort]) -> list[st
     return [f"no InfiniBand port is active ({', '.join(lost)}), so {instead}"]
 
 
-def _farther(facts: NodeFacts, kept: Sequence[HcaPort], dropped: dict[str, str]) -> list[str]:
+def _farther(facts: NodeFacts, kept: Sequence[Port], dropped: dict[str, str]) -> list[str]:
     """A sentence for each GPU that is nearer to a dropped port of the same kind than to any kept one."""
     if not kept:
         return []
@@ -185,7 +185,7 @@ def common_depth(one: Device, other: Device) -> int:
     return depth
 
 
-def nearest(gpus: Sequence[Gpu], ports: Sequence[HcaPort]) -> dict[str, str]:
+def nearest(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, str]:
     """Names of the ports nearest to some GPU, each with the reason; all ports where the distances are unknown."""
     reasons: dict[str, list[tuple[int, str]]] = {}
     for number, gpu in enumerate(gpus):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.discovery.facts import Device, Gpu, HcaPort, Interface, LinkLayer, NodeFacts, Route, Setting
+from cluster.discovery.facts import Device, Gpu, Interface, LinkLayer, NodeFacts, Port, Route, Setting
 from cluster.discovery.script import NCCL_PATHS, NVIDIA_FIELDS, probes
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
@@ -166,12 +166,12 @@ def _route(line: str, table: str, interfaces: Iterable[Interface]) -> Route:
     return Route(target=target, interface=name, source=str(source) if source else None)
 
 
-def _ports(text: str) -> Iterable[HcaPort]:
+def _ports(text: str) -> Iterable[Port]:
     for name, record in _records(text).items():
         if not (match := _PORT.fullmatch(name)):
             continue
         rate = re.match(r"\d+(\.\d+)?", _one(record, "rate"))  # "400 Gb/sec (4X NDR)"
-        yield HcaPort(
+        yield Port(
             hca=match[1],
             number=int(match[2]),
             state=_word(_one(record, "state")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from cluster.environment.importing import Import, summary
 from cluster.environment.rendering import NodeEnvironment
@@ -36,7 +37,7 @@ def _rows(rows: Sequence[tuple[str, str, str, str]]) -> Iterable[str]:
         yield "  " + "  ".join([*filter(str.strip, cells), printable(row[-1])])
 
 
-def as_json(survey: Survey) -> dict[str, object]:
+def as_json(survey: Survey) -> dict[str, Any]:
     """Everything a survey found; keys are only ever added."""
     return {
         "nodes": [_node(environment, survey) for environment in survey.environments],
@@ -45,7 +46,7 @@ def as_json(survey: Survey) -> dict[str, object]:
     }
 
 
-def _node(environment: NodeEnvironment, survey: Survey) -> dict[str, object]:
+def _node(environment: NodeEnvironment, survey: Survey) -> dict[str, Any]:
     installed = survey.installed.get(environment.node)
     return {
         "node": environment.node,
@@ -83,7 +84,7 @@ def import_table(found: Import) -> str:
     return "\n".join(printable(line) for line in [*lines, f"{found.origin}: {summary(found.findings)}"])
 
 
-def import_json(found: Import) -> dict[str, object]:
+def import_json(found: Import) -> dict[str, Any]:
     """The same as data, with the fragment as text."""
     return {
         "file": found.origin,

@@ -31,7 +31,7 @@ DAMAGED = (  # what the library raises for an archive that is not what its heade
 )  # fmt: skip
 
 
-class ByteReader(Protocol):
+class Source(Protocol):
     """Bytes that are read forwards."""
 
     def read(self, size: int, /) -> bytes: ...
@@ -61,21 +61,21 @@ def unpack_tar(archive: Path, folder: Path, expected: str) -> None:
         raise UsageError(f"{archive} cannot be unpacked: {shown_value(reason)}; {expected}") from None
 
 
-def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """The members of a tar archive in their order, each with the archive, of which it is to be extracted at once.
 
     Raises UsageError for a sparse file, headers or nesting without end and too many members; those of DAMAGED.
     """
 
-    class BoundedHeader(tarfile.TarInfo):
+    class Header(tarfile.TarInfo):
         """Refuses what cannot be bounded before the library has read it whole."""
 
         following = 0  # headers since the last member
 
         @classmethod
-        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> BoundedHeader:
-            BoundedHeader.following += 1
-            if BoundedHeader.following > _MAX_HEADERS:
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+            Header.following += 1
+            if Header.following > _MAX_HEADERS:
                 raise UsageError(f"more than {_MAX_HEADERS} headers describe one file")
             return super().frombuf(buf, encoding, errors)
 
@@ -85,10 +85,10 @@ def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.Tar
         # By the library's names: the old GNU format, and three forms inside extended headers.
         _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
-    with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=BoundedHeader) as tar:
+    with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=Header) as tar:
         count = 0
         while (member := tar.next()) is not None:
-            BoundedHeader.following, count = 0, count + 1
+            Header.following, count = 0, count + 1
             if count > MAX_MEMBERS:
                 raise UsageError(f"it holds more than {MAX_MEMBERS:,} files")
             if member.name.count("/") > MAX_LEVELS or member.linkname.count("/") > MAX_LEVELS:
@@ -97,7 +97,7 @@ def members_of(plain: ByteReader) -> Iterator[tuple[tarfile.TarFile, tarfile.Tar
             yield tar, member
 
 
-def _plain(file: IO[bytes]) -> ByteReader:
+def _plain(file: IO[bytes]) -> Source:
     """What a compressed file holds, or the file itself."""
     head = file.read(6)
     file.seek(0)
@@ -110,7 +110,7 @@ def _plain(file: IO[bytes]) -> ByteReader:
 class _Bounded(io.RawIOBase):
     """Refuses to read much at once, and to read on at the end: the library may try for ever."""
 
-    def __init__(self, source: ByteReader) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._at_end = 0
 

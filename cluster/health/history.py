@@ -26,7 +26,7 @@ _TAIL_BYTES = 256 * 1024  # where the last entry is looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckRecord:
+class Entry:
     """One check of one node: counters by check, then by name."""
 
     time: str  # ISO 8601, UTC
@@ -39,16 +39,14 @@ def default_folder() -> Path:
     return state_folder("nodes")
 
 
-def check_record_of(report: NodeReport, now: datetime | None = None) -> CheckRecord:
+def entry_of(report: NodeReport, now: datetime | None = None) -> Entry:
     """The part of a report that is kept."""
     counters = {}
     for name, verdict in report.verdicts.items():
         found = verdict.facts.get("counters")
         if isinstance(found, Mapping):
             counters[name] = {str(key): int(value) for key, value in found.items()}
-    return CheckRecord(
-        time=(now or datetime.now(UTC)).isoformat(timespec="seconds"), verdict=report.level, counters=counters
-    )
+    return Entry(time=(now or datetime.now(UTC)).isoformat(timespec="seconds"), verdict=report.level, counters=counters)
 
 
 def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -56,7 +54,7 @@ def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
 
 
-def judge(before: CheckRecord | None, now: CheckRecord, checks: Mapping[str, AnyCheck]) -> Verdict:
+def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> Verdict:
     """A verdict on the growth since the last entry, by the `rise` of each check."""
     if before is None:
         return Verdict(level="ok", summary="first check of this node, so nothing to compare with")
@@ -90,14 +88,14 @@ def _hours(before: str, now: str) -> float:
         return 0.0
 
 
-class HealthHistory:
+class History:
     """The files of a folder. Raises OSError where the folder cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def last(self, node: str) -> CheckRecord | None:
+    def last(self, node: str) -> Entry | None:
         """The newest entry that can be read; a line cut short by a crash is left out."""
         try:
             with open(self._path(node), "rb") as file:
@@ -108,7 +106,7 @@ class HealthHistory:
             return None
         return next((entry for line in reversed(lines) if (entry := _parse(line))), None)
 
-    def append(self, node: str, entry: CheckRecord) -> None:
+    def append(self, node: str, entry: Entry) -> None:
         """Add one line in one write; the file is cut when it has grown too long. Safe beside other programs."""
         line = json.dumps({"time": entry.time, "verdict": entry.verdict, "counters": entry.counters}) + "\n"
         path = self._path(node)
@@ -138,7 +136,7 @@ class HealthHistory:
         os.replace(aside, path)
 
 
-def _parse(line: bytes) -> CheckRecord | None:
+def _parse(line: bytes) -> Entry | None:
     """One entry, or None for a line that is none."""
     try:
         found: Any = json.loads(line)
@@ -146,6 +144,6 @@ def _parse(line: bytes) -> CheckRecord | None:
             str(check): {str(name): int(value) for name, value in values.items()}
             for check, values in found["counters"].items()
         }
-        return CheckRecord(time=str(found["time"]), verdict=str(found["verdict"]), counters=counters)
+        return Entry(time=str(found["time"]), verdict=str(found["verdict"]), counters=counters)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

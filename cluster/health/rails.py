@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.active.rails import Rail
-from cluster.discovery.facts import HcaPort, NodeFacts
+from cluster.discovery.facts import NodeFacts, Port
 from cluster.discovery.hcas import choose_hcas, common_depth
 from cluster.discovery.read import read_node
 from cluster.inventory.nodes import Node
@@ -37,7 +37,7 @@ def rails_of(facts: NodeFacts, site: Site) -> tuple[Rail, ...]:
     return tuple(rails)
 
 
-def _nearest_gpu(facts: NodeFacts, port: HcaPort, taken: Sequence[int | None]) -> int | None:
+def _nearest_gpu(facts: NodeFacts, port: Port, taken: Sequence[int | None]) -> int | None:
     """Of the nearest GPUs, the one that the fewest rails have; None on a node without any."""
 
     def farness(index: int) -> tuple[int, bool, int, int]:

@@ -21,7 +21,7 @@ _COMPRESSORS = (("zstd", ["-q", "-3", "-T0", "-c"], ".tar.zst"), ("gzip", ["-1",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImageArchive:
+class Archive:
     """A saved image."""
 
     image: Image
@@ -40,7 +40,7 @@ def default_folder() -> Path:
     return cache_folder("images")
 
 
-def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> ImageArchive:
+def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive:
     """Save the image below `folder`, or take the archive that an earlier call left there.
 
     Written aside and renamed, so that a file of that name is whole. `on_bytes` gets the bytes written or read so far.
@@ -71,7 +71,7 @@ def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> ImageAr
             digest.update(chunk)
             size += len(chunk)
             on_bytes(size)
-    return ImageArchive(image=image, path=path, sha256=digest.hexdigest(), size_bytes=size)
+    return Archive(image=image, path=path, sha256=digest.hexdigest(), size_bytes=size)
 
 
 def _compressor() -> tuple[str, list[str], str]:

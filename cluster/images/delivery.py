@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-from cluster.images.archive import ImageArchive
+from cluster.images.archive import Archive
 from cluster.images.engine import (
     IMAGE_FOLDER,
     Engine,
@@ -42,7 +42,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeliveryTarget:
+class Target:
     """One node, the image it should have, and how it is reached."""
 
     name: str
@@ -58,7 +58,7 @@ class DeliveryTarget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeliveryResult:
+class Delivered:
     """The result of delivering an image to a node."""
 
     node_image: Image
@@ -66,68 +66,64 @@ class DeliveryResult:
     attempts: int
 
 
-def look(target: DeliveryTarget, connect: Connect, seconds: float, watch: Watch) -> Image | None:
+def look(target: Target, connect: Connect, seconds: float, watch: Watch) -> Image | None:
     """The image of that name on the node, if any. Raises ImageFailed or Unreachable."""
     watch.stage(target.name, "asking")
     with connect(target.host, seconds) as runner:
         return find_image(runner, target.engine, target.image, min(_ASK_SECONDS, seconds))
 
 
-def deliver(
-    target: DeliveryTarget, archive: ImageArchive, connect: Connect, seconds: float, watch: Watch
-) -> DeliveryResult:
+def deliver(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> Delivered:
     """Send the archive to the node's own disk, load it and remove it there. Raises ImageFailed or Unreachable."""
 
-    def once(runner: Runner, ends_at: float) -> DeliveryResult:
+    def once(runner: Runner, ends_at: float) -> Delivered:
         place, sent = _bring(runner, target, archive, ends_at, watch, unpacked_here=True)
         loaded = _load(runner, target, archive, place, ends_at, watch)
         _remove(runner, place)
-        return DeliveryResult(node_image=loaded, sent_bytes=sent, attempts=1)
+        return Delivered(node_image=loaded, sent_bytes=sent, attempts=1)
 
     return _attempts(target, connect, seconds, once)
 
 
-def deposit(target: DeliveryTarget, archive: ImageArchive, connect: Connect, seconds: float, watch: Watch) -> int:
+def deposit(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> int:
     """Send the archive to a folder other nodes see as well; returns the bytes sent. Raises as `deliver`."""
 
-    def once(runner: Runner, ends_at: float) -> DeliveryResult:
+    def once(runner: Runner, ends_at: float) -> Delivered:
         _, sent = _bring(runner, target, archive, ends_at, watch, unpacked_here=False)
-        return DeliveryResult(node_image=archive.image, sent_bytes=sent, attempts=1)
+        return Delivered(node_image=archive.image, sent_bytes=sent, attempts=1)
 
     return _attempts(target, connect, seconds, once).sent_bytes
 
 
-def collect(
-    target: DeliveryTarget, archive: ImageArchive, connect: Connect, seconds: float, watch: Watch
-) -> DeliveryResult:
+def collect(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> Delivered:
     """Load the archive that `deposit` left in the shared folder, after comparing its checksum as this node reads it."""
 
-    def once(runner: Runner, ends_at: float) -> DeliveryResult:
+    def once(runner: Runner, ends_at: float) -> Delivered:
         ask_space(runner, target.folder, target.engine, _left(ends_at)).check(0, archive.image.size_bytes)
         place = shared_place(target, archive)
         watch.stage(target.name, "comparing")
         _compare(runner, archive, place, ends_at)
         loaded = _load(runner, target, archive, place, ends_at, watch)
-        return DeliveryResult(node_image=loaded, sent_bytes=0, attempts=1)
+        return Delivered(node_image=loaded, sent_bytes=0, attempts=1)
 
     return _attempts(target, connect, seconds, once)
 
 
-def withdraw(target: DeliveryTarget, archive: ImageArchive, connect: Connect, seconds: float) -> None:
+def withdraw(target: Target, archive: Archive, connect: Connect, seconds: float) -> None:
     """Remove the archive that `deposit` left, and nothing else. Raises Unreachable."""
     with connect(target.host, seconds) as runner:
         _remove(runner, shared_place(target, archive))
 
 
-def shared_place(target: DeliveryTarget, archive: ImageArchive) -> str:
+def shared_place(target: Target, archive: Archive) -> str:
     """Path of the archive in a shared folder, the same on all nodes."""
     assert target.folder is not None, target
     return f"{target.folder}/{archive.file_name}"
 
 
 def _attempts(
-    target: DeliveryTarget, connect: Connect, seconds: float, once: Callable[[Runner, float], DeliveryResult]
-) -> DeliveryResult:
+    target: Target, connect: Connect, seconds: float, once: Callable[[Runner, float], Delivered]
+) -> Delivered:
     """Repeat `once`, on a new connection, after a broken connection or a damaged transfer.
 
     An error of the node itself is final.
@@ -137,7 +133,7 @@ def _attempts(
         try:
             with connect(target.host, _left(ends_at)) as runner:
                 done = once(runner, ends_at)
-                return DeliveryResult(node_image=done.node_image, sent_bytes=done.sent_bytes, attempts=attempt)
+                return Delivered(node_image=done.node_image, sent_bytes=done.sent_bytes, attempts=attempt)
         except (Unreachable, TransferFailed) as error:
             if attempt == ATTEMPTS or time.monotonic() + _PAUSE_SECONDS >= ends_at:
                 raise ImageFailed(f"{error} ({attempt} attempts)") from None
@@ -146,7 +142,7 @@ def _attempts(
 
 
 def _bring(
-    runner: Runner, target: DeliveryTarget, archive: ImageArchive, ends_at: float, watch: Watch, *, unpacked_here: bool
+    runner: Runner, target: Target, archive: Archive, ends_at: float, watch: Watch, *, unpacked_here: bool
 ) -> tuple[str, int]:
     """The archive's path on the node and the bytes sent for it."""
     space = ask_space(runner, target.folder, target.engine, _left(ends_at))
@@ -168,7 +164,7 @@ def _bytes_there(runner: Runner, place: str, ends_at: float) -> int:
     return sum(int(line) for line in done.stdout.split())
 
 
-def _compare(runner: Runner, archive: ImageArchive, place: str, ends_at: float) -> None:
+def _compare(runner: Runner, archive: Archive, place: str, ends_at: float) -> None:
     """Compare an archive that was sent through another node: this node may see another file, or none."""
     found = runner.run(["env", "LC_ALL=C", "sha256sum", "--", place], deadline_seconds=_left(ends_at))
     if found.exit_status != 0:
@@ -178,9 +174,7 @@ def _compare(runner: Runner, archive: ImageArchive, place: str, ends_at: float) 
         raise TransferFailed(f"{place} has the checksum {digest[:12]}, expected {archive.sha256[:12]}; send it again")
 
 
-def _load(
-    runner: Runner, target: DeliveryTarget, archive: ImageArchive, place: str, ends_at: float, watch: Watch
-) -> Image:
+def _load(runner: Runner, target: Target, archive: Archive, place: str, ends_at: float, watch: Watch) -> Image:
     """Load, and compare the image that the engine then has."""
     watch.stage(target.name, "loading")
     done = runner.run(load_command(target.engine, place), deadline_seconds=_left(ends_at))
@@ -228,7 +222,7 @@ if [ -n "$root" ] && room=$(stat -f -c '%i %a %S' -- "$root" 2>/dev/null); then 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _FreeSpace:
+class _Room:
     """Free space of one file system."""
 
     file_system: str
@@ -236,13 +230,13 @@ class _FreeSpace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSpace:
+class Space:
     """The folder for archives on a node, and the free space for them and for the engine's images."""
 
     folder: str
-    archives: _FreeSpace
+    archives: _Room
     engine: Engine
-    images: _FreeSpace | None  # None: the engine's folder cannot be seen, as when its daemon runs elsewhere
+    images: _Room | None  # None: the engine's folder cannot be seen, as when its daemon runs elsewhere
 
     def check(self, archive_bytes: int, image_bytes: int) -> None:
         """Raises ImageFailed when one of the two does not fit. `archive_bytes` are still to be written."""
@@ -252,7 +246,7 @@ class ImageSpace:
             _fits(f"{self.engine}'s folder", self.images, image_bytes)
 
 
-def ask_space(runner: Runner, folder: str | None, engine: Engine, deadline_seconds: float) -> ImageSpace:
+def ask_space(runner: Runner, folder: str | None, engine: Engine, deadline_seconds: float) -> Space:
     """Make the folder for archives where it is absent, and look at both file systems. Raises ImageFailed."""
     command = ["env", "LC_ALL=C", "sh", "-c", _ASK, "sh", folder or "", engine, IMAGE_FOLDER[engine]]
     done = runner.run(command, deadline_seconds=deadline_seconds)
@@ -260,7 +254,7 @@ def ask_space(runner: Runner, folder: str | None, engine: Engine, deadline_secon
         said = last_line(done.stderr) if done.exit_status else "no answer in time"
         raise ImageFailed(f"there is no place for the archive ({said}); give --folder a path this user can write there")
     said_of = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    return ImageSpace(
+    return Space(
         folder=said_of["folder"],
         archives=_room(said_of["archives"]),
         engine=engine,
@@ -268,12 +262,12 @@ def ask_space(runner: Runner, folder: str | None, engine: Engine, deadline_secon
     )
 
 
-def _room(text: str) -> _FreeSpace:
+def _room(text: str) -> _Room:
     file_system, blocks, block_bytes = text.split()
-    return _FreeSpace(file_system=file_system, free_bytes=int(blocks) * int(block_bytes))
+    return _Room(file_system=file_system, free_bytes=int(blocks) * int(block_bytes))
 
 
-def _fits(where: str, room: _FreeSpace, needed_bytes: int) -> None:
+def _fits(where: str, room: _Room, needed_bytes: int) -> None:
     if room.free_bytes < needed_bytes:
         raise ImageFailed(
             f"{where} has {room.free_bytes / 2**30:.1f} GiB free, the image needs {needed_bytes / 2**30:.1f} GiB; "

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cluster.files.errors import UsageError
-from cluster.images.archive import ImageArchive, save
-from cluster.images.delivery import DeliveryResult, DeliveryTarget, Watch, collect, deliver, deposit, look, withdraw
+from cluster.images.archive import Archive, save
+from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
 from cluster.images.engine import Engine, Image, ImageFailed, Key
 from cluster.inventory.nodes import Node
 from cluster.transport.fleet import on_each
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PushOutcome:
+class Outcome:
     """The result of a push on one node."""
 
     node: str
@@ -41,7 +41,7 @@ class _Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
+class Way:
     """How images are delivered."""
 
     connect: Connect
@@ -54,13 +54,13 @@ class Delivery:
     on_saved: Callable[[str, int], None]  # image and bytes written so far
 
 
-def push(targets: Sequence[DeliveryTarget], images: Mapping[Key, Image], delivery: Delivery) -> list[PushOutcome]:
+def push(targets: Sequence[Target], images: Mapping[Key, Image], way: Way) -> list[Outcome]:
     """Deliver to each target its image, which `images` holds as it is here; outcomes in the targets' order.
 
     A failure of one node is its own outcome; an image that cannot be saved here fails on all nodes it is for.
     """
-    outcomes: dict[str, PushOutcome] = {}
-    for target, found in _asked(targets, delivery, partial(_look, delivery=delivery)):
+    outcomes: dict[str, Outcome] = {}
+    for target, found in _asked(targets, way, partial(_look, way=way)):
         if isinstance(found, _Refusal):
             outcomes[target.name] = _outcome(target, "failed", found.reason)
         elif found is not None and found.same_as(images[target.key]):
@@ -69,45 +69,39 @@ def push(targets: Sequence[DeliveryTarget], images: Mapping[Key, Image], deliver
     for key in dict.fromkeys(target.key for target in missing):
         lacking = [target for target in missing if target.key == key]
         try:
-            archive = save(images[key], delivery.archives, partial(delivery.on_saved, images[key].name))
+            archive = save(images[key], way.archives, partial(way.on_saved, images[key].name))
         except ImageFailed as error:
             outcomes |= {target.name: _outcome(target, "failed", str(error)) for target in lacking}
             continue
-        brought = (
-            _by_shared_folder(lacking, archive, delivery)
-            if delivery.shared
-            else _bring(lacking, archive, delivery, deliver)
-        )
+        brought = _by_shared_folder(lacking, archive, way) if way.shared else _bring(lacking, archive, way, deliver)
         outcomes |= {outcome.node: outcome for outcome in brought}
-        if not delivery.keep and all(outcomes[target.name].state == "loaded" for target in lacking):
+        if not way.keep and all(outcomes[target.name].state == "loaded" for target in lacking):
             archive.path.unlink(missing_ok=True)
     return [outcomes[target.name] for target in targets]
 
 
-def _look(target: DeliveryTarget, delivery: Delivery) -> Image | None:
-    return look(target, delivery.connect, delivery.seconds, delivery.watch)
+def _look(target: Target, way: Way) -> Image | None:
+    return look(target, way.connect, way.seconds, way.watch)
 
 
-def _by_shared_folder(
-    targets: Sequence[DeliveryTarget], archive: ImageArchive, delivery: Delivery
-) -> list[PushOutcome]:
+def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> list[Outcome]:
     """One copy for each folder, written through the first node that can; then all nodes load it."""
-    outcomes: list[PushOutcome] = []
+    outcomes: list[Outcome] = []
     for folder in dict.fromkeys(target.folder for target in targets):
         those = [target for target in targets if target.folder == folder]
-        refusals: dict[str, PushOutcome] = {}
+        refusals: dict[str, Outcome] = {}
         for writer in those:
             try:
-                sent = deposit(writer, archive, delivery.connect, delivery.seconds, delivery.watch)
+                sent = deposit(writer, archive, way.connect, way.seconds, way.watch)
             except (ImageFailed, Unreachable) as error:
                 refusals[writer.name] = _outcome(writer, "failed", str(error))
                 continue
-            loaded = _bring(those, archive, delivery, collect)
+            loaded = _bring(those, archive, way, collect)
             outcomes += [replace(one, sent_bytes=sent) if one.node == writer.name else one for one in loaded]
-            if not delivery.keep and all(outcome.state == "loaded" for outcome in loaded):
+            if not way.keep and all(outcome.state == "loaded" for outcome in loaded):
                 # Every node has its image: that a copy stays when this fails costs disk space and nothing else.
                 with suppress(Unreachable):
-                    withdraw(writer, archive, delivery.connect, delivery.seconds)
+                    withdraw(writer, archive, way.connect, way.seconds)
             break
         else:
             outcomes += refusals.values()
@@ -115,20 +109,20 @@ def _by_shared_folder(
 
 
 def _bring(
-    targets: Sequence[DeliveryTarget],
-    archive: ImageArchive,
-    delivery: Delivery,
-    bring: Callable[[DeliveryTarget, ImageArchive, Connect, float, Watch], DeliveryResult],
-) -> list[PushOutcome]:
+    targets: Sequence[Target],
+    archive: Archive,
+    way: Way,
+    bring: Callable[[Target, Archive, Connect, float, Watch], Delivered],
+) -> list[Outcome]:
     """All of them side by side."""
 
-    def timed(target: DeliveryTarget) -> tuple[DeliveryResult, float]:
+    def timed(target: Target) -> tuple[Delivered, float]:
         began = time.monotonic()
-        done = bring(target, archive, delivery.connect, delivery.seconds, delivery.watch)
+        done = bring(target, archive, way.connect, way.seconds, way.watch)
         return done, time.monotonic() - began
 
     outcomes = []
-    for target, answer in _asked(targets, delivery, timed):
+    for target, answer in _asked(targets, way, timed):
         if isinstance(answer, _Refusal):
             outcomes.append(_outcome(target, "failed", answer.reason))
             continue
@@ -141,17 +135,17 @@ def _bring(
 
 
 def _asked(
-    targets: Sequence[DeliveryTarget], delivery: Delivery, work: Callable[[DeliveryTarget], Answer]
-) -> Iterator[tuple[DeliveryTarget, Answer | _Refusal]]:
+    targets: Sequence[Target], way: Way, work: Callable[[Target], Answer]
+) -> Iterator[tuple[Target, Answer | _Refusal]]:
     """As `on_each`, where a node that fails is an answer too."""
 
-    def guarded(target: DeliveryTarget) -> Answer | _Refusal:
+    def guarded(target: Target) -> Answer | _Refusal:
         try:
             return work(target)
         except ImageFailed as error:
             return _Refusal(str(error))
 
-    for target, answer in on_each(targets, guarded, delivery.seconds, delivery.at_once):
+    for target, answer in on_each(targets, guarded, way.seconds, way.at_once):
         yield target, _Refusal(str(answer)) if isinstance(answer, Unreachable) else answer
 
 
@@ -163,14 +157,14 @@ def _has(found: Image, here: Image) -> str:
 
 
 def _outcome(
-    target: DeliveryTarget,
+    target: Target,
     state: Literal["present", "loaded", "failed"],
     finding: str,
     *,
     sent_bytes: int = 0,
     seconds: float = 0.0,
-) -> PushOutcome:
-    return PushOutcome(
+) -> Outcome:
+    return Outcome(
         node=target.name, image=target.image, state=state, finding=finding, sent_bytes=sent_bytes, seconds=seconds
     )
 
@@ -180,13 +174,13 @@ SHARED_FOLDER = "burst-images"  # below the first writable folder of the site's 
 
 def targets_of(
     nodes: Sequence[Node], *, image: str | None, engine: Engine | None, folder: str | None, shared: bool
-) -> list[DeliveryTarget]:
+) -> list[Target]:
     """One target per node: `image` and `engine`, or its site's; `folder`, or the one that its site shares.
 
     Raises UsageError for a node that has neither.
     """
     return [
-        DeliveryTarget(
+        Target(
             name=node.name,
             host=node.host,
             image=tagged(image or _site_image(node)),
@@ -197,7 +191,7 @@ def targets_of(
     ]
 
 
-def check_ids(nodes: Sequence[Node], targets: Sequence[DeliveryTarget], images: Mapping[Key, Image]) -> None:
+def check_ids(nodes: Sequence[Node], targets: Sequence[Target], images: Mapping[Key, Image]) -> None:
     """Raises UsageError when a site names another id for an image than the one here has."""
     for node, target in zip(nodes, targets, strict=True):
         container = node.site.container

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cluster.images.archive import ImageArchive
+from cluster.images.archive import Archive
 from cluster.images.engine import last_line
 from cluster.transport.runner import Completed, Runner
 from cluster.transport.transfer import TransferFailed
@@ -29,7 +29,7 @@ _DROP = 'rm -f -- "$1"'
 OnProgress = Callable[[int, int], None]  # bytes there so far, bytes in all; called from another thread
 
 
-def send(runner: Runner, archive: ImageArchive, remote: str, *, ends_at: float, on_progress: OnProgress) -> int:
+def send(runner: Runner, archive: Archive, remote: str, *, ends_at: float, on_progress: OnProgress) -> int:
     """Send the archive to the absolute path `remote`, compared by SHA-256; returns the number of bytes sent.
 
     `remote`.part of an earlier attempt is kept when it is the beginning of this archive. On failure it stays for the
@@ -56,7 +56,7 @@ def send(runner: Runner, archive: ImageArchive, remote: str, *, ends_at: float, 
     return archive.size_bytes - start
 
 
-def _usable(part: str, archive: ImageArchive) -> int:
+def _usable(part: str, archive: Archive) -> int:
     """Bytes of the part on the host that are the beginning of the archive; 0 when they differ from it."""
     size, _, digest = part.partition(" ")
     if not size.isdigit() or not 0 < int(size) <= archive.size_bytes:

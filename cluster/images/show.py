@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from cluster.images.delivery import Stage
-from cluster.images.push import PushOutcome
+from cluster.images.push import Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +68,7 @@ class ProgressBars:
             self._tasks[name] = self._bars.add_task(what, total=None, node=name)
 
 
-def outcome_table(outcomes: Sequence[PushOutcome]) -> Table:
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     """One row per node: its state, the bytes sent and the time taken."""
     from rich import box
     from rich.table import Table

@@ -129,7 +129,7 @@ class SharedPath:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StorageExpectation:
+class Storage:
     """Shared folders, and the servers behind them."""
 
     shared: tuple[SharedPath, ...] = ()

@@ -42,7 +42,7 @@ _SECTIONS = tuple(field.name for field in dataclasses.fields(Site) if field.name
 
 
 @dataclass(kw_only=True, slots=True)
-class _NodeDraft:
+class _Member:
     """One node while its file is read: its target, and the site sections given for it so far."""
 
     host: Host
@@ -71,7 +71,7 @@ def load_inventory(path: Path, site_file: Path | None = None) -> Inventory:
     if "nodes" not in top:
         raise UsageError(f"{path}: the inventory lacks nodes; add a list such as nodes: ['gpu[01-04]']")
     name = _text(top["name"], "name") if "name" in top else path.stem
-    members: dict[str, _NodeDraft] = {}
+    members: dict[str, _Member] = {}
     for group in top["nodes"].items():
         for member in _members(group):
             earlier = members.setdefault(member.host.name, member)
@@ -105,10 +105,10 @@ def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_fil
     return merge(base, _sections(top, root.place))
 
 
-def _members(group: Value) -> list[_NodeDraft]:
+def _members(group: Value) -> list[_Member]:
     """The nodes of one item of `nodes`: a target, or a mapping with hosts and their sections."""
     if not isinstance(group.value, dict):
-        return [_NodeDraft(host=host, place=group.place, layers=[]) for host in _hosts(group)]
+        return [_Member(host=host, place=group.place, layers=[]) for host in _hosts(group)]
     entries = group.value
     _check_keys(entries, ("hosts", "exclude", "address"), "")
     if "hosts" not in entries:
@@ -123,14 +123,14 @@ def _members(group: Value) -> list[_NodeDraft]:
             )
         hosts = [dataclasses.replace(host, address=address) for host, address in zip(hosts, addresses, strict=True)]
     layers = [_sections(entries, group.place)]
-    members = {host.name: _NodeDraft(host=host, place=group.place, layers=list(layers)) for host in hosts}
+    members = {host.name: _Member(host=host, place=group.place, layers=list(layers)) for host in hosts}
     if len(members) < len(hosts):
         raise UsageError(f"{entries['hosts'].place}: hosts names a node twice; name every node once")
     _exclude(members, entries)
     return list(members.values())
 
 
-def _override(members: Mapping[str, _NodeDraft], pattern: str, override: Value) -> None:
+def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> None:
     """Lay the sections of one override over those its nodes have so far."""
     entries = override.mapping(f"overrides.{pattern}")
     _check_keys(entries, ("address",), f"overrides.{pattern}.")
@@ -148,7 +148,7 @@ def _override(members: Mapping[str, _NodeDraft], pattern: str, override: Value) 
             members[name].host = dataclasses.replace(members[name].host, address=addresses[at])
 
 
-def _exclude(members: dict[str, _NodeDraft], entries: Mapping[str, Value]) -> None:
+def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
     """Remove the nodes that `exclude` names. An unknown name is an error: a mistyped one would leave a node in."""
     if "exclude" in entries:
         for item in entries["exclude"].items():
@@ -156,7 +156,7 @@ def _exclude(members: dict[str, _NodeDraft], entries: Mapping[str, Value]) -> No
                 del members[name]
 
 
-def _nodes(base: Value, members: Iterable[_NodeDraft]) -> tuple[Node, ...]:
+def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
     """Finished nodes; those with the same sections share one site."""
     sites: dict[tuple[int, ...], Site] = {}
     nodes = []
@@ -172,7 +172,7 @@ def _nodes(base: Value, members: Iterable[_NodeDraft]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def _check_different(nodes: Iterable[Node], members: Mapping[str, _NodeDraft]) -> None:
+def _check_different(nodes: Iterable[Node], members: Mapping[str, _Member]) -> None:
     """Two names for one machine would give it twice the ranks."""
     seen: dict[tuple[object, ...], str] = {}
     for node in nodes:
@@ -197,7 +197,7 @@ def _check_keys(entries: Mapping[str, Value], own: Collection[str], prefix: str)
             raise UsageError(f"{entry.place}: unknown key {prefix}{key}; {nearest(key, known)}")
 
 
-def _names(pattern: str, place: str, members: Mapping[str, _NodeDraft]) -> list[str]:
+def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str]:
     """Names of the nodes a pattern stands for. Raises UsageError for a wrong range and for an unknown name."""
     names = [pattern] if pattern in members else _at(Value(pattern, place), expand, "the name")
     for name in names:

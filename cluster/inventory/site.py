@@ -17,7 +17,7 @@ from cluster.inventory.expectations import GpuMemoryLimit as GpuMemoryLimit
 from cluster.inventory.expectations import HostMemoryLimit as HostMemoryLimit
 from cluster.inventory.expectations import NetworkExpectation as NetworkExpectation
 from cluster.inventory.expectations import SharedPath as SharedPath
-from cluster.inventory.expectations import StorageExpectation as StorageExpectation
+from cluster.inventory.expectations import Storage as Storage
 from cluster.inventory.software import Container as Container
 from cluster.inventory.software import Mount as Mount
 from cluster.inventory.software import RayPorts as RayPorts
@@ -38,7 +38,7 @@ class Site:
     host_memory: HostMemoryLimit = field(default_factory=HostMemoryLimit)
     disks: tuple[DiskLimit, ...] = (DiskLimit(path="/"),)
     network: NetworkExpectation = field(default_factory=NetworkExpectation)
-    storage: StorageExpectation = field(default_factory=StorageExpectation)
+    storage: Storage = field(default_factory=Storage)
     software: Software = field(default_factory=Software)
     container: Container = field(default_factory=Container)
     ray: RayPorts = field(default_factory=RayPorts)

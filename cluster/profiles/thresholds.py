@@ -39,7 +39,7 @@ class Fabric(_Sourced):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PortThresholds(_Sourced):
+class Port(_Sourced):
     """Rate of each compute port in Gb/s."""
 
     rate_gbps: float
@@ -78,7 +78,7 @@ class Xids(_Sourced):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GemmThresholds(_Sourced):
+class Gemm(_Sourced):
     """bf16 GEMM of a healthy GPU, in TFLOP/s: shown beside the fleet's median, which decides."""
 
     tflops: float
@@ -100,11 +100,11 @@ class Profile:
     nvlink: Nvlink
     pcie: Pcie
     fabric: Fabric
-    port: PortThresholds
+    port: Port
     ecc: Ecc
     clocks: Clocks
     xids: Xids
-    gemm: GemmThresholds
+    gemm: Gemm
     all_reduce: AllReduce
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ EVERYTHING = Selection()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeGroup:
+class Group:
     """Nodes with the same faults, or with the same GPUs and no fault shown here."""
 
     nodes: tuple[str, ...]
@@ -60,7 +60,7 @@ class NodeGroup:
         return ", ".join(self.nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def faults(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[NodeGroup]:
+def faults(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[Group]:
     """Everything that is not ok, the worst first; nodes with exactly the same faults stand together."""
     groups: dict[tuple[tuple[str, str, str, str], ...], tuple[list[str], list[tuple[str, Verdict]]]] = {}
     for report, verdicts in selection.shown(reports):
@@ -68,10 +68,10 @@ def faults(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> 
         if bad:
             key = tuple((name, verdict.level, verdict.action, verdict.summary) for name, verdict in bad)
             groups.setdefault(key, ([], bad))[0].append(report.host.name)
-    return [NodeGroup(nodes=tuple(nodes), rows=tuple(rows)) for nodes, rows in groups.values()]
+    return [Group(nodes=tuple(nodes), rows=tuple(rows)) for nodes, rows in groups.values()]
 
 
-def well(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[NodeGroup]:
+def well(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[Group]:
     """One row for all nodes with the same GPUs: how many of their checks are ok."""
     counts: dict[str, dict[str, int]] = {}
     for report in reports:
@@ -84,7 +84,7 @@ def well(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> li
     for words, found in counts.items():
         least, most = min(found.values()), max(found.values())
         checks = f"{least if least == most else f'{least}-{most}'} check{'s' if most > 1 else ''}"
-        groups.append(NodeGroup(nodes=tuple(found), rows=((checks, Verdict(level="ok", summary=words)),)))
+        groups.append(Group(nodes=tuple(found), rows=((checks, Verdict(level="ok", summary=words)),)))
     return groups
 
 

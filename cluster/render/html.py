@@ -73,7 +73,7 @@ _WEAK, _GOOD = (214, 69, 65), (245, 245, 240)  # of the worst cell, and of the m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ColouredCell:
+class Cell:
     """One pair: the text of its field, and its colour."""
 
     text: str
@@ -86,7 +86,7 @@ class HeatMap:
 
     title: str
     nodes: tuple[str, ...]
-    rows: tuple[tuple[ColouredCell, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
 
 
 def heat_map(
@@ -97,15 +97,15 @@ def heat_map(
     return HeatMap(title=title, nodes=tuple(nodes), rows=rows)
 
 
-def _cell(one: str, other: str, speeds: Mapping[frozenset[str], float | None], median: float | None) -> ColouredCell:
+def _cell(one: str, other: str, speeds: Mapping[frozenset[str], float | None], median: float | None) -> Cell:
     pair = frozenset((one, other))
     if one == other or pair not in speeds:
-        return ColouredCell(text="", colour="#ffffff")
+        return Cell(text="", colour="#ffffff")
     speed = speeds[pair]
     if speed is None:
-        return ColouredCell(text="failed", colour="#999999")
+        return Cell(text="failed", colour="#999999")
     share = min(1.0, speed / median) if median else 1.0
     # Half of the median and less is as red as it gets.
     weight = max(0.0, 2 * share - 1)
     colour = ", ".join(str(round(weak + (good - weak) * weight)) for weak, good in zip(_WEAK, _GOOD, strict=True))
-    return ColouredCell(text=quantity(speed), colour=f"rgb({colour})")
+    return Cell(text=quantity(speed), colour=f"rgb({colour})")

@@ -14,7 +14,7 @@ from cluster.files.errors import counted
 from cluster.health.nodes import NodeReport
 from cluster.probing.probe import printable
 from cluster.probing.verdict import LEVELS, Level, worst_level
-from cluster.render.grouping import EVERYTHING, NodeGroup, Selection, faults, of_sites, well, worst_first
+from cluster.render.grouping import EVERYTHING, Group, Selection, faults, of_sites, well, worst_first
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
 
@@ -27,7 +27,7 @@ def table(reports: Sequence[NodeReport], selection: Selection = EVERYTHING, *, e
     rows = [_HEADER]
     if every_check:
         groups = [
-            NodeGroup(nodes=(report.host.name,), rows=tuple(verdicts)) for report, verdicts in selection.shown(reports)
+            Group(nodes=(report.host.name,), rows=tuple(verdicts)) for report, verdicts in selection.shown(reports)
         ]
     else:
         groups = [*faults(reports, selection), *well(reports, selection)]

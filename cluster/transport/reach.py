@@ -76,7 +76,7 @@ def address_of(host: Host) -> str:
         from cluster.transport.ssh.config import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
         return host.address
-    return SshConfig().of(host).address
+    return SshConfig().way(host).address
 
 
 def connection(

@@ -47,7 +47,7 @@ def put(
         raise ValueError(f"files are sent to {remote!r}; expected an absolute path on the host")
     ends_at = time.monotonic() + deadline_seconds
     aside = f"{remote}.{secrets.token_hex(8)}.part"
-    source = _CheckedSource(content, on_progress)
+    source = _Source(content, on_progress)
     kept = False
     try:
         written = runner.run(
@@ -80,7 +80,7 @@ def put(
                 runner.run(["sh", "-c", _DROP, "sh", aside], deadline_seconds=_TIDY_SECONDS)
 
 
-class _CheckedSource:
+class _Source:
     """The content in pieces, with its checksum."""
 
     def __init__(self, content: bytes | Path, on_progress: OnProgress | None) -> None:

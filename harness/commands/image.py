@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from cluster.images.engine import Engine, Image, Key
+    from cluster.images.engine import Engine, Key
+    from cluster.images.engine import Image as EngineImage
 
 ALL_WELL, NOT_ALL = 0, 1
 DEFAULT_TAG = "burst:latest"
@@ -244,7 +245,7 @@ def _podman_settings() -> dict[str, str]:
 
 def _push(arguments: argparse.Namespace) -> int:
     from cluster.images.archive import default_folder
-    from cluster.images.push import Delivery, check_ids, push, targets_of
+    from cluster.images.push import Way, check_ids, push, targets_of
     from cluster.images.show import outcome_table, progress_on_stderr
     from cluster.inventory.file import named_nodes
     from cluster.transport.reach import connection
@@ -266,7 +267,7 @@ def _push(arguments: argparse.Namespace) -> int:
         folder=arguments.folder,
         shared=arguments.via == "shared",
     )
-    images: dict[Key, Image] = {}
+    images: dict[Key, EngineImage] = {}
     for engine in dict.fromkeys(target.engine for target in targets):
         found = _images_here(engine, [target.image for target in targets if target.engine == engine])
         images |= {(engine, name): image for name, image in found.items()}
@@ -275,7 +276,7 @@ def _push(arguments: argparse.Namespace) -> int:
         outcomes = push(
             targets,
             images,
-            Delivery(
+            Way(
                 connect=connection(
                     [target.host for target in targets],
                     known_hosts=arguments.known_hosts,
@@ -299,7 +300,7 @@ def _push(arguments: argparse.Namespace) -> int:
     return NOT_ALL if failed else ALL_WELL
 
 
-def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = True) -> dict[str, Image]:
+def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = True) -> dict[str, EngineImage]:
     """The images of these names on this machine.
 
     Raises UsageError when the engine does not answer, and when it lacks one that must exist.
@@ -321,7 +322,7 @@ def _images_here(engine: Engine, names: Iterable[str], *, must_exist: bool = Tru
     return images
 
 
-def _size(image: Image) -> str:
+def _size(image: EngineImage) -> str:
     return f"{image.size_bytes / 2**30:.1f} GiB"
 
 

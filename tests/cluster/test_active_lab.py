@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.active.fleet import ActiveTestPlan, exchange
+from cluster.active.fleet import Plan, exchange
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
@@ -32,7 +32,7 @@ def received_bytes(lab: Lab, host: LabHost) -> int:
 def test_two_hosts_exchange_over_the_interface_between_them_and_a_wrong_one_is_a_reason(tmp_path: Path) -> None:
     with open_lab(2, tmp_path) as lab:
         one, other = lab.hosts
-        plan = ActiveTestPlan(connect=connector(SshOptions(known_hosts=lab.known_hosts)), profiles={}, device="cpu",
+        plan = Plan(connect=connector(SshOptions(known_hosts=lab.known_hosts)), profiles={}, device="cpu",
                     pair_seconds=100.0)  # fmt: skip
         before = received_bytes(lab, one)
         speed = exchange(plan, {"a": node(lab, one), "b": node(lab, other)}, ("a", "b"))

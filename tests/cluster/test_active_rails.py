@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.active import rails as node_rails
-from cluster.active.fleet import ActiveTestPlan
+from cluster.active.fleet import Plan
 from cluster.active.rail_fleet import RailSpeed, facing_rails, judge_rails, run_rails
 from cluster.active.rails import Rail, parse_rails
 from cluster.health.rails import find_rails, rails_of
@@ -70,8 +70,8 @@ def nodes(*names: str) -> list[Node]:
     return [Node(host=Host(name=name), site=Site()) for name in names]
 
 
-def plan() -> ActiveTestPlan:
-    return ActiveTestPlan(connect=connect_local, profiles={}, pair_seconds=60.0)
+def plan() -> Plan:
+    return Plan(connect=connect_local, profiles={}, pair_seconds=60.0)
 
 
 def test_every_rail_is_measured_from_gpu_to_gpu_and_the_slow_one_named(perftest: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.active.__main__ import interface_towards
-from cluster.active.fleet import ActiveTestPlan, run_active, worker_command
+from cluster.active.fleet import Plan, run_active, worker_command
 from cluster.active.measurement import found, line
 from cluster.cli import main
 from cluster.inventory.hosts import Host
@@ -40,10 +40,8 @@ def local(name: str, site: Site | None = None) -> Node:
     return Node(host=Host(name=name), site=site or Site())
 
 
-def plan(connect: Callable[[Host, float], AbstractContextManager[Runner]] = connect_local) -> ActiveTestPlan:
-    return ActiveTestPlan(
-        connect=connect, profiles=load_profiles(), device="cpu", node_seconds=200.0, pair_seconds=100.0
-    )
+def plan(connect: Callable[[Host, float], AbstractContextManager[Runner]] = connect_local) -> Plan:
+    return Plan(connect=connect, profiles=load_profiles(), device="cpu", node_seconds=200.0, pair_seconds=100.0)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.cli import main
-from cluster.health.history import HealthHistory
+from cluster.health.history import History
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
 from tests.patience import AMPLE
 
@@ -316,7 +316,7 @@ def test_a_history_that_cannot_be_written_costs_the_history_and_not_the_check(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(HealthHistory, "append", full)
+    monkeypatch.setattr(History, "append", full)
     assert main(["--only", "disk", "--site", str(roomy_site), "--json"]) == 0
     printed = capsys.readouterr()
     assert set(json.loads(printed.out)["checks"]) == {"reachability", "clock", "disk"}

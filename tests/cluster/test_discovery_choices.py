@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.discovery.drift import NodeNetwork, network_drift
-from cluster.discovery.facts import Device, Gpu, HcaPort, Interface, NodeFacts, Route
+from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port, Route
 from cluster.discovery.hcas import choose_hcas, common_depth, nearest
 from cluster.discovery.interface import choose_interface
 from cluster.discovery.read import interface_for
@@ -11,9 +11,7 @@ from cluster.discovery.read import interface_for
 
 def port(name, path=(), *, state="ACTIVE", phys="LinkUp", rate=400.0, layer="InfiniBand", numa=None, number=1):
     device = Device(path=path, numa_node=numa)
-    return HcaPort(
-        hca=name, number=number, state=state, phys_state=phys, rate_gbps=rate, link_layer=layer, device=device
-    )
+    return Port(hca=name, number=number, state=state, phys_state=phys, rate_gbps=rate, link_layer=layer, device=device)
 
 
 def gpu(*path, numa=None):

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.discovery.hcas import choose_hcas
 from cluster.discovery.interface import choose_interface
-from cluster.inventory.site import Site, StorageExpectation
+from cluster.inventory.site import Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
 
@@ -75,7 +75,7 @@ def test_storage_behind_a_vlan_on_a_bond_is_found_at_its_adapter(node):
     node.interface("bond1", lower=("enp1s0",), bond=True)
     node.interface("bond1.40", address="10.40.0.2", lower=("bond1",))
     node.route("10.40.0.9", "bond1.40")
-    choice = choose_hcas(node.facts(Site(storage=StorageExpectation(servers=("10.40.0.9",)))))
+    choice = choose_hcas(node.facts(Site(storage=Storage(servers=("10.40.0.9",)))))
     assert choice.kept == ("rocep0s0:1",)
     lost = "rocep1s0:1, carries the route to storage 10.40.0.9 (bond1.40)"
     assert choice.warnings == (f"GPU 1 reaches the network through a distant adapter: the nearest, {lost}",)

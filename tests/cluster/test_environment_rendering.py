@@ -12,7 +12,7 @@ from cluster.discovery.interface import InterfaceChoice
 from cluster.environment.ranks import adapter_values, connections, socket_values
 from cluster.environment.rendering import env_sh, render_node, template
 from cluster.environment.value import Value, is_secret, overlaid, redact, shown
-from cluster.inventory.site import NetworkExpectation, Site, StorageExpectation
+from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
 H100 = """\
@@ -231,7 +231,7 @@ def test_a_site_without_adapters_turns_them_off():
 def test_storage_servers_of_the_site_are_asked_about(node):
     h100(node)
     node.route("10.8.1.7", "ib3")
-    rendered = render_node(node.facts(Site(storage=StorageExpectation(servers=("10.8.1.7",)))), Site())
+    rendered = render_node(node.facts(Site(storage=Storage(servers=("10.8.1.7",)))), Site())
     assert "mlx5_5:1" not in rendered.variables["NCCL_IB_HCA"].split(",")
 
 

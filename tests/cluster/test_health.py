@@ -55,10 +55,7 @@ def test_only_a_node_known_to_be_sound_and_free_is_usable(level: Level, busy: bo
 
 
 def test_a_node_asks_for_the_strongest_action_of_its_checks() -> None:
-    verdicts = [
-        Verdict(level="fail", summary="", action="reset"),
-        Verdict(level="warn", summary="", action="monitor"),
-    ]
+    verdicts = [Verdict(level="fail", summary="", action="reset"), Verdict(level="warn", summary="", action="monitor")]
     assert report(*verdicts).action == "reset"
 
 

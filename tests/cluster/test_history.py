@@ -11,7 +11,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.health import history
-from cluster.health.history import CheckRecord, HealthHistory, check_record_of, judge, rises
+from cluster.health.history import Entry, History, entry_of, judge, rises
 from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
 from cluster.probing.verdict import Verdict
@@ -20,8 +20,8 @@ CHECKS = discover()
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
-def entry(check: str, **counters: int) -> CheckRecord:
-    return CheckRecord(time="2026-11-20T12:00:00+00:00", verdict="ok", counters={check: counters})
+def entry(check: str, **counters: int) -> Entry:
+    return Entry(time="2026-11-20T12:00:00+00:00", verdict="ok", counters={check: counters})
 
 
 def test_only_growth_of_a_known_counter_is_a_rise() -> None:
@@ -76,7 +76,7 @@ def test_every_check_that_counts_says_what_a_rise_means() -> None:
     ],
 )
 def test_errors_of_a_port_are_judged_by_how_many_an_hour(counter: str, growth: int, hours: int, level: str) -> None:
-    later = CheckRecord(
+    later = Entry(
         time=f"2026-11-{20 + (12 + hours) // 24}T{(12 + hours) % 24:02d}:00:00+00:00",
         verdict="ok",
         counters={"port_errors": {counter: 5 + growth}},
@@ -92,7 +92,7 @@ def test_one_recovery_of_a_link_matters_and_four_repeated_packets_do_not() -> No
 
 
 def test_a_history_whose_time_cannot_be_read_still_counts() -> None:
-    before = CheckRecord(time="yesterday", verdict="ok", counters={"port_errors": {"a symbol_error": 0}})
+    before = Entry(time="yesterday", verdict="ok", counters={"port_errors": {"a symbol_error": 0}})
     assert judge(before, entry("port_errors", **{"a symbol_error": 10}), CHECKS).level == "warn"
 
 
@@ -105,13 +105,11 @@ def report(**counters: int) -> NodeReport:
 
 
 def test_an_entry_holds_counters_and_the_verdict_and_nothing_else() -> None:
-    assert check_record_of(report(a=1), NOON) == CheckRecord(
-        time=NOON.isoformat(), verdict="warn", counters={"xid": {"a": 1}}
-    )
+    assert entry_of(report(a=1), NOON) == Entry(time=NOON.isoformat(), verdict="warn", counters={"xid": {"a": 1}})
 
 
 def test_what_was_appended_comes_back_per_node(tmp_path: Path) -> None:
-    past = HealthHistory(tmp_path / "new" / "folder")
+    past = History(tmp_path / "new" / "folder")
     assert past.last("gpu01") is None
     for value in (1, 2):
         past.append("gpu01", entry("xid", a=value))
@@ -134,7 +132,7 @@ def test_what_was_appended_comes_back_per_node(tmp_path: Path) -> None:
     ],
 )
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: str) -> None:
-    past = HealthHistory(tmp_path)
+    past = History(tmp_path)
     past.append("gpu01", entry("xid", a=1))
     with open(tmp_path / "gpu01.jsonl", "a", encoding="latin-1") as file:
         file.write(torn)
@@ -142,7 +140,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: str) -> None:
 
 
 def test_a_node_after_a_torn_line_is_still_remembered(tmp_path: Path) -> None:
-    past = HealthHistory(tmp_path)
+    past = History(tmp_path)
     (tmp_path / "gpu01.jsonl").write_text('{"time": "2026')
     past.append("gpu01", entry("xid", a=2))
     assert past.last("gpu01") == entry("xid", a=2)
@@ -150,7 +148,7 @@ def test_a_node_after_a_torn_line_is_still_remembered(tmp_path: Path) -> None:
 
 def test_a_file_that_grew_too_long_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_LINES", 10)
-    past = HealthHistory(tmp_path)
+    past = History(tmp_path)
     for value in range(25):
         past.append("gpu01", entry("xid", a=value))
     lines = (tmp_path / "gpu01.jsonl").read_text().splitlines()
@@ -161,6 +159,6 @@ def test_a_file_that_grew_too_long_keeps_its_newer_half(tmp_path: Path, monkeypa
 
 def test_programs_side_by_side_lose_no_line(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda value: HealthHistory(tmp_path).append("gpu01", entry("xid", a=value)), range(40)))
+        list(pool.map(lambda value: History(tmp_path).append("gpu01", entry("xid", a=value)), range(40)))
     lines = (tmp_path / "gpu01.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["counters"]["xid"]["a"] for line in lines) == list(range(40))

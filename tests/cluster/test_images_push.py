@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.images.archive import save
-from cluster.images.delivery import DeliveryTarget, collect, look
+from cluster.images.delivery import Target, collect, look
 from cluster.images.engine import ImageFailed, find_image
-from cluster.images.push import Delivery, push
+from cluster.images.push import Way, push
 from cluster.images.sending import send
 from cluster.inventory.hosts import parse_hosts
 from cluster.transport.reach import LocalRunner
@@ -67,7 +67,7 @@ class Lab:
             host = host.with_defaults(user=None, port=None, key=server.key)
             connects[host] = connector(SshOptions(known_hosts=server.known_hosts))
             self.targets.append(
-                DeliveryTarget(name=f"node{number}", host=host, image=NAME, engine="docker", folder=str(self.stage))
+                Target(name=f"node{number}", host=host, image=NAME, engine="docker", folder=str(self.stage))
             )
         self.connect = lambda host, seconds: connects[host](host, seconds)
         self.watch = Watching()
@@ -80,7 +80,7 @@ class Lab:
         return push(
             targets or self.targets,
             {("docker", NAME): self.image()},
-            Delivery(
+            Way(
                 connect=connect or self.connect,
                 archives=self.archives,
                 watch=self.watch,
@@ -261,7 +261,7 @@ def test_a_shared_folder_that_no_node_can_write_fails_every_node_with_its_reason
 
 def test_a_node_that_is_down_fails_alone(lab):
     (away,) = parse_hosts("root@127.0.0.1:1")
-    down = DeliveryTarget(name="down", host=away, image=NAME, engine="docker", folder=str(lab.stage))
+    down = Target(name="down", host=away, image=NAME, engine="docker", folder=str(lab.stage))
     down_connect = connector(SshOptions(known_hosts=lab.stage / "absent"))
 
     def connect(host, seconds):
@@ -274,7 +274,7 @@ def test_a_node_that_is_down_fails_alone(lab):
 def test_a_node_without_docker_says_so(sshd, lab):
     (host,) = parse_hosts(sshd.target())
     host = host.with_defaults(user=None, port=None, key=sshd.key)
-    bare = DeliveryTarget(name="bare", host=host, image=NAME, engine="docker", folder=None)
+    bare = Target(name="bare", host=host, image=NAME, engine="docker", folder=None)
 
     @contextmanager
     def without_path(host, seconds):

@@ -12,7 +12,7 @@ from cluster.inventory.hosts import Host
 from cluster.transport.reach import address_of, connection
 from cluster.transport.runner import Unreachable
 from cluster.transport.slurm.limit import job_end
-from cluster.transport.slurm.steps import MarkedReader, srun_command, srun_environment, step_input
+from cluster.transport.slurm.steps import Bracketed, srun_command, srun_environment, step_input
 from tests.patience import AMPLE, running, scaled, wait_for_end
 from tests.programs import shell_program
 
@@ -44,16 +44,16 @@ def started(seconds: float, *command: str, **variables: str) -> subprocess.Popen
     )
 
 
-def fed(process: subprocess.Popen[bytes]) -> MarkedReader:
+def fed(process: subprocess.Popen[bytes]) -> Bracketed:
     """A reader of the step's output, after its program and an empty input were sent."""
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin as pipe:
         pipe.writelines(step_input(""))
-    return MarkedReader(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+    return Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
 
 
-def content(reader: MarkedReader) -> bytes:
+def content(reader: Bracketed) -> bytes:
     found = b""
     while chunk := reader.read(1 << 16):
         found += chunk
@@ -69,10 +69,10 @@ def answered(seconds: float, *command: str, stdin: bytes = b"", **variables: str
     return content(stdout), content(stderr), stdout.trailer
 
 
-def bracketed(text: bytes, size: int = 1 << 16) -> MarkedReader:
+def bracketed(text: bytes, size: int = 1 << 16) -> Bracketed:
     """A reader of this text, which arrives in pieces of so many bytes."""
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    return MarkedReader(lambda _: pieces.pop(0) if pieces else b"", MARK)
+    return Bracketed(lambda _: pieces.pop(0) if pieces else b"", MARK)
 
 
 def test_output_input_and_exit_status_pass_through_the_step_unchanged() -> None:

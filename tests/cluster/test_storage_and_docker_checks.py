@@ -9,7 +9,7 @@ import pytest
 
 from cluster.checks.host import docker, shared_memory
 from cluster.checks.storage import shared_storage
-from cluster.inventory.site import Container, SharedPath, Site, StorageExpectation
+from cluster.inventory.site import Container, SharedPath, Site, Storage
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS
@@ -20,7 +20,7 @@ from tests.programs import shell_program
 
 
 def try_storage(*paths: SharedPath) -> Verdict:
-    site = Site(storage=StorageExpectation(shared=paths))
+    site = Site(storage=Storage(shared=paths))
     done = LocalRunner().run(["sh", "-c", shared_storage.probe(site).script], deadline_seconds=AMPLE)
     return shared_storage.judge(Output(text=done.stdout), site)
 
@@ -65,7 +65,7 @@ def test_a_hanging_server_costs_its_own_time_and_leaves_nothing_behind(
 
 
 def test_a_path_that_was_not_tried_is_unknown() -> None:
-    site = Site(storage=StorageExpectation(shared=(SharedPath(path="/data"),)))
+    site = Site(storage=Storage(shared=(SharedPath(path="/data"),)))
     assert shared_storage.judge(Output(text="end"), site).level == "unknown"
     assert shared_storage.judge(Output(text="path 0 137 "), site).level == "fail"
 

@@ -113,8 +113,8 @@ class StepRunner:
             return step.finish([LineReader(step.stdout, on_line, lock), LineReader(step.stderr, on_line, lock)])
 
     @contextmanager
-    def _step(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[_SlurmStep]:
-        step = _SlurmStep(self._host, command, seconds, min(seconds, self._begin_seconds))
+    def _step(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[_Step]:
+        step = _Step(self._host, command, seconds, min(seconds, self._begin_seconds))
         try:
             step.begin(stdin)
             yield step
@@ -122,7 +122,7 @@ class StepRunner:
             step.close()
 
 
-class _SlurmStep:
+class _Step:
     """One step and its srun."""
 
     def __init__(self, host: Host, command: Sequence[str], seconds: float, begin_seconds: float) -> None:
@@ -140,8 +140,8 @@ class _SlurmStep:
             ) from None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._out = MarkedReader(self._process.stdout.read1, mark)  # type: ignore[attr-defined]
-        self._err = MarkedReader(self._process.stderr.read1, mark)  # type: ignore[attr-defined]
+        self._out = Bracketed(self._process.stdout.read1, mark)  # type: ignore[attr-defined]
+        self._err = Bracketed(self._process.stderr.read1, mark)  # type: ignore[attr-defined]
         self.stdout, self.stderr = self._out.read, self._err.read
         self._kept = False  # the command has left processes, for which the step goes on
         self._timer = threading.Timer(begin_seconds, self._give_up)
@@ -186,7 +186,7 @@ class _SlurmStep:
         return f"srun cannot run a step on {self._host.name} in job {job} ({found}); see scontrol show job {job}"
 
 
-class MarkedReader:
+class Bracketed:
     """Reads the part of a stream between the line `mark+` and `mark-`; the rest of that line is the trailer."""
 
     def __init__(self, read: Callable[[int], bytes], mark: str) -> None:

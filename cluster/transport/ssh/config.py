@@ -31,7 +31,7 @@ def usual_files() -> tuple[Path, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
+class Way:
     """How one host is reached, with nothing left open."""
 
     address: str
@@ -52,7 +52,7 @@ class SshConfig:
         self._parsed: paramiko.SSHConfig | None = None
         self._lock = threading.Lock()
 
-    def of(self, host: Host) -> HostConfig:
+    def way(self, host: Host) -> Way:
         """The host's own settings, else those of the files, else SSH's defaults. Raises Unreachable for bad files."""
         try:
             with self._lock:
@@ -62,7 +62,7 @@ class SshConfig:
             if host.jump is None and "proxyjump" not in found and found.get("proxycommand"):
                 raise ValueError("ProxyCommand is not supported; use ProxyJump there, or ssh.jump in the inventory")
             files = [Path(name).expanduser() for name in found.get("identityfile", ()) if name.lower() != "none"]
-            return HostConfig(
+            return Way(
                 address=found["hostname"],
                 port=host.port or int(found.get("port", SSH_PORT)),
                 user=host.user or found.get("user") or getpass.getuser(),

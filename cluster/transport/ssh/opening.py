@@ -16,7 +16,7 @@ import paramiko
 
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import Connect, Runner, Unreachable
-from cluster.transport.ssh.config import HostConfig, SshConfig, usual_files
+from cluster.transport.ssh.config import SshConfig, Way, usual_files
 from cluster.transport.ssh.jump import JumpHosts, Tunnel
 from cluster.transport.ssh.known_hosts import HostKey, KnownHosts, host_name
 from cluster.transport.ssh.login import PrivateKeys, SlowLogin, log_in
@@ -51,7 +51,7 @@ class SshOptions:
 
 def connector(options: SshOptions) -> Connect:
     """`Connect` over SSH with these options. Many threads may use it; keys, known_hosts and jump hosts are shared."""
-    opener = _ConnectionOpener(options)
+    opener = _Opener(options)
 
     @contextmanager
     def connect(host: Host, seconds: float) -> Iterator[Runner]:
@@ -61,7 +61,7 @@ def connector(options: SshOptions) -> Connect:
     return connect
 
 
-class _ConnectionOpener:
+class _Opener:
     """Opens connections; known_hosts, private keys and jump hosts are looked up once for all of them."""
 
     def __init__(self, options: SshOptions) -> None:
@@ -76,22 +76,22 @@ class _ConnectionOpener:
     def opened(self, host: Host, seconds: float) -> Iterator[paramiko.Transport]:
         """A connection that is logged in, closed on leaving. Raises Unreachable."""
         seconds = min(seconds, CONNECT_SECONDS)
-        config = self._config.of(host)
+        way = self._config.way(host)
         with ExitStack() as stack:
             try:
                 ends_at = time.monotonic() + seconds
-                connection = self._reach(config, ends_at, stack)
+                connection = self._reach(way, ends_at, stack)
                 _wait_for_greeting(connection, ends_at)
                 with self._turn():
                     ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
-                    name = config.host_key_alias or host_name(config.address, config.port)
+                    name = way.host_key_alias or host_name(way.address, way.port)
                     transport = stack.enter_context(self._transport(connection, name, ends_at))
                     log_in(
-                        transport, config.user, config.key, self._keys,
-                        ends_at=ends_at, files=config.key_files, files_only=config.key_files_only,
+                        transport, way.user, way.key, self._keys,
+                        ends_at=ends_at, files=way.key_files, files_only=way.key_files_only,
                     )  # fmt: skip
             except FAILURES as error:
-                sentence = explain(error, config.address, config.port, config.user, seconds, self._options.known_hosts)
+                sentence = explain(error, way.address, way.port, way.user, seconds, self._options.known_hosts)
                 raise Unreachable(sentence) from None
             transport.set_keepalive(KEEPALIVE_SECONDS)
             yield transport
@@ -105,15 +105,15 @@ class _ConnectionOpener:
         finally:
             self._turns.release()
 
-    def _reach(self, config: HostConfig, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
+    def _reach(self, way: Way, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
         """Bytes to and from the host's sshd."""
-        if config.jump is None:
-            direct = stack.enter_context(socket.create_connection((config.address, config.port), _left(ends_at)))
+        if way.jump is None:
+            direct = stack.enter_context(socket.create_connection((way.address, way.port), _left(ends_at)))
             _notice_death(direct)
             return direct
-        through = stack.enter_context(self._jumps.opened(config.jump, _left(ends_at)))
+        through = stack.enter_context(self._jumps.opened(way.jump, _left(ends_at)))
         origin = ("127.0.0.1", 0)  # unused, but the protocol requires one
-        channel = through.open_channel("direct-tcpip", (config.address, config.port), origin, timeout=_left(ends_at))
+        channel = through.open_channel("direct-tcpip", (way.address, way.port), origin, timeout=_left(ends_at))
         return stack.enter_context(closing(Tunnel(channel)))
 
     @contextmanager

@@ -10,8 +10,9 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval
 from harness.report.drawing.points import FigureLayout, SeriesPoint
 from harness.report.results import Row
-from harness.report.speedup import Speedup, SpeedupPoint, contested_points, speedup
-from harness.report.variants import OWN_METHOD, panel_of
+from harness.report.speedup import Speedup, contested_points, speedup
+from harness.report.speedup import SpeedupPoint as Contested
+from harness.report.variants import OWN_METHOD, is_subject, panel_of
 
 CLOSE = 0.05  # ratios nearer to 1, with their intervals, are called no difference
 
@@ -27,21 +28,23 @@ class SeriesPair:
 
 
 def matches_of(rows: Sequence[Row], layout: FigureLayout) -> list[SeriesPair]:
-    """At each length and parallel size burst beside the fastest other method with equal settings.
+    """At each length and parallel size the subject beside the fastest other method with equal settings.
 
-    Where burst met no other anywhere, the fastest series beside the next.
+    Where it met no other anywhere, the fastest series beside the next.
     """
     names = {id(row): point.series for point in layout.points for row in point.rows}
-    places: dict[object, list[SpeedupPoint]] = {}
+    places: dict[object, list[Contested]] = {}
     for point in contested_points([row for row in rows if id(row) in names]):
-        if OWN_METHOD in point.measured() and point.best_other(OWN_METHOD):
+        subject = point.subject()
+        if subject and is_subject(point.by_method[subject][0]) and point.best_other(subject):
             first = point.first
             places.setdefault((first["seq_len"], first["mask"], panel_of(first)), []).append(point)
     found = []
     for points in places.values():
-        point = min(points, key=lambda one: one.measured()[OWN_METHOD])
-        other = str(point.best_other(OWN_METHOD))
-        found.append(_match(point.by_method[OWN_METHOD], point.by_method[other], names))
+        point = min(points, key=lambda one: one.measured()[str(one.subject())])
+        subject = str(point.subject())
+        other = str(point.best_other(subject))
+        found.append(_match(point.by_method[subject], point.by_method[other], names))
     return [one for one in found if one] or _of_series(layout)
 
 

@@ -17,7 +17,7 @@ from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, setting_names, spread_of
 from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
-    OWN_METHOD,
+    is_subject,
     panel_name,
     panel_of,
     pooled,
@@ -108,7 +108,7 @@ class SeriesPoint:
 
     @property
     def own(self) -> bool:
-        return bool(self.rows[0]["method"] == OWN_METHOD)
+        return is_subject(self.rows[0])
 
     @property
     def upstream(self) -> bool:
