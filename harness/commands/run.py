@@ -28,7 +28,7 @@ CPU_SCALE = "smoke"  # the scale of an experiment that CPUs run in seconds
 PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
 
 
-class Run:
+class RunCommand:
     help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
     forwards = False
 
@@ -45,15 +45,17 @@ class Run:
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
-        from harness.run.attempt import Host
+        from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, stop_time
-        from harness.run.execution import Resume, Ways
+        from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
         from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
         check_launch_arguments(arguments)
+        if arguments.again and (arguments.only or arguments.retry_failed):
+            raise UsageError("--again runs the trials that it names and no others; leave --only and --retry-failed out")
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
@@ -77,7 +79,7 @@ class Run:
             default = "local" if arguments.parallel > 1 else default_launcher()
             machine, launcher = discover(), make_launcher(arguments.launcher or default)
         resume = None
-        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
+        if any((arguments.resume, arguments.retry_failed, arguments.set_aside_bad, arguments.mix, arguments.again)):
             resume = Resume(
                 retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad, mix=arguments.mix
             )
@@ -92,9 +94,13 @@ class Run:
             ]
             if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
                 say(note)
+            chosen = named(trials, arguments.only) if arguments.only else None
+            if resume is not None and arguments.again:
+                chosen = named(trials, arguments.again, "--again")
+                resume = dataclasses.replace(resume, again=frozenset(trial.id for trial in chosen))
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
-            host = Host(
+            host = RunContext(
                 machine=machine,
                 launcher=launcher,
                 commit=code_commit,
@@ -111,14 +117,14 @@ class Run:
                 run_dir,
                 view=view_for(console),
                 say=say,
-                ways=Ways(
+                options=ExecutionOptions(
                     repetition=experiment.repetition,
                     search=experiment.search,
                     bounds=bounds,
                     order=arguments.order,
                     lanes=lanes,
                 ),
-                only=named(trials, arguments.only) if arguments.only else None,
+                only=chosen,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
                 again=command_line(arguments),
@@ -141,6 +147,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="ID", action="append", default=[],
         help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
         "may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--again", metavar="ID", action="append", default=[],
+        help="run these trials of the run in DIR once more, however they ended, beside the other records there, which "
+        "stay as they are; names them as --only does",
     )  # fmt: skip
     parser.add_argument(
         "--order", choices=("random", "file", "shortest", "longest"), default="random",
@@ -223,4 +234,4 @@ def _count(text: str) -> int:
     return number
 
 
-COMMAND = Run()
+COMMAND = RunCommand()

@@ -30,7 +30,7 @@ HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasurementOrigin:
     """When, where and on what a figure of a hardware file was measured."""
 
     when: str  # the day, as 2026-11-20
@@ -58,7 +58,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
+class HardwareSpeeds:
     """Of a GPU type, as the prediction reads them. GiB are per second and GPU, in one direction."""
 
     gemm_tflops: float  # of a model's matrix products
@@ -78,7 +78,7 @@ class Speeds:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
-SPEEDS = tuple(each.name for each in fields(Speeds) if each.name != "tiles")
+SPEEDS = tuple(each.name for each in fields(HardwareSpeeds) if each.name != "tiles")
 FITTED = tuple(name for name in SPEEDS if name not in ("host_gib", "attention_backward_tflops"))  # to measurements
 
 # Where a hardware file gives no speed: shares of its datasheet's peak that kernels of its time reach.
@@ -100,7 +100,9 @@ class Hardware:
     gemm_tflops: float | None  # measured on a large GEMM; None when not measured
     kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     sources: dict[str, str]  # where each figure comes from
-    measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
+    measured: dict[str, MeasurementOrigin] = field(
+        default_factory=dict
+    )  # by figure, where its file says more than the source
     speeds: dict[str, float] = field(default_factory=dict)  # constants of the prediction that the file gives
     spread: dict[str, float] = field(default_factory=dict)  # of those measured: (largest - least) / median
     gpus_per_node: int = GPUS_PER_NODE
@@ -247,11 +249,11 @@ def _numbers(node: Node, label: str) -> dict[str, float]:
     return {key: _positive(value, f"{label}.{key}") for key, value in entries.items()}
 
 
-def _measured(node: Node, given: dict[str, Node]) -> dict[str, Measured]:
+def _measured(node: Node, given: dict[str, Node]) -> dict[str, MeasurementOrigin]:
     """When, where and on what the figures of a file were measured, of those that it gives."""
     figures = node.mapping("measured")
     check_keys(figures, [key for key in MEASURABLE if key in given], "measured")
-    found = {key: build(Measured, entry, f"measured.{key}") for key, entry in figures.items()}
+    found = {key: build(MeasurementOrigin, entry, f"measured.{key}") for key, entry in figures.items()}
     for key, each in found.items():
         try:
             datetime.date.fromisoformat(each.when)
@@ -269,7 +271,7 @@ def _positive(node: Node, label: str) -> float:
     return float(value)
 
 
-def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
+def speeds_of(hardware: Hardware, kernel: str | None = None) -> HardwareSpeeds:
     """The constants of a hardware file; those of attention are the named kernel's where the file has them measured, by
     tile where it has that.
 
@@ -289,7 +291,7 @@ def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
     for name, value in _COMMON.items():
         given.setdefault(name, value)
     given.setdefault("across_default_gib", given["across_gib"])
-    return Speeds(**given, tiles=hardware.kernel_tiles.get(kernel or "") if chosen else None)
+    return HardwareSpeeds(**given, tiles=hardware.kernel_tiles.get(kernel or "") if chosen else None)
 
 
 def assumed(hardware: Hardware) -> tuple[str, ...]:

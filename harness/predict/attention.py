@@ -28,7 +28,7 @@ from engine.checkpoint.counts import layers_recomputed
 from engine.method import planned_method
 from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB, TERA
 from harness.spec.methods import all_methods, method_named
 
@@ -46,7 +46,7 @@ class LayerAttention:
         """That of the ranks, or tensor_parallel."""
         return "tensor_parallel" if self.tensor_parallel else self.resolved.schedule
 
-    def across_gib(self, speeds: Speeds) -> float:
+    def across_gib(self, speeds: HardwareSpeeds) -> float:
         """GiB/s of each GPU to another node, as NCCL is set up for the method."""
         return speeds.across_gib if self.tuned_links else speeds.across_default_gib
 
@@ -72,7 +72,7 @@ def attention_problem(settings: TrialSettings, node_size: int) -> Problem:
     return replace(problem, kv_heads=max(1, method.kv_heads(settings) // settings.tp_size))
 
 
-def layer_attention(settings: TrialSettings, problem: Problem, speeds: Speeds) -> LayerAttention:
+def layer_attention(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds) -> LayerAttention:
     """What the engine's ranks choose for `problem`, which is that of the trial, given the speed of the link between
     nodes where they would measure it. Raises ValueError for what cannot run."""
     method = planned_method(method_named(settings.method))
@@ -114,7 +114,7 @@ class Pass:
         )
 
 
-def kernel_seconds(forward_flops: float, pairs: float, speeds: Speeds, backward: bool) -> float:
+def kernel_seconds(forward_flops: float, pairs: float, speeds: HardwareSpeeds, backward: bool) -> float:
     """Of one call: at the speed of the causal tile with as many visible pairs where speeds are known by tile."""
     tflops = speeds.attention_backward_tflops if backward else speeds.attention_forward_tflops
     if speeds.tiles is not None:
@@ -134,7 +134,7 @@ def step_areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, 
     return tuple(areas)
 
 
-def attention_passes(attention: LayerAttention, speeds: Speeds) -> tuple[Pass, Pass]:
+def attention_passes(attention: LayerAttention, speeds: HardwareSpeeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention."""
     found, across = attention.resolved, attention.across_gib(speeds)
     problem, division = found.problem, found.division
@@ -149,7 +149,7 @@ def attention_passes(attention: LayerAttention, speeds: Speeds) -> tuple[Pass, P
     return _between_all_to_alls(passes, found, speeds, across)
 
 
-def _alone(problem: Problem, speeds: Speeds, backward: bool) -> Pass:
+def _alone(problem: Problem, speeds: HardwareSpeeds, backward: bool) -> Pass:
     """All visible pairs in one call, of a share of the heads."""
     pairs = problem.mask.area(problem.seq_len)
     return Pass(kernels=kernel_seconds(problem.pair_flops * pairs / problem.cp_size, pairs, speeds, backward))
@@ -160,7 +160,7 @@ class _RingOfRanks:
     """The ring of a schedule, all head chunks of a step at once, with links of `across` GiB/s between nodes."""
 
     found: Resolved
-    speeds: Speeds
+    speeds: HardwareSpeeds
     across: float
 
     @property
@@ -188,7 +188,7 @@ class _RingOfRanks:
         chunk_bytes = found.num_head_chunks * (part.sent_side(sends_queries) if backward else 2 * part.key)
         gradient_bytes = found.num_head_chunks * part.gradient(sends_queries, found.summed_bytes)
         inside = self.across if self.spans else self.speeds.inside_gib
-        clock = _Clock(inside=inside * GIB, across=self.across * GIB)
+        clock = _FreeTimes(inside=inside * GIB, across=self.across * GIB)
         flops_of_pair = problem.pair_flops / division.shared_by
         local_rank = rank % ring.node_size
         kernels = steps = arrived_outer = 0.0
@@ -217,7 +217,7 @@ class _RingOfRanks:
         return Pass(kernels=kernels, steps=steps, inside=waited * (1 - share), across=waited * share)
 
 
-class _Clock:
+class _FreeTimes:
     """When the links and the GPU of one rank become free, in seconds from the start of a pass."""
 
     def __init__(self, *, inside: float, across: float) -> None:
@@ -274,7 +274,9 @@ def _received(ranges: ChunkRanges, local_rank: int, inner_step: int, size: int, 
     return min(whole, length(ranges.used[owner, local_rank])) if (owner, local_rank) in ranges.used else whole
 
 
-def _between_all_to_alls(inner: tuple[Pass, Pass], found: Resolved, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
+def _between_all_to_alls(
+    inner: tuple[Pass, Pass], found: Resolved, speeds: HardwareSpeeds, across: float
+) -> tuple[Pass, Pass]:
     """Forward and backward with the heads exchanged around them; one member of an all-to-all exchanges nothing."""
     members, chunks = found.division.members(0), found.num_head_chunks
     if len(members) == 1:
@@ -291,7 +293,7 @@ def _between_all_to_alls(inner: tuple[Pass, Pass], found: Resolved, speeds: Spee
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that gather and sum, evenly over nodes, and their links in GiB/s."""
 
     ranks: int
@@ -312,11 +314,11 @@ class Group:
         return near, (self.ranks - self.node_ranks) * nbytes / (self.across * GIB)
 
 
-def all_gather_passes(found: Resolved, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
+def all_gather_passes(found: Resolved, speeds: HardwareSpeeds, across: float) -> tuple[Pass, Pass]:
     """Forward and backward of the rank with most to compute: K and V gathered and put in order, a call for each tile;
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
     problem, part = found.problem, found.shards
-    group = Group(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
     keys = 2 * part.key * part.tokens
     gradients = part.gradient(False, found.summed_bytes) * part.tokens
     inside, between = group.gather(keys)
@@ -357,12 +359,12 @@ def tensor_parallel_transfers(settings: TrialSettings) -> tuple[int, int]:
     return 2 * once + 2 * runs, 2 * once + 2 * runs - again
 
 
-def tensor_parallel_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, across: float) -> Pass:
+def tensor_parallel_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks: int, across: float) -> Pass:
     """What a step's gathers and sums of tensor parallelism take, by the links that they wait for; no kernels."""
     ranks = settings.tp_size
     if ranks == 1:
         return Pass(kernels=0.0)
-    group = Group(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
     model, item = settings.model, BYTES_OF[settings.dtype]
     nbytes = item * settings.seq_len * settings.batch_size / ranks * model.hidden  # of a rank's tokens
     gathers, sums = tensor_parallel_transfers(settings)

@@ -60,7 +60,7 @@ Rounds = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class CallShape:
     """The computation of a call, without its schedule."""
 
     seq_len: int
@@ -84,7 +84,7 @@ class MeasuredCall:
 
     folder: str
     trial: str
-    problem: Problem
+    problem: CallShape
     schedule: str  # ring or ulysses; ring where there is one rank
     num_head_chunks: int
     layout: str
@@ -124,7 +124,7 @@ def _records(published: Path, folder: str) -> list[Record]:
             f"{shown(str(published / folder))} holds no records; copy the run there, or take {shown(folder)} out of "
             "FOLDERS in harness/predict/schedules.py"
         )
-    return found
+    return sorted(found, key=lambda record: record.started_at)
 
 
 def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
@@ -141,7 +141,7 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
     yield MeasuredCall(
         folder=folder,
         trial=record.trial_id,
-        problem=Problem(
+        problem=CallShape(
             seq_len=settings.seq_len,
             cp_size=settings.cp_size,
             heads=model.heads,
@@ -234,11 +234,11 @@ def _rounded(value: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ScheduleComparison:
     """The model's choice for one problem beside the calls measured in one folder."""
 
     folder: str
-    problem: Problem
+    problem: CallShape
     calls: Sequence[MeasuredCall]  # one of each schedule, the fastest first
     schedule: str
     num_head_chunks: int  # that the model would take; the call measured may have had another number
@@ -266,22 +266,22 @@ class Choice:
         return self.chosen.seconds - self.best.seconds <= max(self.chosen.spread, self.best.spread)
 
 
-def choices(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[Choice]:
+def comparisons(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[ScheduleComparison]:
     """Of every problem and folder with several schedules. Where one ran twice, its last call counts."""
-    found: dict[tuple[str, Problem], dict[str, MeasuredCall]] = {}
+    found: dict[tuple[str, CallShape], dict[str, MeasuredCall]] = {}
     for call in calls:
         found.setdefault((call.folder, call.problem), {})[call.schedule] = call
     return [
-        _choice(sorted(by_schedule.values(), key=lambda call: call.seconds), model)
+        _comparison(sorted(by_schedule.values(), key=lambda call: call.seconds), model)
         for by_schedule in found.values()
         if len(by_schedule) > 1
     ]
 
 
-def _choice(calls: Sequence[MeasuredCall], model: HardwareModel) -> Choice:
+def _comparison(calls: Sequence[MeasuredCall], model: HardwareModel) -> ScheduleComparison:
     call = calls[0]
     schedule = choose_schedule(call.workload, call.layout, model).best
-    return Choice(
+    return ScheduleComparison(
         folder=call.folder,
         problem=call.problem,
         calls=calls,
@@ -343,7 +343,7 @@ def error_table(calls: Sequence[MeasuredCall], model: HardwareModel) -> str:
     return "\n".join(lines)
 
 
-def choice_table(found: Iterable[Choice]) -> str:
+def comparison_table(found: Iterable[ScheduleComparison]) -> str:
     """Markdown: what was measured, what the model takes, and how far that is behind."""
     lines = [
         "| GPUs | heads | tokens | side | ring, ms | `ulysses`, ms | `auto` takes | behind |",
@@ -368,12 +368,12 @@ def _kind(call: MeasuredCall) -> str:
     return ("one GPU" if ranks == 1 else f"{ranks} GPUs, {call.schedule}") + window
 
 
-def _problem_cells(problem: Problem) -> list[str]:
+def _problem_cells(problem: CallShape) -> list[str]:
     sizes = (problem.seq_len, problem.cp_size, problem.heads, problem.kv_heads)
     return [*map(str, sizes), problem.mask]
 
 
-def _order(problem: Problem) -> tuple[str, int, int, int]:
+def _order(problem: CallShape) -> tuple[str, int, int, int]:
     return problem.mask, problem.cp_size, -problem.kv_heads, problem.seq_len
 
 
@@ -388,7 +388,7 @@ def main() -> None:
         print("  ".join(row[1:]))
     write_table(TABLE_FILE, rows)
     write_block(CONSTANTS, constant_table(model), PAGE)
-    for name, text in ((ERRORS, error_table(calls, model)), (CHOICES, choice_table(choices(calls, model)))):
+    for name, text in ((ERRORS, error_table(calls, model)), (CHOICES, comparison_table(comparisons(calls, model)))):
         print(text)
         write_block(name, text, PAGE)
 

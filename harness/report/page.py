@@ -15,24 +15,31 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
-from harness.report.contests import sizes_table
 from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import Addresses, grid_of, render_page
+from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
+from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
 from harness.report.tables.particular import breakdown_table, head_table, mask_table, set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table
-from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
-from harness.report.variants import on_cpu
-from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
+from harness.report.tables.trials import (
+    accuracy_table,
+    memory_by_length,
+    per_unit,
+    problems_table,
+    results_table,
+    speed_by_length,
+)
+from harness.report.variants import on_cpu, with_subject
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
 
@@ -48,6 +55,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "masks": mask_table,
     "lm_head": head_table,
     "breakdown": breakdown_table,
+    "speed_by_length": speed_by_length,
+    "memory_by_length": memory_by_length,
     "results": results_table,
 }
 BEFORE_FIGURES = ("comparison",)  # tables that the page shows above the figures; on CPUs those of agreement
@@ -76,6 +85,8 @@ def write_report(
     *,
     index: str = "",
     baseline: str | None = None,
+    subject: str | None = None,
+    labels: Mapping[str, str] | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
@@ -84,8 +95,9 @@ def write_report(
     Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
     status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
     with a sentence for each. `index` is the address of the page that links this one, where there is one; `baseline` the
-    method that tables compare with (by default at every point the best other one).
-    Raises UsageError for an unknown format or baseline, when there is no record at all, and for records that cannot be
+    method that tables compare with (by default at every point the best other one), `subject` the one that is compared
+    (by default burst), `labels` names that are shown instead of methods' own.
+    Raises UsageError for an unknown format or method, when there is no record at all, and for records that cannot be
     used.
     """
     wanted = checked_formats(formats)
@@ -96,7 +108,7 @@ def write_report(
             f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json, "
             "or packed runs (.jsonl)"
         )
-    named = named_runs(run_dirs)
+    named, rows = named_runs(run_dirs), with_subject(rows, subject, labels or {})
     return write_report_of(
         records, rows, out, wanted, index=index, baseline=known_baseline(baseline, rows), run_dirs=named
     )
@@ -181,7 +193,7 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     """The report's tables in reading order, less those with nothing to say."""
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
-    explained = weak_sentence(weak_forms(rows).values())
+    explained = slow_sentence(slow_baselines(rows).values())
     return [with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
@@ -229,11 +241,11 @@ def html_report(
     headline = headline_of(rows, baseline)
     tables = [_without(one, headline.footnotes) for one in tables]
     grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
-    plot = dots_of(headline.contests[0]) if headline.contests else None
-    first = [sizes_table(headline.contests[1:] if plot else headline.contests)]
+    plot = dots_of(headline.rankings[0]) if headline.rankings else None
+    first = [sizes_table(headline.rankings[1:] if plot else headline.rankings)]
     if all(map(on_cpu, rows)):
         first = [agreement_summary(rows)]
-    early = BEFORE_FIGURES if headline.contests else BEFORE_FIGURES_ON_CPUS
+    early = BEFORE_FIGURES if headline.rankings else BEFORE_FIGURES_ON_CPUS
     parts: list[tuple[str, str, object]] = [(name, grids[name].title, grids[name]) for name in early if name in grids]
     equal = figure_sentences(rows)
     if plots or equal:

@@ -97,6 +97,8 @@ def resuming(command: Sequence[str], *more: str) -> str:
     for part in parts:
         if part == "--stop-before":
             next(parts, None)  # its time will be over
+        elif part.partition("=")[0] == "--again":
+            typed.append(f"--only{part.removeprefix('--again')}")  # what ran again already is not repeated once more
         elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
             typed.append(part)
     return shlex.join([*typed, "--resume", *more])
@@ -188,7 +190,7 @@ def _running(state: TrialState, trial_dir: Path, record: Record | None, now: flo
 
 def seconds_left(trials: Sequence[TrialState], lanes: int) -> float | None:
     """Wall seconds of all rounds that are left, shared among `lanes`; see `RunState`."""
-    known = _Known(trials)
+    known = _FinishedRounds(trials)
     total = 0.0
     for trial in trials:
         left = _rounds_left(trial)
@@ -208,7 +210,7 @@ def _rounds_left(trial: TrialState) -> int:
     return trial.rounds - trial.rounds_done if trial.status == "ok" else 0
 
 
-class _Known:
+class _FinishedRounds:
     """Wall seconds of the rounds of a run that have finished."""
 
     def __init__(self, trials: Sequence[TrialState]) -> None:

@@ -19,8 +19,8 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
-from harness.run.execution import Resume, Ways
+from harness.run.attempt import RunContext
+from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
@@ -85,7 +85,7 @@ def in_order(_trials: Any) -> None:
     """A round's order that is the plan's."""
 
 
-WAYS = {one.name for one in dataclasses.fields(Ways)}
+OPTIONS = {one.name for one in dataclasses.fields(ExecutionOptions)}
 
 
 class Runner:
@@ -112,13 +112,17 @@ class Runner:
         code = run_experiment(
             experiment,
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes),
+            RunContext(
+                machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes
+            ),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            ways=Ways(shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in WAYS}),
+            options=ExecutionOptions(
+                shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in OPTIONS}
+            ),
             **how,
         )
         return code, launcher
@@ -220,6 +224,20 @@ def test_resume_keeps_results_and_failures_and_retry_failed_only_results(run):
     code, launcher = run({}, trials, Resume(retry_failed=True))
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[2].id])
     assert run.records()[64].status == "oom"
+
+
+def test_a_trial_runs_again_beside_the_others_and_what_it_left_stays_among_its_attempts(run):
+    trials = [trial(32), trial(64)]
+    run({64: "oom"}, trials)
+    before = run.records()
+    code, launcher = run({}, trials, Resume(again=frozenset({trials[0].id})), only=trials[:1])
+    assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[0].id])
+    now = run.records()
+    assert (now[32].attempts, now[64]) == (2, before[64])
+    [kept] = (run.run_dir / "trials" / trials[0].id / "attempts").glob("*/record.json")
+    assert read_record(kept) == before[32]
+    code, launcher = run({}, trials, Resume(again=frozenset({trials[1].id})), only=trials[1:])
+    assert run.records()[64].status == "ok"
 
 
 def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
