@@ -14,7 +14,7 @@ from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
 from cluster.active.rail_fleet import TEST, run_rails
 from cluster.check_arguments import chosen_nodes, chosen_part, parser
-from cluster.checks import AnyCheck
+from cluster.checks import Check
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown, shown_error
 from cluster.health import history
@@ -22,7 +22,7 @@ from cluster.health.nodes import NodeReport, check_nodes
 from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
-from cluster.profiles import Profile, load_profiles
+from cluster.profiles import Profiles, load_profiles
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import default_directory
 from cluster.render.grouping import Selection
@@ -71,8 +71,8 @@ def _check(
     arguments: argparse.Namespace,
     nodes: Sequence[Node],
     connect: Connect,
-    chosen: Mapping[str, AnyCheck],
-    profiles: Mapping[str, Profile],
+    chosen: Mapping[str, Check],
+    profiles: Profiles,
     part: Selection,
     prog: str,
 ) -> int:
@@ -118,7 +118,7 @@ def _run_active(
     arguments: argparse.Namespace,
     nodes: Sequence[Node],
     connect: Connect,
-    profiles: Mapping[str, Profile],
+    profiles: Profiles,
     reports: dict[str, NodeReport],
     prog: str,
 ) -> Mapping[Pair, float | None]:
@@ -172,7 +172,7 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
         return None
 
 
-def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
+def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, Check], prog: str) -> NodeReport:
     """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
     now = history.entry_of(report)

@@ -17,7 +17,7 @@ from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
-from cluster.profiles import Profile
+from cluster.profiles import Profiles
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Runner, Unreachable
 
@@ -31,7 +31,7 @@ class Plan:
     """How the active tests are run."""
 
     connect: Connect
-    profiles: Mapping[str, Profile]
+    profiles: Profiles
     device: Device = "cuda"
     node_seconds: float = 300.0
     pair_seconds: float = 120.0

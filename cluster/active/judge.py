@@ -10,7 +10,7 @@ from cluster.active.measurement import NodeSpeeds, Unavailable
 from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
 from cluster.files.errors import counted, quantity
 from cluster.probing.verdict import Verdict, merge
-from cluster.profiles import Profile, find
+from cluster.profiles import Profiles
 
 # Shares below the fleet's median that are worth a warning, by this project's judgement; copies to the host and between
 # nodes vary more with placement.
@@ -26,7 +26,7 @@ TESTS = ("active", "active_gemm", "active_copy", "active_peers", "active_all_red
 Answers = Mapping[str, NodeSpeeds | Unavailable]
 
 
-def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str, dict[str, Verdict]]:
+def judge_speeds(answers: Answers, profiles: Profiles) -> dict[str, dict[str, Verdict]]:
     """Verdicts by node, then by test."""
     measured = {node: speeds for node, speeds in answers.items() if isinstance(speeds, NodeSpeeds)}
     verdicts: dict[str, dict[str, Verdict]] = {
@@ -38,7 +38,7 @@ def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str,
     for node, speeds in measured.items():
         groups[speeds.gpu][node] = speeds
     for gpu, group in groups.items():
-        profile = find(gpu, profiles)
+        profile = profiles.find(gpu)
         published_gemm = profile.gemm.tflops if profile else None
         published_bus = profile.all_reduce.gb_per_second if profile else None
         for node, speeds in group.items():

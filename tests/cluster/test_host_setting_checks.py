@@ -12,9 +12,8 @@ import pytest
 from cluster.checks.host import cpu_governor, cpu_idle, host_versions, hugepages, numa_balancing, processes
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
-from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
-from tests.cluster.gpu_outputs import board
+from tests.cluster.gpu_outputs import NO_GPUS, board
 from tests.patience import AMPLE
 
 
@@ -33,7 +32,7 @@ def test_a_zombie_is_found_and_named() -> None:
     try:
         assert parent.stdout is not None
         parent.stdout.readline()
-        verdict = processes.judge(run(processes.PROBE), Site())
+        verdict = processes.judge(run(processes.probe(Site())), Site())
     finally:
         parent.kill()
         parent.communicate()
@@ -140,8 +139,8 @@ def test_a_probe_that_prints_nothing_is_unknown(check: Any) -> None:
 
 
 def test_these_probes_answer_on_any_linux() -> None:
-    assert cpu_idle.judge(run(cpu_idle.PROBE), Site()).level == "ok"
-    assert hugepages.judge(run(hugepages.PROBE), Site()).level in ("ok", "warn")
-    assert host_versions.judge(run(host_versions.PROBE), Site()).facts["kernel"] == platform.release()
-    assert cpu_governor.judge(run(cpu_governor.PROBE), Site()).level == "ok"
-    assert numa_balancing.judge(run(numa_balancing.PROBE), Site()).level == "ok"
+    assert cpu_idle.judge(run(cpu_idle.probe(Site())), Site()).level == "ok"
+    assert hugepages.judge(run(hugepages.probe(Site())), Site()).level in ("ok", "warn")
+    assert host_versions.judge(run(host_versions.probe(Site())), Site()).facts["kernel"] == platform.release()
+    assert cpu_governor.judge(run(cpu_governor.probe(Site())), Site()).level == "ok"
+    assert numa_balancing.judge(run(numa_balancing.probe(Site())), Site()).level == "ok"

@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks.gpu import xid
-from cluster.checks.links import sxid
-from cluster.checks.network import link_flaps
-from cluster.checks.storage import disk_errors
+from cluster.checks.kernel_log import PROBE, disk_errors, link_flaps, sxid, xid
 from cluster.inventory.site import NetworkExpectation, Site
-from cluster.probing.kernel_log import PROBE
 from cluster.probing.probe import Output
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, OUTPUTS, board
@@ -99,5 +95,5 @@ def test_one_probe_reads_every_kind_of_line(tmp_path: Path, monkeypatch: pytest.
     printed = LocalRunner().run(["sh", "-c", script], deadline_seconds=AMPLE).stdout.splitlines()
     assert printed[1:3] == ["adapter ibp26s0", "source dmesg"]
     assert sorted(printed[3:]) == sorted(line for line in LINES if "Link up" not in line)
-    shared = [check.CHECK.probe(Site()) for check in (xid, sxid, disk_errors, link_flaps)]
+    shared = [check.probe(Site()) for check in (xid, sxid, disk_errors, link_flaps)]
     assert all(probe is PROBE for probe in shared), "it runs once for all"

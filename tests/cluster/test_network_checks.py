@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from cluster.checks import Check
 from cluster.checks.network import infiniband, interface, memlock, peermem
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.probing.probe import Output
-from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
-from tests.cluster.gpu_outputs import EIGHT, STRANGER, board
+from tests.cluster.gpu_outputs import EIGHT, NO_GPUS, STRANGER, board
 from tests.patience import AMPLE
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
@@ -110,7 +110,7 @@ def test_the_probe_reads_every_port_of_a_tree_like_sysfs(tmp_path: Path) -> None
     for name, content in (("state", "4: ACTIVE"), ("phys_state", "5: LinkUp"), ("rate", NDR),
                           ("link_layer", "InfiniBand"), ("counters/link_downed", "7")):  # fmt: skip
         (folder / name).write_text(content + "\n")
-    script = infiniband.PROBE.script.replace("/sys/class/infiniband", f"{tmp_path}/sys/class/infiniband")
+    script = infiniband.probe(Site()).script.replace("/sys/class/infiniband", f"{tmp_path}/sys/class/infiniband")
     done = LocalRunner().run(["sh", "-c", script], deadline_seconds=AMPLE)
     verdict = infiniband.judge(Output(text=done.stdout), named("mlx5_3"), board("h200"))
     assert verdict.level == "ok"
@@ -199,6 +199,6 @@ def test_a_small_limit_of_locked_memory_is_said_in_a_unit_that_suits_it() -> Non
 
 
 @pytest.mark.parametrize("check", [memlock, peermem])
-def test_these_probes_answer_on_any_linux(check: Any) -> None:
-    done = LocalRunner().run(["sh", "-c", check.PROBE.script], deadline_seconds=AMPLE)
-    assert check.CHECK.judge(Output(text=done.stdout), Site(), *([NO_GPUS] * (check is peermem))).level != "unknown"
+def test_these_probes_answer_on_any_linux(check: Check) -> None:
+    done = LocalRunner().run(["sh", "-c", check.probe(Site()).script], deadline_seconds=AMPLE)
+    assert check.judge(Output(text=done.stdout), Site()).level != "unknown"

@@ -9,10 +9,9 @@ import pytest
 from cluster.checks.links import fabric_manager, nvlink, pcie
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, parse_outputs, render_script
-from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
 from tests.cluster import gpu_outputs
-from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board
+from tests.cluster.gpu_outputs import EIGHT, MODELS, NO_GPUS, OUTPUTS, STRANGER, board
 from tests.patience import AMPLE
 
 LINKS = {"a100": 12, "a800": 8, "h100": 18, "h200": 18}
@@ -102,7 +101,9 @@ def test_the_probe_tells_how_many_gpus_there_are_where_no_link_is_listed(
     install_nvidia_smi: Callable[[str], object],
 ) -> None:
     install_nvidia_smi('case $1 in -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)" ;; esac')
-    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=AMPLE)
+    done = LocalRunner().run(
+        ["sh", "-s"], stdin=render_script({"nvlink": nvlink.probe(Site())}, "abc"), deadline_seconds=AMPLE
+    )
     verdict = nvlink.judge(parse_outputs(done.stdout, "abc")["nvlink"], Site(), board("h200", 1))
     assert (verdict.level, verdict.summary) == ("ok", "one GPU, of which no links are listed")
 
@@ -115,7 +116,9 @@ def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counter
     install_nvidia_smi: Callable[[str], object],
 ) -> None:
     install_nvidia_smi(f'case $2 in -s) cat {OUTPUTS}/h200_nvlink_s.txt ;; -e) echo "not supported"; exit 3 ;; esac')
-    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=AMPLE)
+    done = LocalRunner().run(
+        ["sh", "-s"], stdin=render_script({"nvlink": nvlink.probe(Site())}, "abc"), deadline_seconds=AMPLE
+    )
     output = parse_outputs(done.stdout, "abc")["nvlink"]
     assert output.exit_status == 0
     assert nvlink.judge(output, Site(), board("h200", 1)).level == "ok"

@@ -51,36 +51,36 @@ def install_lspci(tree: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Non
 
 def test_access_control_above_a_gpu_and_its_adapter_is_a_warning(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_lspci(tree, monkeypatch, f"cat {OUTPUTS}/lspci_bridge.txt")
-    verdict = pcie_acs.judge(look(pcie_acs.PROBE, tree), Site())
+    verdict = pcie_acs.judge(look(pcie_acs.probe(Site()), tree), Site())
     assert (verdict.level, verdict.action) == ("warn", "monitor")
     assert "0000:16:00.0 (SrcValid, ReqRedir, CmpltRedir, UpstreamFwd)" in verdict.summary
     assert "0000:17:00.0" not in verdict.summary, "a device is no bridge"
-    assert pcie_acs.judge(look(pcie_acs.PROBE, tree, "virtual"), Site()).level == "ok"
+    assert pcie_acs.judge(look(pcie_acs.probe(Site()), tree, "virtual"), Site()).level == "ok"
 
 
 def test_access_control_that_is_off_is_ok_and_one_that_was_not_read_says_so(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_lspci(tree, monkeypatch, f"sed '/ACSCtl/s/+/-/g' {OUTPUTS}/lspci_bridge.txt")
-    verdict = pcie_acs.judge(look(pcie_acs.PROBE, tree), Site())
+    verdict = pcie_acs.judge(look(pcie_acs.probe(Site()), tree), Site())
     assert (verdict.level, verdict.summary) == ("ok", "access control is off at 2 bridges above GPUs and adapters")
     shell_program(tree / "bin/lspci", "echo '\tCapabilities: <access denied>'")
-    assert "only root may read it" in pcie_acs.judge(look(pcie_acs.PROBE, tree), Site()).summary
+    assert "only root may read it" in pcie_acs.judge(look(pcie_acs.probe(Site()), tree), Site()).summary
 
 
 def test_access_control_needs_two_devices_and_a_tree_that_can_be_read(tree: Path) -> None:
     (tree / "sys/class/infiniband/mlx5_0/device").unlink()
-    assert "no two devices" in pcie_acs.judge(look(pcie_acs.PROBE, tree), Site()).summary
+    assert "no two devices" in pcie_acs.judge(look(pcie_acs.probe(Site()), tree), Site()).summary
     assert pcie_acs.judge(Output(text="sh: nothing"), Site()).level == "unknown"
     without = Output(text="machine real\ndevices 9\nlspci absent\nend")
     assert "there is no lspci" in pcie_acs.judge(without, Site()).summary
 
 
 def test_translated_addresses_of_gpus_and_adapters_are_a_warning(tree: Path) -> None:
-    verdict = iommu.judge(look(iommu.PROBE, tree), Site())
+    verdict = iommu.judge(look(iommu.probe(Site()), tree), Site())
     assert verdict.level == "warn"
     assert "addresses of 0000:17:00.0, mlx5_0; boot with iommu=pt" in verdict.summary
-    assert iommu.judge(look(iommu.PROBE, tree, "virtual"), Site()).level == "ok"
+    assert iommu.judge(look(iommu.probe(Site()), tree, "virtual"), Site()).level == "ok"
 
 
 @pytest.mark.parametrize("kind", ["identity", None])
@@ -88,11 +88,11 @@ def test_addresses_that_pass_through_or_are_not_translated_at_all_are_ok(kind: s
     for device in ("0000:17:00.0", "0000:18:00.0"):
         group = tree / "sys/devices" / SWITCH / device / "iommu_group/type"
         group.write_text(f"{kind}\n") if kind else group.unlink()
-    verdict = iommu.judge(look(iommu.PROBE, tree), Site())
+    verdict = iommu.judge(look(iommu.probe(Site()), tree), Site())
     assert (verdict.level, verdict.summary) == ("ok", "passed through, or off, for 2 GPUs and adapters")
 
 
 def test_without_an_adapter_there_is_nothing_to_join(tree: Path) -> None:
     (tree / "sys/class/infiniband/mlx5_0/device").unlink()
-    assert iommu.judge(look(iommu.PROBE, tree), Site()).summary == "no GPU and adapter to join"
+    assert iommu.judge(look(iommu.probe(Site()), tree), Site()).summary == "no GPU and adapter to join"
     assert iommu.judge(Output(text=""), Site()).level == "unknown"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from cluster.checks import discover
 from cluster.inventory.site import NetworkExpectation, Site
-from cluster.profiles import NO_GPUS, Board
-from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board, judge, nvlink, report, setting
+from cluster.profiles import Board
+from tests.cluster.gpu_outputs import EIGHT, MODELS, NO_GPUS, OUTPUTS, STRANGER, board, judge, nvlink, report, setting
 
 RECORD = OUTPUTS / "verdicts.txt"
 OF_THE_REPORT = (

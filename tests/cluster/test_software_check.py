@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks.host import software
+from cluster.checks.software import preloaded, software
 from cluster.inventory.site import Container, Site, Software
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def found(site: Site) -> Verdict:
-    probe = software.CHECK.probe(site)
+    probe = software.probe(site)
     done = LocalRunner().run(["sh", "-c", probe.script], deadline_seconds=AMPLE)
-    return software.CHECK.judge(Output(text=done.stdout + done.stderr, exit_status=done.exit_status), site)
+    return software.judge(Output(text=done.stdout + done.stderr, exit_status=done.exit_status), site)
 
 
 def named(python: str = sys.executable, folder: str = str(ROOT), **more) -> Site:
@@ -52,7 +52,7 @@ def test_each_part_that_is_absent_fails_and_is_named(tmp_path: Path) -> None:
 def test_a_library_to_preload_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "a.so").touch()
     site = Site(environment={"LD_PRELOAD": f"{tmp_path}/a.so:/absent/b.so"})
-    assert software.preloaded(site) == [f"{tmp_path}/a.so", "/absent/b.so"]
+    assert preloaded(site) == [f"{tmp_path}/a.so", "/absent/b.so"]
     verdict = found(site)
     assert verdict.level == "fail"
     assert "LD_PRELOAD names /absent/b.so, which cannot be read" in verdict.summary
@@ -60,7 +60,7 @@ def test_a_library_to_preload_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_node_without_the_project_is_sound_where_the_site_names_no_software() -> None:
-    verdict = software.CHECK.judge(Output(text="no folder\nno python\n"), Site())
+    verdict = software.judge(Output(text="no folder\nno python\n"), Site())
     assert verdict.level == "ok"
     assert verdict.summary.startswith("not installed where it is here (")
 
@@ -68,6 +68,6 @@ def test_a_node_without_the_project_is_sound_where_the_site_names_no_software() 
 def test_software_in_an_image_is_not_looked_for_on_the_node() -> None:
     verdict = found(named(container=Container(engine="docker", image="burst:1")))
     assert (verdict.level, verdict.summary) == ("ok", "the software is in the image burst:1")
-    assert software.CHECK.judge(
-        Output(text="sh: broken"), named(container=Container(engine="docker", image="b:1"))
-    ) == (Verdict(level="unknown", summary="the probe did not run (sh: broken)"))
+    assert software.judge(Output(text="sh: broken"), named(container=Container(engine="docker", image="b:1"))) == (
+        Verdict(level="unknown", summary="the probe did not run (sh: broken)")
+    )

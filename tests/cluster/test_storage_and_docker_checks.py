@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks.host import docker, shared_memory
+from cluster.checks.host import shared_memory
+from cluster.checks.software import docker
 from cluster.checks.storage import shared_storage
 from cluster.inventory.site import Container, SharedPath, Site, Storage
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
-from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
-from tests.cluster.gpu_outputs import EIGHT, board
+from tests.cluster.gpu_outputs import EIGHT, NO_GPUS, board
 from tests.patience import AMPLE
 from tests.programs import shell_program
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks.gpu import xid
+from cluster.checks.kernel_log import xid
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output
-from cluster.profiles import NO_GPUS
+from cluster.profiles import Board, default_profiles
 from cluster.transport.reach import LocalRunner
-from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
+from tests.cluster.gpu_outputs import EIGHT, MODELS, NO_GPUS, STRANGER, board
 from tests.patience import AMPLE
 from tests.programs import shell_program
 
@@ -43,8 +43,7 @@ def test_every_number_asks_for_what_its_family_needs(number: int, source: str, m
     expected = "reboot" if number in REBOOT[model] else "reset" if number in SERIOUS else "monitor"
     assert verdict.action == expected
     assert verdict.level == ("fail" if number in SERIOUS else "warn")
-    assert f"XID {number} within 2 hours (0000:47:00 x 1)" in verdict.summary
-    assert ("in no list" in verdict.summary) == (number == 154)
+    assert f"XID {number} within 2 hours (0000:47:00 x 1): {default_profiles().xids[number].means}" in verdict.summary
 
 
 def test_only_the_last_two_hours_count() -> None:
@@ -58,9 +57,32 @@ def test_the_worst_of_several_is_the_verdict_and_all_are_counted() -> None:
     assert verdict.facts["counters"] == {"0000:07:00 xid13": 2, "0000:BD:00 xid48": 1}
 
 
-def test_an_xid_of_an_unknown_model_is_unknown() -> None:
-    assert xid.judge(log((99_000.0, 79, "47")), EIGHT, STRANGER).level == "unknown"
-    assert xid.judge(log(), EIGHT, STRANGER).level == "ok"
+@pytest.mark.parametrize("gpus", [STRANGER, NO_GPUS])
+def test_a_model_without_a_profile_is_judged_by_the_catalogue(gpus: Board) -> None:
+    verdict = xid.judge(log((99_000.0, 79, "47")), EIGHT, gpus)
+    assert (verdict.level, verdict.action) == ("fail", "reboot")
+    assert "fallen off the PCIe bus; reboot the node; when it returns, look at power" in verdict.summary
+    assert xid.judge(log(), EIGHT, gpus).level == "ok"
+
+
+def test_a_number_of_no_catalogue_is_a_warning_that_says_so() -> None:
+    verdict = xid.judge(log((99_000.0, 987, "47")), EIGHT, board("h200"))
+    assert (verdict.level, "a number of no catalogue here" in verdict.summary) == ("warn", True)
+
+
+@pytest.mark.parametrize(("word", "level"), [("Fatal", "fail"), ("Nonfatal", "warn")])
+def test_an_error_that_the_driver_calls_not_fatal_is_a_warning(word: str, level: str) -> None:
+    line = f"[ 99000.0] NVRM: Xid (PCI:0000:47:00): 145, RLW_RXPIPE {word} XC0 i0 Link 02"
+    verdict = xid.judge(Output(text=f"uptime 100000.0\nsource dmesg\n{line}"), EIGHT, board("h200"))
+    assert verdict.level == level
+    assert "NVLink 5: the receiving link layer failed" in verdict.summary
+
+
+def test_the_catalogue_has_the_numbers_that_matter_with_meaning_and_cure() -> None:
+    xids = default_profiles().xids
+    assert len(xids) >= 47
+    assert set(xids) >= SERIOUS | {46, 154, 155, 156, 158} | set(range(144, 151))
+    assert all(len(one.means) > 10 and (one.do or one.action != "monitor") for one in xids.values())
 
 
 def test_a_log_this_user_may_not_read_is_said_to_be_unseen() -> None:
@@ -80,7 +102,7 @@ def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(
     for program, body in (("journalctl", entries), ("dmesg", f"echo '{line.format('')}'; echo '[ 2.0] other'")):
         shell_program(tmp_path / program, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    done = LocalRunner().run(["sh", "-c", xid.PROBE.script], deadline_seconds=AMPLE)
+    done = LocalRunner().run(["sh", "-c", xid.probe(Site()).script], deadline_seconds=AMPLE)
     lines = done.stdout.splitlines()
     assert lines[1:] == [
         f"source {'journal' if journal else 'dmesg'}",
