@@ -83,16 +83,17 @@ def discover() -> dict[str, Check]:
     return dict(sorted(checks.items()))
 
 
-def select(only: Collection[str], skip: Collection[str]) -> dict[str, Check]:
-    """The checks named by `only` (empty: all of them) without those in `skip`. Raises UsageError for unknown names."""
+def select(only: Collection[str], skip: Collection[str], others: Collection[str] = ()) -> dict[str, Check]:
+    """The checks named by `only` (empty: all of them) without those in `skip`; `others` are names of verdicts that no
+    check here gives. Raises UsageError for unknown names, and where nothing is left."""
     checks = discover()
+    known = [*checks, *others]
     for name in (*only, *skip):
-        if name not in checks:
-            raise UsageError(f"there is no check {name!r}; {nearest(name, checks)}")
-    chosen = {name: check for name, check in checks.items() if (not only or name in only) and name not in skip}
-    if not chosen:
+        if name not in known:
+            raise UsageError(f"there is no check {name!r}; {nearest(name, known)}")
+    if not {name for name in known if (not only or name in only) and name not in skip}:
         raise UsageError("--only and --skip leave no check; name at least one")
-    return chosen
+    return {name: check for name, check in checks.items() if (not only or name in only) and name not in skip}
 
 
 def conclude(check: Check, probe: Probe, output: Output | None, complaint: str, site: Site, board: Board) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,6 +62,10 @@ class NodeReport:
     def also(self, name: str, verdict: Verdict) -> NodeReport:
         """The same report with one more verdict."""
         return replace(self, verdicts={**self.verdicts, name: verdict})
+
+    def without(self, names: Collection[str]) -> NodeReport:
+        """The same report without these verdicts."""
+        return replace(self, verdicts={name: one for name, one in self.verdicts.items() if name not in names})
 
 
 def check_nodes(
