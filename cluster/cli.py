@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.active.fleet import Plan, run_active
-from cluster.active.pairing import Pair
-from cluster.active.rail_fleet import TEST, run_rails
+from cluster.active.judge import Pair
+from cluster.active.rail_fleet import TEST, find_rails, run_rails
 from cluster.check_arguments import chosen_checks, chosen_nodes, chosen_part, parser
 from cluster.checks import Check
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown, shown_error
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
-from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profiles, load_profiles

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.active.judge import judge_pairs, judge_speeds
+from cluster.active.judge import Pair, judge_pairs, judge_speeds, rounds, second_pass
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
-from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
@@ -64,7 +63,7 @@ def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
     for group in second_pass({pair: speed is not None for pair, speed in pairs.items()}):
         plan.say("active tests: nodes that failed, each with one that did not")
         _exchange_all(plan, by_name, group, again, reasons)
-    for name, verdict in judge_pairs(pairs, again, reasons).items():
+    for name, verdict in judge_pairs(pairs, again, reasons, plan.profiles.limits).items():
         verdicts[name]["active_pairs"] = verdict
     return Findings(verdicts=verdicts, pairs=pairs)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.active.pairing import Pair, nodes_of
+from cluster.active.judge import Pair, nodes_of
 from cluster.files.errors import UsageError, quantity
 from cluster.health.nodes import NodeReport
 from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
