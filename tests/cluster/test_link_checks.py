@@ -1,18 +1,20 @@
-"""Links between GPUs and to their host, judged on the outputs of four models."""
+"""Links between GPUs and to their host, on the outputs of four models, and what stands between devices on PCIe: trees
+written after the kernel's sysfs documents, lspci's text after its source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from cluster.checks.links import fabric_manager, nvlink, pcie
+from cluster.checks import Check
+from cluster.checks.links import fabric_manager, iommu, nvlink, pcie, pcie_acs
 from cluster.inventory.site import Site
-from cluster.probing.probe import Output, parse_outputs, render_script
-from cluster.transport.reach import LocalRunner
+from cluster.probing.probe import Output
 from tests.cluster import gpu_outputs
-from tests.cluster.gpu_outputs import EIGHT, MODELS, NO_GPUS, OUTPUTS, STRANGER, board
-from tests.patience import AMPLE
+from tests.cluster.gpu_outputs import EIGHT, MODELS, NO_GPUS, OUTPUTS, STRANGER, board, look
+from tests.programs import shell_program
 
 LINKS = {"a100": 12, "a800": 8, "h100": 18, "h200": 18}
 
@@ -101,10 +103,7 @@ def test_the_probe_tells_how_many_gpus_there_are_where_no_link_is_listed(
     install_nvidia_smi: Callable[[str], object],
 ) -> None:
     install_nvidia_smi('case $1 in -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)" ;; esac')
-    done = LocalRunner().run(
-        ["sh", "-s"], stdin=render_script({"nvlink": nvlink.probe(Site())}, "abc"), deadline_seconds=AMPLE
-    )
-    verdict = nvlink.judge(parse_outputs(done.stdout, "abc")["nvlink"], Site(), board("h200", 1))
+    verdict = nvlink.judge(look(nvlink), Site(), board("h200", 1))
     assert (verdict.level, verdict.summary) == ("ok", "one GPU, of which no links are listed")
 
 
@@ -116,10 +115,7 @@ def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counter
     install_nvidia_smi: Callable[[str], object],
 ) -> None:
     install_nvidia_smi(f'case $2 in -s) cat {OUTPUTS}/h200_nvlink_s.txt ;; -e) echo "not supported"; exit 3 ;; esac')
-    done = LocalRunner().run(
-        ["sh", "-s"], stdin=render_script({"nvlink": nvlink.probe(Site())}, "abc"), deadline_seconds=AMPLE
-    )
-    output = parse_outputs(done.stdout, "abc")["nvlink"]
+    output = look(nvlink)
     assert output.exit_status == 0
     assert nvlink.judge(output, Site(), board("h200", 1)).level == "ok"
     assert output.text.splitlines()[-2:] == ["errors", "no counters: not supported"]
@@ -191,3 +187,84 @@ def test_a_lone_gpu_and_none_need_no_fabric_manager() -> None:
     assert fabric_manager.judge(service("inactive"), Site(), board("h200", 1)).level == "ok"
     assert fabric_manager.judge(service("inactive"), Site(), NO_GPUS).level == "ok"
     assert fabric_manager.judge(service("inactive"), EIGHT, STRANGER).level == "unknown"
+
+
+SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A GPU and an adapter below one PCIe switch, each with an IOMMU group that translates."""
+    sys = tmp_path / "sys"
+    for name, kind in (("0000:17:00.0", "gpu"), ("0000:18:00.0", "adapter")):
+        device = sys / "devices" / SWITCH / name
+        (device / "iommu_group").mkdir(parents=True)
+        (device / "iommu_group/type").write_text("DMA-FQ\n")
+        (device / "vendor").write_text("0x10de\n" if kind == "gpu" else "0x15b3\n")
+        (device / "class").write_text("0x030200\n" if kind == "gpu" else "0x020700\n")
+        (sys / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
+        (sys / "bus/pci/devices" / name).symlink_to(device)
+    (sys / "class/infiniband/mlx5_0").mkdir(parents=True)
+    (sys / "class/infiniband/mlx5_0/device").symlink_to(device)
+    return tmp_path
+
+
+def look_at(check: Check, tree: Path, machine: str = "real") -> Output:
+    """What the probe prints of the tree; the processor is said to be that of a `real` or `virtual` machine."""
+    (tree / "cpuinfo").write_text("flags: fpu hypervisor\n" if machine == "virtual" else "flags: fpu\n")
+    return look(check, sys=f"{tree}/sys", proc=tree)
+
+
+def install_lspci(tree: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    (tree / "bin").mkdir()
+    shell_program(tree / "bin/lspci", body)
+    monkeypatch.setenv("PATH", f"{tree}/bin:/usr/bin:/bin")
+
+
+def test_access_control_above_a_gpu_and_its_adapter_is_a_warning(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_lspci(tree, monkeypatch, f"cat {OUTPUTS}/lspci_bridge.txt")
+    verdict = pcie_acs.judge(look_at(pcie_acs, tree), Site())
+    assert (verdict.level, verdict.action) == ("warn", "monitor")
+    assert "0000:16:00.0 (SrcValid, ReqRedir, CmpltRedir, UpstreamFwd)" in verdict.summary
+    assert "0000:17:00.0" not in verdict.summary, "a device is no bridge"
+    assert pcie_acs.judge(look_at(pcie_acs, tree, "virtual"), Site()).level == "ok"
+
+
+def test_access_control_that_is_off_is_ok_and_one_that_was_not_read_says_so(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_lspci(tree, monkeypatch, f"sed '/ACSCtl/s/+/-/g' {OUTPUTS}/lspci_bridge.txt")
+    verdict = pcie_acs.judge(look_at(pcie_acs, tree), Site())
+    assert (verdict.level, verdict.summary) == ("ok", "access control is off at 2 bridges above GPUs and adapters")
+    shell_program(tree / "bin/lspci", "echo '\tCapabilities: <access denied>'")
+    assert "only root may read it" in pcie_acs.judge(look_at(pcie_acs, tree), Site()).summary
+
+
+def test_access_control_needs_two_devices_and_a_tree_that_can_be_read(tree: Path) -> None:
+    (tree / "sys/class/infiniband/mlx5_0/device").unlink()
+    assert "no two devices" in pcie_acs.judge(look_at(pcie_acs, tree), Site()).summary
+    assert pcie_acs.judge(Output(text="sh: nothing"), Site()).level == "unknown"
+    without = Output(text="machine real\ndevices 9\nlspci absent\nend")
+    assert "there is no lspci" in pcie_acs.judge(without, Site()).summary
+
+
+def test_translated_addresses_of_gpus_and_adapters_are_a_warning(tree: Path) -> None:
+    verdict = iommu.judge(look_at(iommu, tree), Site())
+    assert verdict.level == "warn"
+    assert "addresses of 0000:17:00.0, mlx5_0; boot with iommu=pt" in verdict.summary
+    assert iommu.judge(look_at(iommu, tree, "virtual"), Site()).level == "ok"
+
+
+@pytest.mark.parametrize("kind", ["identity", None])
+def test_addresses_that_pass_through_or_are_not_translated_at_all_are_ok(kind: str | None, tree: Path) -> None:
+    for device in ("0000:17:00.0", "0000:18:00.0"):
+        group = tree / "sys/devices" / SWITCH / device / "iommu_group/type"
+        group.write_text(f"{kind}\n") if kind else group.unlink()
+    verdict = iommu.judge(look_at(iommu, tree), Site())
+    assert (verdict.level, verdict.summary) == ("ok", "passed through, or off, for 2 GPUs and adapters")
+
+
+def test_without_an_adapter_there_is_nothing_to_join(tree: Path) -> None:
+    (tree / "sys/class/infiniband/mlx5_0/device").unlink()
+    assert iommu.judge(look_at(iommu, tree), Site()).summary == "no GPU and adapter to join"
+    assert iommu.judge(Output(text=""), Site()).level == "unknown"
