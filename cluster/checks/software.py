@@ -9,26 +9,13 @@ import sys
 from pathlib import Path
 
 from cluster.checks import check
+from cluster.inventory import checkout
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
-from cluster.probing.verdict import Verdict, fail, ok, unknown
+from cluster.probing.verdict import Verdict, fail, ok, unknown, warn
 from cluster.profiles import Board
 
-_HERE = Path(__file__).resolve().parents[2]  # the checkout this program runs from
-PACKAGES = ("ray", "torch")
-
-# Versions are read from metadata: importing torch would take seconds.
-_PROGRAM = f"""\
-import json, platform
-from importlib import metadata
-found = {{"python": platform.python_version()}}
-for name in {PACKAGES!r}:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        found[name] = None
-print("versions " + json.dumps(found))
-"""
+_PROGRAM = Path(checkout.__file__).read_text(encoding="utf-8")
 
 
 def software_probe(site: Site) -> Probe:
@@ -42,7 +29,7 @@ def software_probe(site: Site) -> Probe:
 [ -f {folder}/harness/__main__.py ] || echo no folder
 for library in {libraries}; do [ -r "$library" ] || printf 'no library %s\\n' "$library"; done
 [ -x {python} ] || {{ echo no python; exit 0; }}
-exec {python} -c {shlex.quote(_PROGRAM)}
+exec {python} -c {shlex.quote(_PROGRAM)} {folder}
 """,
         seconds=20.0,
     )
@@ -50,7 +37,7 @@ exec {python} -c {shlex.quote(_PROGRAM)}
 
 @check(software_probe, "burst cluster up, which needs them")
 def software(output: Output, site: Site, board: Board) -> Verdict:
-    """Fails where something that the site names is absent or incomplete; where it names nothing, a node may be without.
+    """Fails where something that the site names is absent or incomplete; where it names nothing, that is a warning.
 
     An interpreter that is there and does not run as this program's does is unknown then.
     """
@@ -63,9 +50,9 @@ def software(output: Output, site: Site, board: Board) -> Verdict:
     no_python, no_folder = "no python" in output.lines, "no folder" in output.lines
     wrong: list[str] = []
     versions: dict[str, str | None] = {}
-    if answer := output.rows("versions"):
+    if answer := output.rows(checkout.ANSWER.strip()):
         versions = json.loads(answer[-1])
-        if lacking := [name for name in PACKAGES if versions.get(name) is None]:
+        if lacking := [name for name in checkout.LIBRARIES if versions.get(name) is None]:
             wrong.append(f"{python} lacks {' and '.join(lacking)}")
     else:
         reason = "is no executable file" if no_python else f"does not run ({output.first_line or 'silent'})"
@@ -81,7 +68,7 @@ def software(output: Output, site: Site, board: Board) -> Verdict:
     if not answer and not no_python:
         return unknown(f"{wrong[0]}; name software in the site, or repair it", "monitor")
     said = f"{'; '.join(wrong)}: runs need it there, or under another path that the site's software names"
-    return ok(f"not installed where it is here ({said})")
+    return warn(f"not installed where it is here ({said})")
 
 
 def preloaded(site: Site) -> list[str]:
@@ -91,7 +78,7 @@ def preloaded(site: Site) -> list[str]:
 
 def _paths(site: Site) -> tuple[str, str]:
     """Interpreter and checkout on the node; by default those of this program."""
-    return site.software.python or sys.executable, site.software.folder or str(_HERE)
+    return site.software.python or sys.executable, site.software.folder or str(checkout.ROOT)
 
 
 _INFO = {

@@ -11,6 +11,7 @@ from functools import partial
 
 from cluster.checks import Check, conclude
 from cluster.checks.gpu import gpus
+from cluster.inventory.checkout import difference, own_versions
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
@@ -18,10 +19,13 @@ from cluster.probing.probe import Output, Probe, parse_outputs, parse_times, ren
 from cluster.probing.verdict import Action, Level, Verdict, ok, strongest_action, unknown, warn, worst_level
 from cluster.profiles import Board, Profiles, default_profiles
 from cluster.transport.fleet import on_each
-from cluster.transport.runner import Connect, Unreachable
+from cluster.transport.runner import Connect, Runner, Unreachable
 
 REACHABILITY = "reachability"
 CLOCK = "clock"
+SOFTWARE = "software"
+_NEEDED = (REACHABILITY, SOFTWARE, "docker", "gpu")  # names of checks, or their beginnings
+_SLOWER = 2.0  # times a probe's seconds, where it did not end and is asked once more
 _GPUS = "gpus"  # the check that also finds the model, whose thresholds hold
 
 
@@ -56,8 +60,16 @@ class NodeReport:
 
     @property
     def usable(self) -> bool:
-        """True when work may be placed here: it answered, nothing failed or stayed unknown, and it is not busy."""
-        return self.level in ("ok", "warn") and not self.busy
+        """True when work may be placed here: nothing failed, it is not busy, and no check that decides is unknown."""
+        return not self.busy and not any(map(self.decides, self.verdicts))
+
+    def decides(self, name: str) -> bool:
+        """True for a finding that keeps work away: a failure, or no answer where work needs one.
+
+        A slow probe of anything else, as on a loaded node, says nothing about the node.
+        """
+        level = self.verdicts[name].level
+        return level == "fail" or (level == "unknown" and name.startswith(_NEEDED))
 
     def also(self, name: str, verdict: Verdict) -> NodeReport:
         """The same report with one more verdict."""
@@ -104,6 +116,7 @@ def check_node(
     carriers = _carriers(probes)
     mark = secrets.token_hex(8)
     script = render_script({name: probe for probe, name in carriers.items()}, mark)
+    outputs: dict[str, Output] = {}
     try:
         with connect(host, timeout_seconds) as runner:
             connected_seconds = time.monotonic() - started
@@ -112,9 +125,10 @@ def check_node(
                 ["sh", "-s"], stdin=script, deadline_seconds=max(0.1, timeout_seconds - connected_seconds)
             )
             received = time.time()
+            outputs = parse_outputs(completed.stdout, mark)
+            outputs |= _asked_again(runner, carriers, outputs, timeout_seconds - (time.monotonic() - started))
     except Unreachable as error:
         return _unreachable(node, str(error), time.monotonic() - started)
-    outputs = parse_outputs(completed.stdout, mark)
     complaint = Output(text=completed.stderr).first_line
     begun, ended = parse_times(completed.stdout, mark)
     reading = ClockReading(sent=sent, begun=begun, ended=ended, received=received)
@@ -129,7 +143,42 @@ def check_node(
 
     board = _board(verdict(_GPUS, gpus, profiles.board("", 0)), site, profiles)
     verdicts |= {name: verdict(name, check, board) for name, check in checks.items()}
+    if (software := verdicts.get(SOFTWARE)) is not None:
+        verdicts[SOFTWARE] = as_here(software)
     return NodeReport(host=host, verdicts=verdicts, seconds=time.monotonic() - started, site=_site_name(site))
+
+
+def _asked_again(
+    runner: Runner, carriers: Mapping[Probe, str], outputs: Mapping[str, Output], seconds: float
+) -> dict[str, Output]:
+    """Outputs of a second attempt, within `seconds`, at the probes that did not end by themselves; a loaded node is
+    slow. One attempt: what hangs in the kernel hangs again."""
+    longer = {
+        name: replace(probe, seconds=probe.seconds * _SLOWER)
+        for probe, name in carriers.items()
+        if name in outputs and outputs[name].timed_out and probe.seconds * _SLOWER < seconds
+    }
+    if not longer:
+        return {}
+    mark = secrets.token_hex(8)
+    done = runner.run(["sh", "-s"], stdin=render_script(longer, mark), deadline_seconds=seconds)
+    return {name: output for name, output in parse_outputs(done.stdout, mark).items() if not output.timed_out}
+
+
+def as_here(software: Verdict) -> Verdict:
+    """The verdict on a node's software, which fails where it is not that of this machine: they could not run together.
+
+    Nothing is compared where this program's own interpreter has no Ray, as `check_nodes.py` may.
+    """
+    own, found = own_versions(), software.facts.get("versions")
+    if own["ray"] is None or not isinstance(found, dict) or not (differs := difference(own, found)):
+        return software
+    return replace(
+        software,
+        level="fail",
+        action="isolate",
+        summary=f"{differs}; install the same there, or correct software in its site",
+    )
 
 
 def _site_name(site: Site) -> str:

@@ -67,7 +67,7 @@ def why_not(report: NodeReport) -> str:
     reasons = [
         f"{name} {verdict.level}: {verdict.summary}"
         for name, verdict in worst_first(report)
-        if verdict.busy or verdict.level in ("fail", "unknown")
+        if verdict.busy or report.decides(name)
     ]
     return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))
 

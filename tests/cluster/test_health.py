@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -48,11 +49,20 @@ def test_every_level_has_its_exit_code() -> None:
         ("warn", True, False),
         ("ok", True, False),
         ("fail", False, False),
-        ("unknown", False, False),
+        ("unknown", False, True),  # of a check of this name; see the next test
     ],
 )
 def test_only_a_node_known_to_be_sound_and_free_is_usable(level: Level, busy: bool, usable: bool) -> None:
     assert report(Verdict(level="ok", summary=""), Verdict(level=level, busy=busy, summary="")).usable is usable
+
+
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [("reachability", False), ("software", False), ("gpus", False), ("gpu_memory", False), ("cpu_idle", True)],
+)
+def test_only_an_answer_that_work_needs_keeps_it_away_by_its_absence(name: str, usable: bool) -> None:
+    silent = NodeReport(host=LOCAL, verdicts={name: Verdict(level="unknown", summary="")}, seconds=0.0)
+    assert (silent.usable, silent.level) == (usable, "unknown")
 
 
 def test_a_node_asks_for_the_strongest_action_of_its_checks() -> None:
@@ -100,6 +110,16 @@ def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
         "hangs": "unknown",
         "works": "ok",
     }
+
+
+def test_a_probe_that_is_slow_once_is_asked_once_more(tmp_path: Path) -> None:
+    def judge(output: Output, site: Site, board: Board) -> Verdict:
+        return Verdict(level="ok", summary=output.text)
+
+    script = f"[ -e {tmp_path}/once ] && echo fine && exit; touch {tmp_path}/once; sleep 600"
+    checks = {"slow": check(Probe(script=script, seconds=1), "x")(judge)}
+    (only,) = check_nodes([HERE], connect_local, checks, AMPLE)
+    assert (only.verdicts["slow"].level, only.verdicts["slow"].summary) == ("ok", "fine")
 
 
 def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.checks.software import docker, preloaded, software
+from cluster.health.nodes import as_here
+from cluster.inventory.checkout import code_digest, difference, own_versions
 from cluster.inventory.site import Container, Site, Software
 from cluster.probing.verdict import Verdict
 from tests.cluster.gpu_outputs import EIGHT, NO_GPUS, board, judge, look
@@ -31,6 +33,8 @@ def test_the_software_that_runs_here_is_found_with_its_versions() -> None:
     assert verdict.level == "ok"
     assert verdict.summary.startswith("python 3.")
     assert verdict.summary.endswith(f" in {sys.executable}")
+    assert verdict.facts["versions"] == own_versions()
+    assert as_here(verdict) is verdict
     assert verdict == found(Site())  # the paths of this program, where the site names none
 
 
@@ -56,9 +60,10 @@ def test_a_library_to_preload_must_be_there(tmp_path: Path) -> None:
     assert "a.so" not in verdict.summary.replace("/absent/b.so", "")
 
 
-def test_a_node_without_the_project_is_sound_where_the_site_names_no_software() -> None:
+def test_a_node_without_the_project_is_a_warning_where_the_site_names_no_software() -> None:
+    """`burst cluster up` leaves it out, and other work may use it."""
     verdict = judge(software, "no folder\nno python\n", Site())
-    assert verdict.level == "ok"
+    assert verdict.level == "warn"
     assert verdict.summary.startswith("not installed where it is here (")
 
 
@@ -68,6 +73,31 @@ def test_software_in_an_image_is_not_looked_for_on_the_node() -> None:
     assert judge(software, "sh: broken", named(container=Container(engine="docker", image="b:1"))) == (
         Verdict(level="unknown", summary="the probe did not run (sh: broken)")
     )
+
+
+def test_a_node_with_other_software_than_this_machine_fails_as_up_would_leave_it_out() -> None:
+    own = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "code": "abc"}
+    assert difference(own, {**own, "torch": "2.13.0+cu130"}) == ""  # the same version, built for GPUs
+    there = {**own, "python": "3.11.9", "code": None}
+    assert difference(own, there) == (
+        "python is 3.11.9 there but 3.11.7 on this machine, code is absent there but abc on this machine"
+    )
+    assert difference({**own, "ray": None}, {**own, "ray": "2.0"}) == ""  # this machine can start nothing either
+    verdict = Verdict(level="ok", summary="", facts={"versions": {**own_versions(), "code": "other"}})
+    judged = as_here(verdict)
+    assert (judged.level, judged.action) == ("fail", "isolate")
+    assert judged.summary.startswith("code is other there but ")
+    assert judged.summary.endswith(" on this machine; install the same there, or correct software in its site")
+
+
+def test_the_code_digest_tells_edits_apart_and_places_not(tmp_path: Path) -> None:
+    digests = []
+    for folder, text in (("a", "x = 1\n"), ("b", "x = 1\n"), ("c", "x = 2\n")):
+        (tmp_path / folder / "engine").mkdir(parents=True)
+        (tmp_path / folder / "engine" / "module.py").write_text(text)
+        (tmp_path / folder / "engine" / "module.pyc").write_text(folder)
+        digests.append(code_digest(tmp_path / folder))
+    assert digests[0] == digests[1] != digests[2]
 
 
 IMAGE_ID = "sha256:" + "3f" * 32
