@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.active.fleet import Plan, run_active
-from cluster.active.judge import Pair
+from cluster.active.judge import Pair, Speed
 from cluster.active.rail_fleet import TEST, find_rails, run_rails
 from cluster.check_arguments import chosen_checks, chosen_nodes, chosen_part, parser
 from cluster.checks import Check
@@ -121,7 +121,7 @@ def _run_active(
     profiles: Profiles,
     reports: dict[str, NodeReport],
     prog: str,
-) -> Mapping[Pair, float | None]:
+) -> Mapping[Pair, Speed]:
     """Load the usable nodes and add the findings to their reports; returns the speed of each pair."""
     free = [node for node in nodes if reports[node.name].usable]
 

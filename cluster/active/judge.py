@@ -16,6 +16,7 @@ from cluster.probing.verdict import Verdict, fail, merge, ok, unknown, warn
 from cluster.profiles import NodeLimits, Profile, Profiles
 
 Pair = tuple[str, str]
+Speed = float | str  # or the reason why there is none
 MAX_ROUNDS = 15  # all pairs of 16 nodes; of more nodes, each exchanges with 15 others
 
 
@@ -71,9 +72,9 @@ def culprits(worked: Mapping[Pair, bool], again: Mapping[Pair, bool]) -> dict[st
     return {node: found.get(node, "undecided") for node in suspects(worked)}
 
 
-def speeds_of(node: str, speeds: Mapping[Pair, float | None]) -> list[float]:
-    """The measured speeds of a node's exchanges."""
-    return [speed for pair, speed in speeds.items() if node in pair and speed is not None]
+def worked(speeds: Mapping[Pair, Speed]) -> dict[Pair, bool]:
+    """Whether each exchange gave a speed."""
+    return {pair: isinstance(speed, float) for pair, speed in speeds.items()}
 
 
 def nodes_of(pairs: Iterable[Pair]) -> list[str]:
@@ -135,41 +136,36 @@ def _judge_one(
     return found
 
 
-def judge_pairs(
-    speeds: Mapping[Pair, float | None],
-    again: Mapping[Pair, float | None],
-    reasons: Mapping[Pair, str],
-    limits: NodeLimits,
-) -> dict[str, Verdict]:
-    """A verdict by node. None is an exchange that failed; `again` is the second pass, suspects first in its pairs."""
-    blamed = culprits(_worked(speeds), _worked(again))
-    good = [speed for speed in speeds.values() if speed is not None]
+def judge_pairs(speeds: Mapping[Pair, Speed], again: Mapping[Pair, Speed], limits: NodeLimits) -> dict[str, Verdict]:
+    """A verdict by node; `again` is the second pass, suspects first in its pairs."""
+    blamed = culprits(worked(speeds), worked(again))
+    good = [speed for speed in speeds.values() if isinstance(speed, float)]
     median = statistics.median(good) if good else None
     return {
-        node: _judge_pairs_of(node, speeds, again, reasons, blamed.get(node), median, limits.pair_below)
+        node: _judge_pairs_of(node, speeds, again, blamed.get(node), median, limits.pair_below)
         for node in nodes_of(speeds)
     }
 
 
 def _judge_pairs_of(
     node: str,
-    speeds: Mapping[Pair, float | None],
-    again: Mapping[Pair, float | None],
-    reasons: Mapping[Pair, str],
+    speeds: Mapping[Pair, Speed],
+    again: Mapping[Pair, Speed],
     blamed: str | None,
     median: float | None,
     below: float,
 ) -> Verdict:
-    failed = [pair for pair, speed in speeds.items() if node in pair and speed is None]
+    failed = {pair: why for pair, why in speeds.items() if node in pair and isinstance(why, str)}
     partners = ", ".join(other for pair in failed for other in pair if other != node)
-    why = next((reasons[pair] for pair in [*again, *failed] if node == pair[0] and pair in reasons), None)
-    why = why or next((reasons[pair] for pair in failed if pair in reasons), "no reason given")
+    # Its own reason, as the second pass gave it or the first; else that of a partner.
+    reasons = [why for pair, why in (*again.items(), *failed.items()) if node == pair[0] and isinstance(why, str)]
+    why = next(iter([*reasons, *failed.values()]), "")
     if blamed == "broken":
         return fail(f"no exchange with {partners}, nor with a node that is beyond doubt ({why})")
     if blamed == "undecided":
         doubt = "and no node is beyond doubt to try again with"
         return fail(f"no exchange with {partners}, {doubt} ({why})", "monitor")
-    own = speeds_of(node, speeds) or speeds_of(node, again)
+    own = _speeds_of(node, speeds) or _speeds_of(node, again)
     usual = statistics.median(own) if own else None
     facts = {"median_gb_per_second": usual, "pairs": len(own)}
     if usual is None or median is None:
@@ -179,6 +175,10 @@ def _judge_pairs_of(
         return warn(summary, facts=facts)
     but = f"; cleared of the failed exchange with {partners}" if blamed else f"; none with {partners}"
     return ok(f"{quantity(usual)} GB/s with {counted(len(own), 'other node')}{but if failed else ''}", facts=facts)
+
+
+def _speeds_of(node: str, speeds: Mapping[Pair, Speed]) -> list[float]:
+    return [speed for pair, speed in speeds.items() if node in pair and isinstance(speed, float)]
 
 
 def _beside(
@@ -212,7 +212,3 @@ def _peers(speeds: NodeSpeeds, alike: list[NodeSpeeds], below: float) -> Verdict
 
 def _bus(speeds: NodeSpeeds) -> list[float]:
     return [] if speeds.all_reduce_gb_per_second is None else [speeds.all_reduce_gb_per_second]
-
-
-def _worked(speeds: Mapping[Pair, float | None]) -> dict[Pair, bool]:
-    return {pair: speed is not None for pair, speed in speeds.items()}

@@ -9,7 +9,7 @@ from functools import partial
 
 from cluster.active import rails as node_rails
 from cluster.active.fleet import Conversation, Plan, converse
-from cluster.active.judge import Pair, rounds
+from cluster.active.judge import Pair, Speed, rounds
 from cluster.active.rails import Rail
 from cluster.discovery.facts import NodeFacts, Port
 from cluster.discovery.hcas import choose_hcas, common_depth
@@ -23,8 +23,6 @@ from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Unreachable
 
 TEST = "active_rails"
-
-Speed = float | str  # Gb/s, or the reason why there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
