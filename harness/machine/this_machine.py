@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cluster.inventory.checkout import code_digest
 from cluster.inventory.nodes import Node
@@ -147,12 +147,12 @@ def main() -> None:
     print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
 
 
-def machine_of(description: dict[str, Any]) -> Machine:
+def machine_of(description: dict[str, object]) -> Machine:
     """The machine of a node's description."""
-    return Machine(**description["machine"])
+    return Machine(**cast(dict[str, Any], description["machine"]))
 
 
-def ranks_of(node: Node, description: dict[str, Any]) -> int:
+def ranks_of(node: Node, description: dict[str, object]) -> int:
     """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
     machine = machine_of(description)
     if machine.gpu_problem:
