@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.transport import processes
-from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Connect, Runner
+from cluster.transport.runner import Command, Connect, LocalProcess, Reader, Runner, StreamRunner, drain_all
 from cluster.transport.slurm import connect_steps
-from cluster.transport.streams import Collector, LineReader, Reader, drain_all
 
 
-class LocalRunner:
-    """Starts each command in a session of its own, so that its deadline ends its children too and nothing else."""
+class LocalRunner(StreamRunner):
+    """Runs commands on this machine."""
 
-    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
-        ends_at = time.monotonic() + deadline_seconds
-        process = processes.start(command, subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdout = Collector(process.stdout.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
-        stderr = Collector(process.stderr.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
-        status = _finish(process, stdin, [stdout, stderr], ends_at)
-        return Completed(stdout=stdout.text, stderr=stderr.text, exit_status=status)
+    @contextmanager
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[Command]:
+        ends_at = time.monotonic() + seconds
+        process = LocalProcess(command)
+        status: int | None = None
 
-    def stream(
-        self,
-        command: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        stdin: str | Iterable[bytes] = "",
-        deadline_seconds: float,
-    ) -> int | None:
-        ends_at = time.monotonic() + deadline_seconds
-        process = processes.start(command, subprocess.STDOUT)
-        assert process.stdout is not None
-        lines = LineReader(process.stdout.read1, on_line, threading.Lock())  # type: ignore[attr-defined]
-        return _finish(process, stdin, [lines], ends_at)
+        def finish(readers: Sequence[Reader]) -> int | None:
+            nonlocal status
+            if drain_all(readers, ends_at):
+                status = process.wait(ends_at - time.monotonic())
+            return status
+
+        process.feed(stdin)
+        try:
+            yield Command(process.stdout, process.stderr, finish)
+        finally:
+            if status is None:
+                process.end()
 
 
 @contextmanager
@@ -53,27 +44,12 @@ def connect_local(host: Host, seconds: float) -> Iterator[Runner]:
     yield LocalRunner()
 
 
-def _finish(
-    process: subprocess.Popen[bytes], stdin: str | Iterable[bytes], readers: Sequence[Reader], ends_at: float
-) -> int | None:
-    """Feed and read to the end; the exit status, or None when the deadline or a limit came first."""
-    processes.feed(process, stdin)
-    status = None
-    try:
-        if drain_all(readers, ends_at):
-            status = processes.wait(process, ends_at - time.monotonic())
-    finally:
-        if status is None:
-            processes.end(process)
-    return status
-
-
 def address_of(host: Host) -> str:
     """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
     if host.slurm_job:
         return host.address
     try:
-        from cluster.transport.ssh.config import SshConfig
+        from cluster.transport.ssh_files import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
         return host.address
     return SshConfig().way(host).address
