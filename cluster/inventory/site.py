@@ -42,7 +42,7 @@ class Site:
     software: Software = field(default_factory=Software)
     container: Container = field(default_factory=Container)
     ray: RayPorts = field(default_factory=RayPorts)
-    ranks_per_node: int | None = None  # null: one per GPU; nodes without GPUs need a number
+    ranks_per_node: int | None = None  # null: one per GPU, or 1 on a node without
     environment: Mapping[str, str] = field(default_factory=dict)  # wins over every rendered variable
     ssh: SshDefaults = field(default_factory=SshDefaults)
 

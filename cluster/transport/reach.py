@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from cluster.files.errors import UsageError
@@ -60,8 +59,8 @@ def connection(
 ) -> Connect:
     """`Connect` for these hosts: one for all of them, because those behind a jump host share its connection.
 
-    `known_hosts` None is SSH's default. paramiko is imported only for a host that SSH reaches; raises UsageError when
-    it is not installed.
+    `known_hosts` None is each host's own, or SSH's default. paramiko is imported only for a host that SSH reaches;
+    raises UsageError when it is not installed.
     """
     if not any(_over_ssh(host) for host in hosts):
         return _without_ssh
@@ -71,8 +70,7 @@ def connection(
         raise UsageError(
             f"reaching other machines needs {error.name}, which is not installed; pip install paramiko"
         ) from None
-    options = SshOptions(accept_new_host_keys=accept_new_host_keys)
-    over_ssh = connector(replace(options, known_hosts=known_hosts) if known_hosts else options)
+    over_ssh = connector(SshOptions(known_hosts=known_hosts, accept_new_host_keys=accept_new_host_keys))
 
     def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
         return (over_ssh if _over_ssh(host) else _without_ssh)(host, seconds)

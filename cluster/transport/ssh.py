@@ -56,7 +56,7 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 class SshOptions:
     """How connections are made, the same for all hosts."""
 
-    known_hosts: Path = field(default_factory=lambda: Path.home() / ".ssh" / "known_hosts")
+    known_hosts: Path | None = None  # in place of each host's own; None: that one, or ~/.ssh/known_hosts
     accept_new_host_keys: bool = False
     config: tuple[Path, ...] = field(default_factory=usual_files)
 
@@ -89,7 +89,7 @@ class _Opener:
 
     def __init__(self, options: SshOptions) -> None:
         self._options = options
-        self._known = KnownHosts(_SYSTEM_KNOWN_HOSTS, options.known_hosts, accept_new=options.accept_new_host_keys)
+        self._known: dict[Path, KnownHosts] = {}
         self._config = SshConfig(options.config)
         self._jumps: dict[Host, _Shared] = {}
         self._lock = threading.Lock()
@@ -100,6 +100,10 @@ class _Opener:
         """A connection that is logged in, closed on leaving. Raises Unreachable."""
         seconds = min(seconds, CONNECT_SECONDS)
         way = self._config.way(host)
+        path = (self._options.known_hosts or way.known_hosts or Path("~/.ssh/known_hosts")).expanduser()
+        with self._lock:
+            new = KnownHosts(_SYSTEM_KNOWN_HOSTS, path, accept_new=self._options.accept_new_host_keys)
+            known = self._known.setdefault(path, new)
         with ExitStack() as stack:
             try:
                 ends_at = time.monotonic() + seconds
@@ -107,10 +111,10 @@ class _Opener:
                 _wait_for_greeting(connection, ends_at)
                 with self._turns:
                     ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
-                    transport = stack.enter_context(self._transport(connection, way.known_as, ends_at))
+                    transport = stack.enter_context(_transport(connection, known, way.known_as, ends_at))
                     _log_in(transport, way, ends_at)
             except _FAILURES as error:
-                raise Unreachable(_sentence(error, way, seconds, self._options.known_hosts)) from None
+                raise Unreachable(_sentence(error, way, seconds, path)) from None
             transport.set_keepalive(KEEPALIVE_SECONDS)
             yield transport
 
@@ -142,29 +146,6 @@ class _Opener:
                 raise Unreachable(shared.failure) from None
             return shared.transport
 
-    @contextmanager
-    def _transport(self, connection: socket.socket | Tunnel, name: str, ends_at: float) -> Iterator[paramiko.Transport]:
-        """Keys are exchanged and the host's own key is verified before anything else is sent."""
-        transport = paramiko.Transport(connection)  # type: ignore[arg-type]  # needs send, recv, settimeout, close
-        try:
-            transport.banner_timeout = _left(ends_at)
-            # The kinds of key that the host is known by come first, so that it shows the one we can compare.
-            kinds = [key.kind for key in self._known.keys(name)]
-            first = [name for kind in kinds for name in (_RSA_SIGNATURES if kind == "ssh-rsa" else (kind,))]
-            options = transport.get_security_options()
-            options.key_types = sorted(options.key_types, key=lambda offered: offered not in first)
-            done = threading.Event()
-            transport.start_client(event=done)
-            if not done.wait(_left(ends_at)):
-                raise _SlowLogin
-            if not transport.is_active():
-                raise transport.get_exception() or paramiko.SSHException("it ended the key exchange")
-            key = transport.get_remote_server_key()
-            self._known.verify(name, HostKey(key.get_name(), key.asbytes()))
-            yield transport
-        finally:
-            transport.close()
-
 
 class Tunnel:
     """A channel through a jump host, as the socket of the connection inside it.
@@ -189,6 +170,32 @@ class Tunnel:
         with self._lock:
             self._closed = True
             self._channel.close()
+
+
+@contextmanager
+def _transport(
+    connection: socket.socket | Tunnel, known: KnownHosts, name: str, ends_at: float
+) -> Iterator[paramiko.Transport]:
+    """Keys are exchanged and the host's own key is verified before anything else is sent."""
+    transport = paramiko.Transport(connection)  # type: ignore[arg-type]  # needs send, recv, settimeout, close
+    try:
+        transport.banner_timeout = _left(ends_at)
+        # The kinds of key that the host is known by come first, so that it shows the one we can compare.
+        kinds = [key.kind for key in known.keys(name)]
+        first = [name for kind in kinds for name in (_RSA_SIGNATURES if kind == "ssh-rsa" else (kind,))]
+        options = transport.get_security_options()
+        options.key_types = sorted(options.key_types, key=lambda offered: offered not in first)
+        done = threading.Event()
+        transport.start_client(event=done)
+        if not done.wait(_left(ends_at)):
+            raise _SlowLogin
+        if not transport.is_active():
+            raise transport.get_exception() or paramiko.SSHException("it ended the key exchange")
+        key = transport.get_remote_server_key()
+        known.verify(name, HostKey(key.get_name(), key.asbytes()))
+        yield transport
+    finally:
+        transport.close()
 
 
 def _wait_for_greeting(connection: socket.socket | Tunnel, ends_at: float) -> None:

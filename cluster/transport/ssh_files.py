@@ -42,6 +42,7 @@ class Way:
     key_files_only: bool  # IdentitiesOnly: of the agent's keys none but these
     jump: Host | None
     host_key_alias: str | None
+    known_hosts: Path | None  # None: the usual one
 
     @property
     def known_as(self) -> str:
@@ -79,6 +80,7 @@ class SshConfig:
                 key_files_only=found.get("identitiesonly", "no").lower() == "yes",
                 jump=host.jump or _jump(found.get("proxyjump", "none"), host),
                 host_key_alias=found.get("hostkeyalias"),
+                known_hosts=host.known_hosts,
             )
         except (
             paramiko.SSHException, paramiko.ConfigParseError, paramiko.CouldNotCanonicalize,
@@ -93,7 +95,7 @@ def _jump(text: str, host: Host) -> Host | None:
     """The host that ProxyJump names. One that names the host itself, as `Host *` does for a bastion, is none."""
     if text.lower() == "none":
         return None
-    jump = parse_jump(text.removeprefix("ssh://"), None)
+    jump = parse_jump(text.removeprefix("ssh://"), None, host.known_hosts)
     return None if jump.address == host.address else jump
 
 

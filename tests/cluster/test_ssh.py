@@ -91,6 +91,15 @@ def test_a_jump_host_behind_a_jump_host(sshd, jump, known_hosts, tmp_path_factor
             assert runner.run(["echo", "far"], deadline_seconds=AMPLE).stdout == "far\n"
 
 
+def test_each_host_is_compared_with_its_own_file_unless_one_is_given_for_all(sshd, jump, tmp_path):
+    node = behind(jump, sshd)
+    bastion = dataclasses.replace(node.jump, known_hosts=jump.known_hosts)
+    node = dataclasses.replace(node, known_hosts=sshd.known_hosts, jump=bastion)
+    with connector(SshOptions())(node, AMPLE) as runner:
+        assert runner.run(["true"], deadline_seconds=AMPLE).exit_status == 0
+    assert f"is not in {tmp_path / 'absent'}" in refused(node, tmp_path / "absent")
+
+
 def refused(host, known_hosts, **options):
     with pytest.raises(Unreachable) as caught, contextlib.ExitStack() as stack:
         stack.enter_context(connector(SshOptions(known_hosts=known_hosts, **options))(host, 30.0))
