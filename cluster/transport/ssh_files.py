@@ -22,6 +22,7 @@ from cluster.transport.runner import Unreachable
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(.+)", re.IGNORECASE)
 _BLOCK = re.compile(r"\s*(?:host|match)(?:\s*=\s*|\s)", re.IGNORECASE)
 _ALL = "Host *"
+_OTHER = re.compile(r"[@|*?!]")  # in the first field of a line of known_hosts: not only names
 MAX_DEPTH = 16  # of files that include files, as in OpenSSH
 
 
@@ -145,7 +146,7 @@ class BadHostKey(Exception):
 
 
 class KnownHosts:
-    """The keys in several files, of which the last one takes new ones. They are read for each host. Format: sshd(8).
+    """The keys in several files, of which the last one takes new ones. Changed files are read again. Format: sshd(8).
 
     paramiko's `HostKeys` hashes names here. Its reader is not used: it takes the markers `@revoked` and
     `@cert-authority` for host names, knows no patterns, and skips lines that it cannot read.
@@ -154,6 +155,7 @@ class KnownHosts:
     def __init__(self, *paths: Path, accept_new: bool = False) -> None:
         self._paths = paths
         self._accept_new = accept_new
+        self._read: dict[Path, tuple[tuple[int, int, int], dict[str, list[str]]]] = {}
         self._lock = threading.Lock()  # all nodes of a fleet may add to one file at once
 
     def keys(self, name: str) -> list[HostKey]:
@@ -182,20 +184,37 @@ class KnownHosts:
     def _lines(self, name: str) -> Iterator[tuple[str, HostKey]]:
         """Marker and key of each line for the host, and of all revoked keys. An absent file has none."""
         for path in self._paths:
-            try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except FileNotFoundError:
-                continue
-            except (OSError, UnicodeDecodeError) as error:
-                why = " ".join(str(error).split())
-                raise Unreachable(f"{path} cannot be read ({why}); give a readable --known-hosts") from None
-            for line in lines:
+            content = self._content(path)
+            for line in (*content.get(name, ()), *content.get("", ())):
                 fields = line.split()
-                marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
-                if not fields or fields[0].startswith("#") or marker == "@cert-authority":
+                marker = fields.pop(0) if fields[0].startswith("@") else ""
+                if not fields or marker == "@cert-authority":
                     continue  # a certificate of a host cannot be verified by paramiko
                 if marker == "@revoked" or _matches(fields[0].split(","), name):
                     yield marker, _host_key(fields, line, path)
+
+    def _content(self, path: Path) -> dict[str, list[str]]:
+        """Lines by the names in them, as most have; "" for all others: markers, hashes and patterns.
+
+        A file that cannot be read is an error, not an empty file.
+        """
+        try:
+            status = path.stat()
+            version = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if path not in self._read or self._read[path][0] != version:
+                content: dict[str, list[str]] = {}
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    first = line.split(maxsplit=1)[0] if line.strip() else "#"
+                    for name in [""] if _OTHER.search(first) else first.split(","):
+                        if not first.startswith("#"):
+                            content.setdefault(name, []).append(line)
+                self._read[path] = (version, content)
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            why = " ".join(str(error).split())
+            raise Unreachable(f"{path} cannot be read ({why}); give a readable --known-hosts") from None
+        return self._read[path][1]
 
 
 def _host_key(fields: Sequence[str], line: str, path: Path) -> HostKey:
