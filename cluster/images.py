@@ -185,7 +185,8 @@ def push(
     """Bring its image to each target that lacks it, at most `seconds` for each; `say` gets a line for each step.
 
     A node that has the image is left as it is; one that has another image of that name gets this one. Raises UsageError
-    where `via` is "registry" and a name has none: docker would publish it at its own.
+    where `via` is "registry" and a name has none: docker would publish it at its own. Raises ImageFailed when this machine
+    has no folder for the saved image.
     """
     for target in targets if via == "registry" else ():
         registry, slash, _ = target.image.partition("/")
@@ -195,7 +196,12 @@ def push(
                 f"which {target.engine} tag gives it"
             )
     folder = cache_folder("images")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ImageFailed(
+            f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
+        ) from None
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         ready = _Ready(Path(scratch), via, say)
@@ -241,20 +247,17 @@ class _Ready:
         return made
 
     def _make(self, target: Target, path: Path) -> Path | None:
-        if self._via == "registry":
-            self._say(f"pushing {target.image} to its registry")
-            words = ["image", "push", "--quiet", "--", target.image]
-        else:
-            self._say(f"saving {target.image}")
-            words = ["image", "save", "--output", str(path), "--", target.image]
-        done = subprocess.run(_words(target.engine, *words), capture_output=True, text=True, check=False)
+        does = "push" if self._via == "registry" else "save"
+        options = ["--quiet"] if does == "push" else ["--output", str(path)]
+        self._say(f"{target.engine} {does} {target.image}")
+        command = _words(target.engine, "image", does, *options, "--", target.image)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            why = last_line(done.stderr)
+            place = "the registry" if does == "push" else f"the disk of {self._folder}"
             raise ImageFailed(
-                f"{target.engine} here did not {' '.join(words[:2])} ({why}); look at it, its disk, {self._folder} "
-                "or the registry"
+                f"{target.engine} here did not {does} {target.image} ({last_line(done.stderr)}); look at {place}"
             )
-        return None if self._via == "registry" else path
+        return path if does == "save" else None
 
 
 def _deliver(runner: Runner, target: Target, image: Image, ready: _Ready, ends_at: float) -> Outcome:

@@ -147,7 +147,7 @@ def test_an_image_arrives_where_it_lacks_and_nothing_else_stays(docker, servers,
     printed = capsys.readouterr()
     assert states(printed.out) == {"node1": "present", "node2": "loaded"}
     assert "2 of 2 nodes have their image" in printed.out
-    assert f"saving {NAME}\n" in printed.err
+    assert f"docker save {NAME}\n" in printed.err
     assert [engine.holds(NAME) == docker.holds(NAME) for _, engine in servers] == [True, True]
     assert servers[0][1].calls("image load") == 0
     assert list((tmp_path / "cache" / "burst" / "images").iterdir()) == []
@@ -208,7 +208,7 @@ def test_an_image_that_cannot_be_saved_fails_its_nodes_and_no_others(docker, inv
     assert main(["image", "push", *inventory]) == 1
     printed = capsys.readouterr().out
     assert states(printed) == {"node1": "present", "node2": "failed"}
-    assert "docker here did not image save (disk is full)" in printed
+    assert f"docker here did not save {NAME} (disk is full); look at the disk of " in printed
 
 
 def test_a_node_that_is_down_and_one_without_docker_fail_alone(docker, servers, inventory, sshd, capsys):
@@ -237,6 +237,13 @@ def test_each_node_gets_the_image_of_its_own_site(docker, inventory, servers, tm
     assert main(["image", "push", *inventory]) == 0
     assert [engine.holds("lab/burst:cuda12") is not None for _, engine in servers] == [False, True]
     assert [engine.holds(NAME) is not None for _, engine in servers] == [True, False]
+
+
+def test_a_cache_that_cannot_be_made_is_one_sentence(docker, inventory, tmp_path, capsys):
+    docker.add(NAME, 1, b"layers")
+    (tmp_path / "cache").write_text("a file")
+    assert main(["image", "push", *inventory]) == 2
+    assert "cannot be made (Not a directory); set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 def test_a_name_without_a_registry_is_not_published(docker, inventory, capsys):
