@@ -185,8 +185,8 @@ def push(
     """Bring its image to each target that lacks it, at most `seconds` for each; `say` gets a line for each step.
 
     A node that has the image is left as it is; one that has another image of that name gets this one. Raises UsageError
-    where `via` is "registry" and a name has none: docker would publish it at its own. Raises ImageFailed when this machine
-    has no folder for the saved image.
+    where `via` is "registry" and a name has none: docker would publish it at its own; ImageFailed when there is no
+    folder for the saved image here.
     """
     for target in targets if via == "registry" else ():
         registry, slash, _ = target.image.partition("/")
