@@ -69,7 +69,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ImageOutcome:
     """What became of one node."""
 
     target: Target
@@ -181,7 +181,7 @@ def push(
     at_once: int,
     seconds: float,
     say: Callable[[str], None],
-) -> list[Outcome]:
+) -> list[ImageOutcome]:
     """Bring its image to each target that lacks it, at most `seconds` for each; `say` gets a line for each step.
 
     A node that has the image is left as it is; one that has another image of that name gets this one. Raises UsageError
@@ -202,21 +202,21 @@ def push(
         raise ImageFailed(
             f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
         ) from None
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ImageOutcome] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         ready = _Ready(Path(scratch), via, say)
 
-        def work(target: Target) -> Outcome:
+        def work(target: Target) -> ImageOutcome:
             ends_at = time.monotonic() + seconds
             try:
                 with connect(target.host, min(seconds, ASK_SECONDS)) as runner:
                     return _deliver(runner, target, here[target.engine, target.image], ready, ends_at)
             except (ImageFailed, Unreachable) as error:
-                return Outcome(target=target, state="failed", finding=str(error))
+                return ImageOutcome(target=target, state="failed", finding=str(error))
 
         for target, answer in on_each(targets, work, seconds, at_once):
             if isinstance(answer, Unreachable):
-                answer = Outcome(target=target, state="failed", finding=str(answer))
+                answer = ImageOutcome(target=target, state="failed", finding=str(answer))
             outcomes[target.name] = answer
             say(f"{target.name}: {answer.state}")
     return [outcomes[target.name] for target in targets]
@@ -260,10 +260,10 @@ class _Ready:
         return path if does == "save" else None
 
 
-def _deliver(runner: Runner, target: Target, image: Image, ready: _Ready, ends_at: float) -> Outcome:
+def _deliver(runner: Runner, target: Target, image: Image, ready: _Ready, ends_at: float) -> ImageOutcome:
     found = find_image(runner, target.engine, target.image)
     if found is not None and found.same_as(image):
-        return Outcome(target=target, state="present", finding=_as_here(found, image))
+        return ImageOutcome(target=target, state="present", finding=_as_here(found, image))
     path = ready.path(target)
     words = ["image", "pull", "--quiet", "--", target.image] if path is None else ["image", "load", "--quiet"]
     left = max(1.0, ends_at - time.monotonic())
@@ -275,7 +275,7 @@ def _deliver(runner: Runner, target: Target, image: Image, ready: _Ready, ends_a
     if found is None or not found.same_as(image):
         has = found.image_id[:19] if found else "nothing"
         raise ImageFailed(f"{target.engine} has {has} as {target.image}, expected {image.image_id[:19]}; push it again")
-    return Outcome(target=target, state="loaded", finding=_as_here(found, image))
+    return ImageOutcome(target=target, state="loaded", finding=_as_here(found, image))
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

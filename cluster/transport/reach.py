@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.transport.runner import Command, Connect, LocalProcess, Reader, Runner, StreamRunner, drain_all
+from cluster.transport.runner import Connect, LocalProcess, Reader, Runner, RunningCommand, StreamRunner, drain_all
 from cluster.transport.slurm import connect_steps
 
 
@@ -17,7 +17,7 @@ class LocalRunner(StreamRunner):
     """Runs commands on this machine."""
 
     @contextmanager
-    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[Command]:
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
         ends_at = time.monotonic() + seconds
         process = LocalProcess(command)
         status: int | None = None
@@ -30,7 +30,7 @@ class LocalRunner(StreamRunner):
 
         process.feed(stdin)
         try:
-            yield Command(process.stdout, process.stderr, finish)
+            yield RunningCommand(process.stdout, process.stderr, finish)
         finally:
             if status is None:
                 process.end()

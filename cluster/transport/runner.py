@@ -75,7 +75,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RunningCommand:
     """A command that runs. `finish` reads to the end: the exit status, or None when the deadline or a limit came."""
 
     stdout: Callable[[int], bytes]
@@ -89,7 +89,7 @@ class StreamRunner(ABC):
     @abstractmethod
     def started(
         self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float
-    ) -> AbstractContextManager[Command]:
+    ) -> AbstractContextManager[RunningCommand]:
         """Start a command that ends within so many seconds, and feed it; leaving the context ends what is left."""
 
     def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:

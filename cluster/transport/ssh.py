@@ -7,6 +7,7 @@ imported here and in `ssh_files`, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import select
@@ -23,7 +24,16 @@ import paramiko
 
 from cluster.files.errors import quantity
 from cluster.inventory.hosts import Host
-from cluster.transport.runner import Command, Connect, Reader, Runner, StreamRunner, Unreachable, chunks, drain_all
+from cluster.transport.runner import (
+    Connect,
+    Reader,
+    Runner,
+    RunningCommand,
+    StreamRunner,
+    Unreachable,
+    chunks,
+    drain_all,
+)
 from cluster.transport.ssh_files import (
     BadHostKey,
     HostKey,
@@ -270,7 +280,7 @@ class SshRunner(StreamRunner):
         self._transport = transport
 
     @contextmanager
-    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[Command]:
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
         ends_at = time.monotonic() + seconds
         try:
             channel = self._transport.open_session(timeout=seconds)
@@ -283,12 +293,13 @@ class SshRunner(StreamRunner):
         try:
             threading.Thread(target=_feed, args=(channel, stdin), daemon=True).start()
             # Not paramiko's combined stream, in which one stream's line may begin in the middle of the other's.
-            yield Command(channel.recv, channel.recv_stderr, lambda readers: self._finish(channel, readers, ends_at))
+            finish = functools.partial(self._finish, channel, ends_at)
+            yield RunningCommand(channel.recv, channel.recv_stderr, finish)
         finally:
             with suppress(OSError, EOFError):  # a broken connection has no channel to close
                 channel.close()
 
-    def _finish(self, channel: paramiko.Channel, readers: Sequence[Reader], ends_at: float) -> int | None:
+    def _finish(self, channel: paramiko.Channel, ends_at: float, readers: Sequence[Reader]) -> int | None:
         ended = drain_all(readers, ends_at)
         ended = ended and channel.status_event.wait(max(0.0, ends_at - time.monotonic()))
         if ended and channel.exit_status < 0:  # paramiko's value for a channel that closed without a status

@@ -9,7 +9,7 @@ import sys
 from harness.base.errors import UsageError
 
 
-class Env:
+class EnvCommand:
     help = "render each node's environment (interfaces, adapters, per-method values) with reasons"
     forwards = False
 
@@ -74,4 +74,4 @@ class Env:
         return 1 if found.silent else 0
 
 
-COMMAND = Env()
+COMMAND = EnvCommand()

@@ -18,7 +18,7 @@ TORCH_INDEX = "TORCH_INDEX_URL"
 ENGINES = ("docker", "podman")
 
 
-class Image:
+class ImageCommand:
     help = "build the container image, or bring it to every node of an inventory"
     forwards = False
 
@@ -146,4 +146,4 @@ def _check_name(name: str, option: str) -> None:
         raise UsageError(f"{option} is {name!r}; expected an image's name such as {DEFAULT_TAG}")
 
 
-COMMAND = Image()
+COMMAND = ImageCommand()

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cluster.inventory.nodes import Node
 from engine.memory.gpu_state import query_gpus, visible_gpus
@@ -162,12 +162,12 @@ def code_digest(root: Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def machine_of(description: dict[str, Any]) -> Machine:
+def machine_of(description: dict[str, object]) -> Machine:
     """The machine of a node's description."""
-    return Machine(**description["machine"])
+    return Machine(**cast(dict[str, Any], description["machine"]))
 
 
-def ranks_of(node: Node, description: dict[str, Any]) -> int:
+def ranks_of(node: Node, description: dict[str, object]) -> int:
     """Ranks of one trial that a node takes: the site's number, else one per GPU, or one where there is none.
 
     Raises ValueError for GPUs that cannot be used, and for more ranks than GPUs.

@@ -23,7 +23,7 @@ HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasurementOrigin:
     """When, where and on what a figure of a hardware file was measured."""
 
     when: str  # the day, as 2026-11-20
@@ -51,7 +51,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
+class HardwareSpeeds:
     """Of a GPU type, as the prediction reads them. GiB are per second and GPU, in one direction."""
 
     gemm_tflops: float  # of a model's matrix products
@@ -71,7 +71,7 @@ class Speeds:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
-SPEEDS = tuple(each.name for each in fields(Speeds) if each.name != "tiles")
+SPEEDS = tuple(each.name for each in fields(HardwareSpeeds) if each.name != "tiles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,9 @@ class Hardware:
     gemm_tflops: float | None  # measured on a large GEMM; None when not measured
     kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     sources: dict[str, str]  # where each figure comes from
-    measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
+    measured: dict[str, MeasurementOrigin] = field(
+        default_factory=dict
+    )  # by figure, where its file says more than the source
     speeds: dict[str, float] = field(default_factory=dict)  # constants of the prediction that the file gives
     spread: dict[str, float] = field(default_factory=dict)  # of those measured: (largest - least) / median
     gpus_per_node: int = GPUS_PER_NODE
@@ -233,11 +235,11 @@ def _numbers(node: Node, label: str) -> dict[str, float]:
     return {key: _positive(value, f"{label}.{key}") for key, value in entries.items()}
 
 
-def _measured(node: Node, given: dict[str, Node]) -> dict[str, Measured]:
+def _measured(node: Node, given: dict[str, Node]) -> dict[str, MeasurementOrigin]:
     """When, where and on what the figures of a file were measured, of those that it gives."""
     figures = node.mapping("measured")
     check_keys(figures, [key for key in MEASURABLE if key in given], "measured")
-    found = {key: build(Measured, entry, f"measured.{key}") for key, entry in figures.items()}
+    found = {key: build(MeasurementOrigin, entry, f"measured.{key}") for key, entry in figures.items()}
     for key, each in found.items():
         try:
             datetime.date.fromisoformat(each.when)

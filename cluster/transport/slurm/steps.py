@@ -19,10 +19,10 @@ from importlib import resources
 
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import (
-    Command,
     LocalProcess,
     Reader,
     Runner,
+    RunningCommand,
     StreamRunner,
     Unreachable,
     chunks,
@@ -101,11 +101,11 @@ class StepRunner(StreamRunner):
         self._begin_seconds = begin_seconds
 
     @contextmanager
-    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[Command]:
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
         step = _Step(self._host, command, seconds, min(seconds, self._begin_seconds))
         try:
             step.begin(stdin)
-            yield Command(step.stdout, step.stderr, step.finish)
+            yield RunningCommand(step.stdout, step.stderr, step.finish)
         finally:
             step.close()
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, median_interval, medians_of_two
-from harness.report.digits import Measured, ratio_spread_text, ratio_text, supported
+from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, supported
 from harness.report.results import Row
+from harness.report.slow_baselines import SlowBaseline, marked, slow_baselines
 from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, speedup, times
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
@@ -31,7 +32,6 @@ from harness.report.variants import (
     setup_of,
     varying_settings,
 )
-from harness.report.weak_forms import WeakForm, marked, weak_forms
 from harness.spec.table import EQUAL
 
 MOST_NAMED = 2  # settings that name a choice of them; of more, what differs from most choices is said
@@ -39,7 +39,7 @@ _WORK = {"train": "Training", "attention": "Attention", "lm_head": "LM head"}  #
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entrant:
+class RankedSeries:
     """One series at one size. Its trials differ in their seeds alone."""
 
     name: str
@@ -60,7 +60,7 @@ class Entrant:
         return re.sub(r", schedule \w+", "", self.name) if "(" in self.name else self.name
 
     @property
-    def speed(self) -> Measured:
+    def speed(self) -> MeasuredNumber:
         """Tokens per second and rank, with its interval."""
         rounds = list(rounds_of(self.rows).values())
         seconds = median_interval(rounds) or medians_of_two(rounds)
@@ -68,7 +68,7 @@ class Entrant:
         tokens = first["tokens_per_gpu_per_second"] * first["step_seconds_median"]  # of one rank and step
         value = pooled(self.rows, "tokens_per_gpu_per_second")
         assert value is not None, "an ok trial has a speed"
-        return Measured(value, seconds and seconds.inverse_times(tokens))
+        return MeasuredNumber(value, seconds and seconds.inverse_times(tokens))
 
     def of(self, column: str) -> float | None:
         """The median of a column over its trials."""
@@ -76,49 +76,49 @@ class Entrant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contest:
+class SizeRanking:
     """The measured series of one size, the fastest first, and those that gave no number with how they ended."""
 
     rows: list[Row]
-    entrants: list[Entrant]
+    compared: list[RankedSeries]
     lost: list[tuple[str, str]]
     baseline: str | None = None
 
     @property
     def of_methods(self) -> bool:
         """Whether several methods were measured; else settings of one method are put beside each other."""
-        return len({entrant.method for entrant in self.entrants}) > 1
+        return len({series.method for series in self.compared}) > 1
 
     @property
     def only_settings_named(self) -> bool:
         """Whether names are settings, without the one method that they were given to."""
-        return not any(entrant.name.startswith(entrant.called) for entrant in self.entrants)
+        return not any(series.name.startswith(series.called) for series in self.compared)
 
     @property
-    def subject(self) -> Entrant:
+    def subject(self) -> RankedSeries:
         """The series that is put beside the others: the fastest of the subject's, else the fastest."""
-        own = (one for one in self.entrants if is_subject(one.rows[0]) and one.method != self.baseline)
-        others = (one for one in self.entrants if one.method != self.baseline)
-        return next(own, None) or next(others, self.entrants[0])
+        own = (one for one in self.compared if is_subject(one.rows[0]) and one.method != self.baseline)
+        others = (one for one in self.compared if one.method != self.baseline)
+        return next(own, None) or next(others, self.compared[0])
 
     @property
-    def other(self) -> Entrant | None:
+    def other(self) -> RankedSeries | None:
         """The fastest that the subject is compared with: of another method, of the baseline where there is one. Where
         one method was measured alone, the fastest with another setting."""
         subject = self.subject
-        others = [one for one in self.entrants if one is not subject]
+        others = [one for one in self.compared if one is not subject]
         if self.of_methods:
             others = [one for one in others if one.method != subject.method]
             others = [one for one in others if one.method == self.baseline] or others
         return next(iter(others), None)
 
-    def beside(self, other: Entrant) -> Speedup | None:
+    def beside(self, other: RankedSeries) -> Speedup | None:
         """The subject's speed over another's."""
         return speedup(self.subject.rows, other.rows)
 
-    def between(self, one: Entrant, other: Entrant) -> Contest:
+    def between(self, one: RankedSeries, other: RankedSeries) -> SizeRanking:
         """These two alone."""
-        return replace(self, entrants=[one, other], lost=[])
+        return replace(self, compared=[one, other], lost=[])
 
     @property
     def place(self) -> str:
@@ -141,7 +141,7 @@ class Contest:
         return ", ".join([*parts, _machine(row)])
 
 
-def contests_of(rows: Sequence[Row], baseline: str | None = None) -> list[Contest]:
+def rankings_of(rows: Sequence[Row], baseline: str | None = None) -> list[SizeRanking]:
     """Every size on GPUs at which something was measured, the most telling first: several methods before several
     settings before a single series, training before its parts, long sequences before short ones, many ranks before
     few. A wrong trial takes part in none. With `baseline` that method is compared with, where it was measured."""
@@ -149,16 +149,16 @@ def contests_of(rows: Sequence[Row], baseline: str | None = None) -> list[Contes
     for row in rows:
         if not on_cpu(row) and row["status"] != "wrong":
             sizes.setdefault(_size(row), []).append(row)
-    weak = weak_forms(rows)
-    contests = [found for group in sizes.values() if (found := _contest(group, weak, baseline))]
-    return sorted(contests, key=_telling)
+    weak = slow_baselines(rows)
+    rankings = [found for group in sizes.values() if (found := _ranking(group, weak, baseline))]
+    return sorted(rankings, key=_telling)
 
 
-def verdict_sentence(contest: Contest) -> str:
+def verdict_sentence(ranking: SizeRanking) -> str:
     """Who is faster, by how much and how sure, in one sentence."""
-    subject, other = contest.subject, contest.other
-    found = contest.beside(other) if other else None
-    ours = f"{subject.called} with {subject.name}" if contest.only_settings_named else subject.short
+    subject, other = ranking.subject, ranking.other
+    found = ranking.beside(other) if other else None
+    ours = f"{subject.called} with {subject.name}" if ranking.only_settings_named else subject.short
     if other is None or found is None:
         speed = f"{supported()(subject.speed)} tokens/s per GPU"
         return f"{ours} ran at {speed}; nothing was measured beside it."
@@ -184,10 +184,10 @@ def word_beside(found: Speedup | None) -> str:
     return f"{opposite} {rest}".strip() if opposite else found.text
 
 
-def sizes_table(contests: Sequence[Contest]) -> Table | None:
+def sizes_table(rankings: Sequence[SizeRanking]) -> Table | None:
     """A line per size: the subject, what it is compared with, the ratio of their speeds, and the verdict."""
-    lines = [(one, one.subject, one.other, one.beside(one.other) if one.other else None) for one in contests]
-    several_runs = len({one.rows[0]["run"] for one in contests}) > 1
+    lines = [(one, one.subject, one.other, one.beside(one.other) if one.other else None) for one in rankings]
+    several_runs = len({one.rows[0]["run"] for one in rankings}) > 1
     columns = (
         text("set-up", lambda line: line[0].place),
         text("run", lambda line: line[0].rows[0]["run"] if several_runs else None),
@@ -202,18 +202,18 @@ def sizes_table(contests: Sequence[Contest]) -> Table | None:
     return table_of("sizes", "Other set-ups", columns, lines)
 
 
-def _contest(rows: list[Row], weak: Mapping[int, WeakForm], baseline: str | None) -> Contest | None:
-    entrants, lost = [], []
+def _ranking(rows: list[Row], weak: Mapping[int, SlowBaseline], baseline: str | None) -> SizeRanking | None:
+    compared, lost = [], []
     for name, members in _named(rows):
         measured = [row for row in members if row["status"] == "ok"]
         if measured:
-            entrants.append(Entrant(name=marked(name, id(measured[0]) in weak), rows=measured))
+            compared.append(RankedSeries(name=marked(name, id(measured[0]) in weak), rows=measured))
         else:
             lost.append((name, "/".join(sorted({row["status"] for row in members}))))
-    if not entrants:
+    if not compared:
         return None
-    entrants.sort(key=lambda entrant: -entrant.speed)
-    return Contest(rows=rows, entrants=entrants, lost=lost, baseline=baseline)
+    compared.sort(key=lambda series: -series.speed)
+    return SizeRanking(rows=rows, compared=compared, lost=lost, baseline=baseline)
 
 
 def _named(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -231,11 +231,11 @@ def _named(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(name, members) for name, (_, members) in zip(shorter, series, strict=True)]
 
 
-def _telling(contest: Contest) -> tuple[Any, ...]:
-    """Sort key of a contest."""
-    row = contest.rows[0]
-    kind = 0 if contest.of_methods else 1 if len(contest.entrants) > 1 else 2
-    return (kind, list(_WORK).index(row["task"]), -row["seq_len"], -row["world_size"], -contest.subject.speed)
+def _telling(ranking: SizeRanking) -> tuple[Any, ...]:
+    """Sort key of a ranking."""
+    row = ranking.rows[0]
+    kind = 0 if ranking.of_methods else 1 if len(ranking.compared) > 1 else 2
+    return (kind, list(_WORK).index(row["task"]), -row["seq_len"], -row["world_size"], -ranking.subject.speed)
 
 
 def _size(row: Row) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from baselines.originals import ORIGINALS
 from harness.base.lengths import format_length
@@ -22,7 +22,7 @@ MARK = "†"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeakForm:
+class SlowBaseline:
     """One native baseline at one point."""
 
     native: str
@@ -37,11 +37,11 @@ class WeakForm:
         return f"{self.native} {times(self.found.value)} ({self.found.between}) of {self.original} at {place}"
 
 
-def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
+def slow_baselines(rows: Iterable[Row]) -> dict[int, SlowBaseline]:
     """Of the rows on GPUs, those of native baselines below LEAST of an original, by `id`; with the lowest ratio."""
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
-    found: dict[int, WeakForm] = {}
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    found: dict[int, SlowBaseline] = {}
+    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
     for row in measured:
         points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
     for native, originals in ORIGINALS.items():
@@ -53,7 +53,7 @@ def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
                 ratio = speedup(group, theirs.get(key, ()))
                 if ratio is None or ratio.value >= LEAST:
                     continue
-                form = WeakForm(native=native, original=original.method, found=ratio, first=group[0])
+                form = SlowBaseline(native=native, original=original.method, found=ratio, first=group[0])
                 for row in group:
                     before = found.get(id(row))
                     if before is None or ratio.value < before.found.value:
@@ -62,12 +62,12 @@ def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
 
 
 def _by_point(
-    points: Mapping[tuple[Any, ...], Mapping[str, list[Row]]], method: str, schedules: Sequence[str]
-) -> dict[tuple[Any, ...], list[Row]]:
+    points: Mapping[tuple[object, ...], Mapping[str, list[Row]]], method: str, schedules: Sequence[str]
+) -> dict[tuple[object, ...], list[Row]]:
     """Trials of `method` by point; where it stands for a native baseline with some schedules, those, by the rest."""
     if not schedules:
         return {point: methods[method] for point, methods in points.items() if method in methods}
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[tuple[object, ...], list[Row]] = {}
     for point, methods in points.items():
         group = [row for row in methods.get(method, ()) if row["schedule"] in schedules]
         if group:
@@ -75,9 +75,13 @@ def _by_point(
     return found
 
 
-def _without_schedule(point: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_schedule(point: tuple[object, ...]) -> tuple[object, ...]:
     run, experiment, settings = point
-    return (run, experiment, tuple(item for item in settings if item[0] != "schedule"))
+    return (
+        run,
+        experiment,
+        tuple(item for item in cast(tuple[tuple[str, object], ...], settings) if item[0] != "schedule"),
+    )
 
 
 def marked(name: str, weak: bool) -> str:
@@ -85,9 +89,9 @@ def marked(name: str, weak: bool) -> str:
     return f"{name} {MARK}" if weak else name
 
 
-def weak_sentence(weak: Iterable[WeakForm]) -> str:
+def slow_sentence(weak: Iterable[SlowBaseline]) -> str:
     """What the mark means, with the lowest ratio of each baseline and original; empty where nothing is marked."""
-    worst: dict[tuple[str, str], WeakForm] = {}
+    worst: dict[tuple[str, str], SlowBaseline] = {}
     points: dict[tuple[str, str], set[int]] = {}
     for form in weak:
         key = (form.native, form.original)

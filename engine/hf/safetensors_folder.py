@@ -35,7 +35,7 @@ def _imported(module: str) -> ModuleType:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file. Raises ValueError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-class Shards:
+class SafetensorsFolder:
     """The tensors of a folder, opened file by file when first asked for and read one at a time."""
 
     def __init__(self, directory: Path) -> None:

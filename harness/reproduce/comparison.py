@@ -10,17 +10,17 @@ from cluster.files.errors import counted
 from harness.base.lengths import format_length
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
-from harness.reproduce.entries import (
+from harness.reproduce.figure_points import (
     ORIGINS,
     UNIT_OF,
-    Entry,
+    FigurePoint,
     gpu_text,
     measured_entries,
     published_entries,
     same_hardware,
 )
 from harness.reproduce.figures import PaperFigure
-from harness.reproduce.measured import Run, is_smoke, rows_for
+from harness.reproduce.measured import MeasuredRun, is_smoke, rows_for
 from harness.reproduce.published import ARTIFACT
 
 Verdict = Literal["reproduced", "partly", "not", "not comparable", "not run"]
@@ -30,25 +30,25 @@ WITHIN = 0.10  # of the published value: what counts as reproduced, as a single 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class FigureComparison:
     """A figure with all its numbers. `predicted` may be empty: no predictor was asked, or it has nothing to say."""
 
     figure: PaperFigure
-    published: Sequence[Entry]
-    computed: Sequence[Entry]
-    measured: Sequence[Entry]
-    predicted: Sequence[Entry]
+    published: Sequence[FigurePoint]
+    computed: Sequence[FigurePoint]
+    measured: Sequence[FigurePoint]
+    predicted: Sequence[FigurePoint]
     smoke: int = 0  # trials that only show that everything runs: no points
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FigurePoint]:
         return [*self.published, *self.computed, *self.measured, *self.predicted]
 
-    def comparable(self) -> list[tuple[Entry, Entry]]:
+    def comparable(self) -> list[tuple[FigurePoint, FigurePoint]]:
         """Published and measured points of one series, set-up and GPU."""
         return [(theirs, ours) for theirs, ours in self.same_setup() if same_hardware(theirs.hardware, ours.hardware)]
 
-    def same_setup(self) -> list[tuple[Entry, Entry]]:
+    def same_setup(self) -> list[tuple[FigurePoint, FigurePoint]]:
         """Published and measured points of one series and set-up, whatever the GPU."""
         return [
             (theirs, ours) for theirs in self.published for ours in self.measured
@@ -56,11 +56,11 @@ class Beside:
         ]  # fmt: skip
 
 
-def beside(figure: PaperFigure, runs: Sequence[Run], predicted: Sequence[Entry] = ()) -> Beside:
+def beside(figure: PaperFigure, runs: Sequence[MeasuredRun], predicted: Sequence[FigurePoint] = ()) -> FigureComparison:
     """The numbers of a figure that there are; `predicted` comes from a predictor."""
     rows = list(rows_for(figure, runs))
     points = [one for one in rows if not is_smoke(one[0])]
-    return Beside(
+    return FigureComparison(
         figure=figure,
         published=published_entries(figure),
         computed=computed_entries(figure),
@@ -70,7 +70,7 @@ def beside(figure: PaperFigure, runs: Sequence[Run], predicted: Sequence[Entry] 
     )
 
 
-def verdict(found: Beside) -> tuple[Verdict, str]:
+def verdict(found: FigureComparison) -> tuple[Verdict, str]:
     """What can be said of a figure, and one sentence why."""
     if digits := digits_of(found.figure):
         same = sum(one.same for one in digits)
@@ -99,11 +99,11 @@ def verdict(found: Beside) -> tuple[Verdict, str]:
     return "not run", "no record of ours yet"
 
 
-def _place(entry: Entry) -> str:
+def _place(entry: FigurePoint) -> str:
     return f"{entry.model} on {entry.gpus} × {gpu_text(entry.hardware)}"
 
 
-def list_table(found: Sequence[tuple[Beside, str]], predictor: str) -> Table:
+def list_table(found: Sequence[tuple[FigureComparison, str]], predictor: str) -> Table:
     """All figures: published, measured and predicted points, and the verdict. Each comes with the words on what is
     predicted; `predictor` says what that is and where."""
     rows = []
@@ -140,11 +140,11 @@ def list_table(found: Sequence[tuple[Beside, str]], predictor: str) -> Table:
     )  # fmt: skip
 
 
-def points_table(found: Beside) -> Table:
+def points_table(found: FigureComparison) -> Table:
     """Every point of a figure: published, measured on the same set-up and on others, computed, predicted."""
     rows: list[tuple[Any, ...]] = []
     along = "tokens" if found.figure.along == "seq_len" else "batch"
-    lines: dict[tuple[Any, ...], list[Entry]] = {}
+    lines: dict[tuple[Any, ...], list[FigurePoint]] = {}
     for entry in found.entries:
         lines.setdefault((entry.model, entry.gpus or 0, entry.cp_size or 0, entry.at, entry.series), []).append(entry)
     for key, group in lines.items():
@@ -169,7 +169,7 @@ def points_table(found: Beside) -> Table:
     )
 
 
-def _lines(key: tuple[Any, ...], group: Sequence[Entry], metric: str, along: str) -> list[tuple[Any, ...]]:
+def _lines(key: tuple[Any, ...], group: Sequence[FigurePoint], metric: str, along: str) -> list[tuple[Any, ...]]:
     """One line, or one for each measured trial, of a series at one set-up."""
     model, gpus, cp_size, at, series = key
     of = {
@@ -181,7 +181,7 @@ def _lines(key: tuple[Any, ...], group: Sequence[Entry], metric: str, along: str
     theirs = of["published"][0] if of["published"] else None
     computed = of["computed"][0] if of["computed"] else None
     lines = []
-    ours_or_none: list[Entry | None] = [*of["measured"]] or [None]
+    ours_or_none: list[FigurePoint | None] = [*of["measured"]] or [None]
     for ours in ours_or_none:
         settings = ours.settings if ours else ""
         guesses = [one for one in of["predicted"] if not settings or one.settings == settings] or of["predicted"]
@@ -202,7 +202,7 @@ def _lines(key: tuple[Any, ...], group: Sequence[Entry], metric: str, along: str
     return lines
 
 
-def _value(entry: Entry | None, metric: str) -> float | str | None:
+def _value(entry: FigurePoint | None, metric: str) -> float | str | None:
     """The number, else the status that stands for it."""
     if entry is None:
         return None

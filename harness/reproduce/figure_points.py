@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
@@ -45,7 +45,7 @@ UNIT_OF = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class FigurePoint:
     """One point of one series. `values` are by metric; without a value `status` says why."""
 
     origin: Origin
@@ -60,7 +60,7 @@ class Entry:
     values: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"
     note: str = ""
-    row: Mapping[str, Any] | None = None  # of a measured one
+    row: Row | None = None  # of a measured one
 
     @property
     def setup(self) -> tuple[str, int | None, int | None, int]:
@@ -68,14 +68,14 @@ class Entry:
         return (self.model, self.gpus, self.cp_size, self.at)
 
 
-def published_entries(figure: PaperFigure) -> list[Entry]:
+def published_entries(figure: PaperFigure) -> list[FigurePoint]:
     """The figure's published points; several numbers of one point (repeats in other files) give their median."""
     return [entry for entry, _ in published_points(figure)]
 
 
-def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
+def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Published]]:
     """Each published point with the first of its rows."""
-    points: dict[tuple[Any, ...], list[Published]] = {}
+    points: dict[tuple[object, ...], list[Published]] = {}
     for row in figure.rows():
         points.setdefault((row.method, row.model, row.gpus, row.seq_len), []).append(row)
     for rows in points.values():
@@ -88,10 +88,10 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
             numbers = [row.value for row in rows if row.metric == metric and row.value is not None]
             if numbers:
                 values[metric] = float(statistics.median(numbers))
-        entry = Entry(
+        entry = FigurePoint(
             origin="published",
             series=series.name,
-            method=series.settings.get("method", ""),
+            method=str(series.settings.get("method", "")),
             settings="",
             hardware=PUBLISHED_ROWS if first.gpu_model == ANALYTIC else first.gpu_model,
             model=model_text(first.model),
@@ -105,7 +105,7 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
         yield entry, first
 
 
-def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[Entry]:
+def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[FigurePoint]:
     """Trials of ours as points of the figure. A trial that no published method stands for is a series by its own
     name. A figure of computed numbers has none: its records measure something else that leads to them."""
     entries = []
@@ -122,7 +122,9 @@ def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]
     return entries
 
 
-def predicted_entry(figure: PaperFigure, settings: TrialSettings, hardware: str, values: Mapping[str, float]) -> Entry:
+def predicted_entry(
+    figure: PaperFigure, settings: TrialSettings, hardware: str, values: Mapping[str, float]
+) -> FigurePoint:
     """A trial that was not run, as a point of the figure."""
     row = flatten(to_json(settings)) | {"model": settings.model.name, "status": "ok", "reason": None}
     return _own("predicted", figure, row, settings.settings, hardware, values)
@@ -131,13 +133,13 @@ def predicted_entry(figure: PaperFigure, settings: TrialSettings, hardware: str,
 def _own(
     origin: Origin,
     figure: PaperFigure,
-    row: Mapping[str, Any],
+    row: Row,
     settings: str,
     hardware: str,
     values: Mapping[str, float],
-) -> Entry:
+) -> FigurePoint:
     gpus, cp_size = row["world_size"], row["cp_size"] * row["tp_size"]
-    return Entry(
+    return FigurePoint(
         origin=origin,
         series=series_name(figure, row),
         method=row["method"],
@@ -154,7 +156,7 @@ def _own(
     )
 
 
-def series_name(figure: PaperFigure, row: Mapping[str, Any]) -> str:
+def series_name(figure: PaperFigure, row: Row) -> str:
     """The published method that a trial's settings stand for; else the trial's method and the settings that series of
     this figure differ in."""
     for name, settings in figure.series.items():
@@ -166,7 +168,7 @@ def series_name(figure: PaperFigure, row: Mapping[str, Any]) -> str:
     return ", ".join([row["method"], *(f"{key.rsplit('.', 1)[-1]} {row.get(key)}" for key in keys)])
 
 
-def _as_it_ran(name: str, row: Mapping[str, Any]) -> str:
+def _as_it_ran(name: str, row: Row) -> str:
     """The name, but for trials of ours that are no evidence for it: `auto` of burst that exchanged heads instead of
     running a ring, and a ring whose way of moving chunks was set by hand in a comparison of such ways."""
     if row["method"] != OWN_METHOD:
@@ -177,7 +179,7 @@ def _as_it_ran(name: str, row: Mapping[str, Any]) -> str:
     return f"{name}, exchange {row['exchange']}" if by_hand else name
 
 
-def _equal(found: Any, wanted: Any) -> bool:
+def _equal(found: object, wanted: object) -> bool:
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted
     if isinstance(wanted, str) and wanted.endswith("*"):  # any window, say
@@ -196,7 +198,7 @@ def _batch_of(model: str) -> int:
     return int(found["batch"] or 1) if found else 1
 
 
-def _shape_text(row: Mapping[str, Any]) -> str:
+def _shape_text(row: Row) -> str:
     if row["task"] == "attention":
         heads, kv_heads = row["model.heads"], row["model.kv_heads"]
         return f"{heads if heads == kv_heads else f'{heads}:{kv_heads}'} heads × {row['model.head_dim']}"

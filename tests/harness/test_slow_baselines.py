@@ -1,4 +1,4 @@
-"""Native forms below 0.97 of their originals' speed are marked in every table, figure and sentence."""
+"""Native baselines below 0.97 of their originals' speed are marked in every table, figure and sentence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from baselines.originals import ORIGINALS
 from harness.metrics.intervals import Interval
 from harness.records.record import Record, write_record
-from harness.report.contests import contests_of
 from harness.report.drawing.points import laid_out
 from harness.report.headline import headline_of
 from harness.report.page import draw_plots, read_runs, report_tables, write_report
+from harness.report.rankings import rankings_of
 from harness.report.results import METHOD_ORDER, rows_of
+from harness.report.slow_baselines import LEAST, MARK, slow_baselines, slow_sentence
 from harness.report.tables.table import to_latex
 from harness.report.terminal import terminal_table
-from harness.report.weak_forms import LEAST, MARK, weak_forms, weak_sentence
 from harness.spec.methods import all_methods
 from tests.harness.drawn import texts
 from tests.harness.synthetic_records import H200, LARGE, around, record
@@ -42,7 +42,7 @@ def pair(seconds: float, **changes: Any) -> list[Record]:
 
 def weak_methods(records: list[Record]) -> set[str]:
     rows = rows_of(records)
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     return {row["method"] for row in rows if id(row) in weak}
 
 
@@ -56,7 +56,7 @@ def test_every_native_form_with_a_real_system_names_registered_originals() -> No
 
 def test_a_form_slower_than_its_original_is_weak_with_its_ratio_and_interval() -> None:
     rows = rows_of(pair(1.25))
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     [form] = {id(form): form for form in weak.values()}.values()
     assert (form.native, form.original, round(form.found.value, 3)) == ("megatron_cp", "megatron_lm_upstream", 0.8)
     assert isinstance(form.found.spread, Interval)
@@ -64,7 +64,7 @@ def test_a_form_slower_than_its_original_is_weak_with_its_ratio_and_interval() -
     assert re.fullmatch(
         r"† Native baseline below 0\.97 of its original's speed: megatron_cp 0\.80× \(0\.\d+ to 0\.\d+\) of "
         r"megatron_lm_upstream at 64k tokens, CP 4\.",
-        weak_sentence(weak.values()),
+        slow_sentence(weak.values()),
         re.IGNORECASE,
     )
 
@@ -76,7 +76,7 @@ def test_the_mark_begins_below_the_limit(seconds: float, weak: bool) -> None:
 
 def test_one_round_is_marked_and_says_that_it_has_no_interval() -> None:
     rows = rows_of([trial("megatron_cp", 1.25, rounds=1), trial("megatron_lm_upstream", 1.0, rounds=1)])
-    assert "0.80× (one round, no interval)" in weak_sentence(weak_forms(rows).values())
+    assert "0.80× (one round, no interval)" in slow_sentence(slow_baselines(rows).values())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_only_equal_settings_of_one_run_are_compared(change: dict[str, Any]) -> 
 
 def test_different_runs_are_not_compared() -> None:
     native, original = trial("megatron_cp", 1.25), trial("megatron_lm_upstream", 1.0)
-    assert weak_forms([*rows_of([native], "one"), *rows_of([original], "other")]) == {}
+    assert slow_baselines([*rows_of([native], "one"), *rows_of([original], "other")]) == {}
 
 
 def test_times_on_a_cpu_mark_nothing() -> None:
@@ -150,7 +150,7 @@ def test_every_table_with_the_form_marks_it_and_says_what_the_mark_means() -> No
 
 def test_a_form_that_is_the_best_is_marked_there() -> None:
     rows = rows_of([trial("megatron_cp", 1.25), trial("megatron_lm_upstream", 1.0), trial("ulysses", 2.0)])
-    assert f"megatron_cp {MARK}" in [entrant.name for entrant in contests_of(rows)[0].entrants]
+    assert f"megatron_cp {MARK}" in [series.name for series in rankings_of(rows)[0].compared]
 
 
 def test_the_comparison_marks_the_form_beside_its_original() -> None:

@@ -15,7 +15,7 @@ PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class MemorySettings:
     """One way to spend the memory."""
 
     checkpoint: Checkpoint
@@ -25,12 +25,14 @@ class Choice:
     head_tiles: int = 0
 
 
-def choice_of(settings: TrialSettings) -> Choice:
+def memory_settings_of(settings: TrialSettings) -> MemorySettings:
     """What these settings choose."""
-    return Choice(checkpoint=settings.checkpoint, **{name: getattr(settings, name) for name in BESIDE_CHECKPOINT})
+    return MemorySettings(
+        checkpoint=settings.checkpoint, **{name: getattr(settings, name) for name in BESIDE_CHECKPOINT}
+    )
 
 
-def with_choice(settings: TrialSettings, choice: Choice) -> TrialSettings:
+def with_memory_settings(settings: TrialSettings, choice: MemorySettings) -> TrialSettings:
     """The settings with another choice."""
     beside: dict[str, Any] = {name: getattr(choice, name) for name in BESIDE_CHECKPOINT}
     return replace(settings, checkpoint=replace(choice.checkpoint, plan=settings.checkpoint.plan), **beside)

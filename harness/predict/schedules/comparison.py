@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.attention.cost import HardwareModel, choose_num_head_chunks, choose_schedule
-from harness.predict.schedules.measured import MeasuredCall, Problem, Side
+from harness.predict.schedules.measured import CallShape, MeasuredCall, Side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ScheduleComparison:
     """The model's choice for one problem beside the calls measured in one folder."""
 
     folder: str
-    problem: Problem
+    problem: CallShape
     calls: Sequence[MeasuredCall]  # one of each schedule, the fastest first
     schedule: str
     num_head_chunks: int  # that the model would take; the call measured may have had another number
@@ -42,22 +42,22 @@ class Choice:
         return self.chosen.seconds - self.best.seconds <= max(self.chosen.spread, self.best.spread)
 
 
-def choices(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[Choice]:
+def comparisons(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[ScheduleComparison]:
     """Of every problem and folder with several schedules. Where one ran twice, its last call counts."""
-    found: dict[tuple[str, Problem], dict[str, MeasuredCall]] = {}
+    found: dict[tuple[str, CallShape], dict[str, MeasuredCall]] = {}
     for call in calls:
         found.setdefault((call.folder, call.problem), {})[call.schedule] = call
     return [
-        _choice(sorted(by_schedule.values(), key=lambda call: call.seconds), model)
+        _comparison(sorted(by_schedule.values(), key=lambda call: call.seconds), model)
         for by_schedule in found.values()
         if len(by_schedule) > 1
     ]
 
 
-def _choice(calls: Sequence[MeasuredCall], model: HardwareModel) -> Choice:
+def _comparison(calls: Sequence[MeasuredCall], model: HardwareModel) -> ScheduleComparison:
     call = calls[0]
     schedule = choose_schedule(call.workload, call.layout, model).best
-    return Choice(
+    return ScheduleComparison(
         folder=call.folder,
         problem=call.problem,
         calls=calls,

@@ -18,11 +18,11 @@ from harness.records.record import RecordPlace, write_record
 from harness.report.drawing.sheet import SCREEN
 from harness.report.figures import render
 from harness.report.results import row_of
-from harness.reproduce.beside import beside, list_table, points_table, verdict
+from harness.reproduce.comparison import beside, list_table, points_table, verdict
 from harness.reproduce.drawing import draw_reproduction, name_of
-from harness.reproduce.entries import published_entries, published_points
+from harness.reproduce.figure_points import published_entries, published_points
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import Run, runs_in
+from harness.reproduce.measured import MeasuredRun, runs_in
 from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_for_paper, predicted_words
 from harness.spec.models import read_model
 from harness.spec.references import PAPER_DIR
@@ -44,9 +44,9 @@ def trial(gpu: str, seconds: float, **changes):
     return record(seconds=seconds, **values | changes)
 
 
-def run_of(*records) -> Run:
+def run_of(*records) -> MeasuredRun:
     rows = tuple((row_of(each, "run"), RecordPlace(Path(each.trial_id))) for each in records)
-    return Run(path=Path("run"), rows=rows, bad=())
+    return MeasuredRun(path=Path("run"), rows=rows, bad=())
 
 
 def seconds_for(speed: float, tokens: int = 1 << 20, ranks: int = 32) -> float:
