@@ -7,7 +7,6 @@ the project's files, so that nodes with another commit, or with edits, differ al
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import socket
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from cluster.inventory.checkout import code_digest
 from cluster.inventory.nodes import Node
 from engine.memory.gpu_state import query_gpus, visible_gpus
 from harness.base.errors import UsageError
@@ -28,11 +28,7 @@ CPU_RANKS = 8
 _CGROUP = Path("/sys/fs/cgroup")
 ANY_NUMBER = 1 << 16  # GPUs of imagined hosts
 
-# Of the project, for `code_digest`.
-PACKAGES = ("harness", "engine", "baselines", "cluster", "experiments")
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the loaded kernel module
-_SUFFIXES = (".py", ".yaml", ".j2")
-_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +145,6 @@ def _cgroup_limit(name: str) -> str:
 def main() -> None:
     machine = dataclasses.asdict(discover())
     print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
-
-
-def code_digest(root: Path) -> str:
-    """Digest of names and contents of all code and data that a trial may read; equal for equal trees at any path."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix in _SUFFIXES and "upstream" not in path.parts:
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                digest.update(f"{path.relative_to(root)} {content}\n".encode())
-    return digest.hexdigest()[:_DIGITS]
 
 
 def machine_of(description: dict[str, object]) -> Machine:
