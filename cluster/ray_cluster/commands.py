@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.images.engine import gpu_options
+from cluster.images import gpu_options
 from cluster.inventory.site import Container, RayPorts
 from cluster.inventory.software import RAY_SETTINGS
 

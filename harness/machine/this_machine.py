@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cluster.inventory.checkout import code_digest
 from cluster.inventory.nodes import Node
@@ -147,19 +147,20 @@ def main() -> None:
     print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
 
 
-def machine_of(description: dict[str, Any]) -> Machine:
+def machine_of(description: dict[str, object]) -> Machine:
     """The machine of a node's description."""
-    return Machine(**description["machine"])
+    return Machine(**cast(dict[str, Any], description["machine"]))
 
 
-def ranks_of(node: Node, description: dict[str, Any]) -> int:
-    """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
+def ranks_of(node: Node, description: dict[str, object]) -> int:
+    """Ranks of one trial that a node takes: the site's number, else one per GPU, or one where there is none.
+
+    Raises ValueError for GPUs that cannot be used, and for more ranks than GPUs.
+    """
     machine = machine_of(description)
     if machine.gpu_problem:
         raise ValueError(machine.gpu_problem)
-    ranks = node.site.ranks_per_node or machine.gpu_count
-    if not ranks:
-        raise ValueError("it has no GPU, so the site must say how many ranks it takes; set ranks_per_node")
+    ranks = node.site.ranks_per_node or machine.gpu_count or 1
     if 0 < machine.gpu_count < ranks:
         raise ValueError(f"ranks_per_node is {ranks}, but it has {machine.gpu_count} GPUs; give at most that many")
     return ranks

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cluster.files.errors import shown
 from cluster.inventory.checkout import code_digest
@@ -167,7 +167,7 @@ class _Rank:
         place = self._place
         if place.rank == 0:
             self._put("order", dataclasses.asdict(self._refusing(lambda: self._planned(whole))))
-        order = cast(Order, from_json(Order, self._get("order")))
+        order = from_json(Order, self._get("order"))
         if place.leads:  # one host after the other, so that each sees what earlier ones have opened
             earlier = [self._get(f"opened{node}") for node in range(place.node)]
             seen = next((one for one in earlier if (self._run_dir / one["mark"]).exists()), None)
