@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from cluster.inventory.nodes import Node
 from engine.memory.gpu_state import query_gpus, visible_gpus
@@ -162,12 +162,12 @@ def code_digest(root: Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def machine_of(description: dict[str, object]) -> Machine:
+def machine_of(description: dict[str, Any]) -> Machine:
     """The machine of a node's description."""
-    return Machine(**cast(dict[str, Any], description["machine"]))
+    return Machine(**description["machine"])
 
 
-def ranks_of(node: Node, description: dict[str, object]) -> int:
+def ranks_of(node: Node, description: dict[str, Any]) -> int:
     """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
     machine = machine_of(description)
     if machine.gpu_problem:
