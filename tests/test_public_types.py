@@ -40,8 +40,6 @@ EXCEPTIONS = {
     "harness/launch/nodes/team.py: Member.result": "an actor of Ray, which has no types",
     "harness/launch/zygote.py: Zygote.serve": _JSON,
     "harness/launch/zygote.py: become": _JSON,
-    "harness/machine/this_machine.py: machine_of": _JSON,
-    "harness/machine/this_machine.py: ranks_of": _JSON,
     "harness/training/torchrun.py: check_hosts": _JSON,
     "cluster/active/fleet.py: converse": _JSON,
     "cluster/active/measurement.py: found": _JSON,

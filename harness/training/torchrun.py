@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cluster.files.errors import shown
+from cluster.inventory.checkout import code_digest
 from engine.measurement import write_json
 from engine.plain_json import from_json
 from engine.training.config import Order
@@ -34,7 +35,7 @@ from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
 from harness.machine.addresses import route_towards
-from harness.machine.this_machine import Machine, code_digest, discover, together
+from harness.machine.this_machine import Machine, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing, refuse_no_run
 from harness.training.file import TrainingFile
