@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown_value
+from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
 from harness.commands import (
     add_launch_arguments,
