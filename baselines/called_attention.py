@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baselines.programs.program_parts import load
-from baselines.upstream import UPSTREAM, Ran, described
+from baselines.upstream import UPSTREAM, StartedSystem, described
 from engine.method import EngineCommand
 from engine.plain_json import from_json
 
@@ -45,7 +45,8 @@ class CalledMethod(EngineCommand):
     def layout(self, settings: TrialSettings) -> Layout:
         return self.adapter.shards(settings)
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> CalledAttention:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> CalledAttention:
+        assert mask is None, "task attention alone, which has one mask"
         return CalledAttention(self.adapter, cp, settings)
 
 
@@ -56,7 +57,7 @@ class CalledAttention:
     def __init__(self, adapter: InWorker, cp: ContextParallel, settings: TrialSettings) -> None:
         entered = json.loads(os.environ[ENTERED])
         self._adapter, self._settings = adapter, settings
-        self._ran: Ran = from_json(Ran, entered["ran"])
+        self._ran = from_json(StartedSystem, entered["ran"])
         request = adapter.request(settings, Path(entered["source"]))
         call = load(str(request["call"]))
         self._kernel: Callable[[], str] = getattr(call, "kernel", flash_attn_kernel)

@@ -12,7 +12,15 @@ import typing
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NotRequired, Required, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+# A JSON value as Python has it.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_BYTES = 64 << 20  # of a file: more than the record of a run on every GPU there is
 MAX_CHARACTERS = 100_000  # of a text in it
@@ -31,22 +39,31 @@ class Within(NamedTuple):
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def to_json(value: Any) -> Any:
+@typing.overload
+def to_json(value: DataclassInstance) -> dict[str, Json]: ...
+@typing.overload
+def to_json(value: object) -> Json: ...
+def to_json(value: object) -> Json:
     """A dataclass as plain JSON values, nested ones, lists and mappings copied; the inverse of `from_json`."""
+    plain: Json = _plain(value)
+    return plain
+
+
+def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in _WORDS or value is None:
         return value
     if kind is dict:
-        return {key: to_json(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if kind is list or kind is tuple:
-        return [to_json(item) for item in value]
+        return [_plain(item) for item in value]
     return {
-        name: item if type(item := getattr(value, name)) in _WORDS else to_json(item)
+        name: item if type(item := getattr(value, name)) in _WORDS else _plain(item)
         for name in _field_names(kind)  # type: ignore[arg-type]
     }
 
 
-def from_json(cls: type[Any], data: Any, where: str = "") -> Any:
+def from_json(cls: type[T], data: object, where: str = "") -> T:
     """Rebuild a dataclass from `to_json` output; `where` is its dotted key.
 
     A field that is a TypedDict is a mapping whose known keys hold what it declares; others hold any plain value.
@@ -56,7 +73,7 @@ def from_json(cls: type[Any], data: Any, where: str = "") -> Any:
     return _reader(cls)(data, where)  # type: ignore[arg-type]
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> Json:
     """The JSON value in a regular file. Raises OSError, and ValueError for one that no program here has written."""
     return parse_json(read_regular(path))
 
@@ -73,7 +90,7 @@ def read_regular(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str) -> Json:
     """A JSON value, as the standard has it: no NaN and no infinity. Raises ValueError."""
     try:
         return json.loads(content, parse_constant=_no_number)
@@ -100,7 +117,7 @@ def _reader(hint: Any) -> _Reader:
         return _dataclass_reader(typing.cast(type[Any], hint))
     if typing.is_typeddict(hint):
         return _typed_mapping_reader(hint)
-    if hint is Any:
+    if hint is Any or hint is object:
         return _anything
     if hint is str:
         return _text

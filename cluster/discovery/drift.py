@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.discovery.facts import NodeFacts
-from cluster.discovery.hcas import HcaChoice
-from cluster.discovery.interface import InterfaceChoice
+from cluster.discovery.hcas import HcaChoice, InterfaceChoice
 from cluster.files.errors import counted
 from cluster.probing.verdict import Action, Level, Verdict, merge
 
@@ -26,6 +25,7 @@ _COMPARED: tuple[tuple[str, str, str, Level, Action], ...] = (
     ("interface", "mtu", "MTU of the interface", "warn", "monitor"),
     ("pkey", "pkeys", "partition keys", "warn", "monitor"),
 )
+READS = tuple(dict.fromkeys(check for check, *_ in _COMPARED))  # the checks that must have run
 _MAX_NAMES = 6
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_suffix
-from engine.attention.comm_volume import Sent
+from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
@@ -17,10 +17,11 @@ from engine.settings import TrialSettings
 class BoundAttention:
     """An `AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
-    def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices) -> None:
-        """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them."""
+    def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices, mask: str | None = None) -> None:
+        """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them; `mask`: one of
+        `settings.masks`, the first by default."""
         self._cp, self._settings, self._choices = cp, settings, choices
-        self._mask = parse_mask(settings.mask)
+        self._mask = parse_mask(mask or settings.masks[0])
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(
@@ -60,7 +61,7 @@ class BoundAttention:
             return {}
         return plan.resolved() | {"grad_comm_dtype": self._choices.grad_comm_dtype} | self._tail_shares(plan)
 
-    def computed_sent(self) -> Sent | None:
+    def computed_sent(self) -> SentBytes | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
         if plan is None:

@@ -91,8 +91,9 @@ class TrainTask:
             else WholeMatrices(settings.model)
         )
         self.inside = InsideStep(world.device, world.rank)
-        windowed = settings.of_windowed_layers()
-        self._attend_in_window = None if windowed is None else RefusingAttention(method.attention(self.cp, windowed))
+        self._attend_in_window = None
+        for mask in settings.masks[1:]:  # of one kind of layers at most
+            self._attend_in_window = RefusingAttention(method.attention(self.cp, settings, mask))
         self.model, self._recompute = build_model(
             settings,
             self.attend,
@@ -147,12 +148,14 @@ class TrainTask:
             self.cp,
             before,
             after,
-            step_seconds=self.world.slowest([step.step_seconds for step in timed]),
-            forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
-            loss=[step.loss for step in steps],
-            grad_norm=[step.grad_norm for step in steps],
-            chosen=self._chosen(),
-            data=self.store.describe(),
+            Measurement(
+                step_seconds=self.world.slowest([step.step_seconds for step in timed]),
+                forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
+                loss=[step.loss for step in steps],
+                grad_norm=[step.grad_norm for step in steps],
+                chosen=self._chosen(),
+                data=self.store.describe(),
+            ),
             captured_bytes=self.captured_bytes,
         )
         # Last, because each would raise every peak.

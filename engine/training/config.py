@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
@@ -110,13 +109,14 @@ class Order:
     plan: Forecast | None = None  # of `checkpoint: auto`
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Settings that steps depend on beyond data: a run cannot resume from a checkpoint made with other values."""
         settings = self.config.settings
         shape = {name: getattr(settings.model, name) for name in settings.model.__dataclass_fields__}
         return {
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
-            **{name: getattr(settings, name) for name in ("dtype", "mask", "z_loss", "seq_len", "seed")},
+            **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
+            "mask": settings.masks[0],
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
         }
 

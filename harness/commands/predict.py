@@ -16,14 +16,14 @@ from harness.base.errors import UsageError, nearest
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
     from harness.metrics.hardware import Hardware
-    from harness.plan.forecast import Forecast
+    from harness.plan.forecast import TrialForecast
     from harness.spec.experiment import Experiment
     from harness.spec.trial import Trial
 
 _MOST = 1000  # combinations that are printed
 
 
-class Predict:
+class PredictCommand:
     help = "predict step time by phase, memory and the bottleneck of trials on a kind of GPU; starts nothing"
     forwards = False
 
@@ -50,9 +50,9 @@ class Predict:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.lengths import format_length
         from harness.commands.plan import origin_lines
+        from harness.metrics.hardware import assumed
         from harness.plan.forecast import forecast, longest, machine_of
         from harness.plan.matrix import at_length, plan, plan_table
-        from harness.predict.speeds import assumed
 
         if arguments.experiment is not None:
             raise UsageError(
@@ -169,19 +169,19 @@ def question(arguments: argparse.Namespace) -> Experiment:
         raise UsageError(str(error)) from error
 
 
-def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
+def _without_length(settings: TrialSettings, hardware: Hardware) -> TrialForecast:
     """The row of a combination for which no sequence is known to fit, with the reason."""
-    from harness.plan.forecast import Forecast
+    from harness.plan.forecast import TrialForecast
     from harness.plan.predict import memory_is_modelled
 
     reason = "no sequence fits; give a larger --cp-size, or keep less with --set checkpoint.tail=0"
     if not memory_is_modelled(settings):
         of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
         reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"
-    return Forecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)
+    return TrialForecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)
 
 
-def _no_length(found: Forecast) -> bool:
+def _no_length(found: TrialForecast) -> bool:
     return not found.nodes
 
 
@@ -211,7 +211,7 @@ def _change(text: str) -> tuple[str, Any]:
     return name, read_setting(parse_yaml(value, place, lambda _line: place), name, Path())
 
 
-def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
+def _row(trial: Trial, found: TrialForecast) -> dict[str, Any]:
     from harness.plan.predict import memory_by_moment
 
     settings, time = found.settings, found.time
@@ -222,9 +222,9 @@ def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
         "hardware": found.hardware.name, "seconds": time.seconds if time else None,
         "interval": list(found.interval) if found.interval else None,
         "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
-        "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
-        "schedule_reason": time.exchange.reason if time else None,
-        "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
+        "system_gib": found.system_gib, "fits": found.fits, "schedule": time.attention.schedule if time else None,
+        "schedule_reason": time.attention.resolved.reason if time else None,
+        "backward": time.attention.resolved.backward if time else None, "bottleneck": time.bottleneck if time else None,
         "phases": dict(time.phases) if time else None,
         "gib_by_moment": memory_by_moment(settings) if found.nodes else None,
         "reason": found.reason or trial.unsupported_reason or "",
@@ -234,7 +234,7 @@ def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
     return row | ({"plan": found.plan_words} if found.plan else {})
 
 
-def _print(found: list[Forecast], *, phases: bool) -> None:
+def _print(found: list[TrialForecast], *, phases: bool) -> None:
     from rich import box
     from rich.table import Table
 
@@ -267,7 +267,7 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
         sizes = (each.gpu_gib, each.system_gib) if published else (each.gpu_gib,)
         cells += ["" if size is None else three(size) for size in sizes]
         cells.append({None: "", True: "yes", False: "no"}[each.fits])
-        cells += [time.exchange.schedule, time.bottleneck] if time else ["", each.reason]
+        cells += [time.attention.schedule, time.bottleneck] if time else ["", each.reason]
         table.add_row(*map(str, cells))
     console = stdout_console()
     print_table(console, table)
@@ -286,4 +286,4 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
     print("From and to: nine of ten published configurations that were held out lay within (docs/plan.md).")
 
 
-COMMAND = Predict()
+COMMAND = PredictCommand()

@@ -17,7 +17,14 @@ from harness.predict.published_rows import (
     Configuration,
     configuration_of_row,
 )
-from harness.predict.systems import BURST_ENGINE, INTERN_EVO, MEGATRON_DEEPSPEED, MEGATRON_LM, System, system_memory
+from harness.predict.systems import (
+    BURST_ENGINE,
+    INTERN_EVO,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_LM,
+    SystemMemory,
+    system_memory,
+)
 from harness.predict.validation import FIT, FITTED_GPU, HARDWARE, LARGEST_ERROR, side_of, split
 
 METRIC = "peak_memory_gib"
@@ -31,7 +38,7 @@ class PublishedMemory:
     method: str  # as the source names it
     gib: float | None  # None: out of memory, as the sheet says; the cause was not checked
     configuration: Configuration
-    system: System
+    system: SystemMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +46,7 @@ class ComparedMemory:
     """One configuration: the median of its rows, and predicted."""
 
     configuration: Configuration
-    system: System
+    system: SystemMemory
     side: str
     experiments: str
     methods: str
@@ -80,7 +87,7 @@ def published_memory() -> tuple[PublishedMemory, ...]:
     return tuple(found)
 
 
-def system_of_row(words: str, training: bool) -> System:
+def system_of_row(words: str, training: bool) -> SystemMemory:
     """The program behind the source's name of a method."""
     name = words.casefold()
     if name.startswith("megatron"):
@@ -111,7 +118,7 @@ def _by_configuration() -> tuple[tuple[str, tuple[PublishedMemory, ...]], ...]:
 def _compared(name: str, rows: Sequence[PublishedMemory], waiting_layers: float) -> ComparedMemory:
     first, peaks = rows[0], [row.gib for row in rows if row.gib is not None]
     configuration = first.configuration
-    nbytes = system_memory(configuration.settings, first.system, configuration.exchange, waiting_layers)
+    nbytes = system_memory(configuration.settings, first.system, configuration.attention, waiting_layers)
     return ComparedMemory(
         configuration=configuration,
         system=first.system,

@@ -27,17 +27,15 @@ from harness.base.errors import UsageError
 PROVENANCE_FILE = "provenance.yaml"
 
 # What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record.
-# `id`: the digest in the id is not that of the settings as they are named today; no figure depends on it.
 # `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
 About = Literal[
-    "id", "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths",
-    "conditions",
+    "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
 _ABOUT: tuple[About, ...] = get_args(About)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
+class FailureReason:
     """Why some records cannot pass a check of `burst verify`."""
 
     says: str  # one sentence without a full stop
@@ -60,7 +58,7 @@ class TypedCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnMachine:
+class MachineOfRounds:
     """The machine that some rounds of some records ran on, by a name that the file gives it."""
 
     machine: str
@@ -72,12 +70,12 @@ class OnMachine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
+class StatedProvenance:
     """The whole of a `provenance.yaml`; empty where there is none."""
 
     commands: tuple[TypedCommand, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-    machines: tuple[OnMachine, ...] = ()
+    reasons: tuple[FailureReason, ...] = ()
+    machines: tuple[MachineOfRounds, ...] = ()
 
     def command(self, trial_id: str) -> str | None:
         """The command that made this record: of the first entry that names it."""
@@ -88,7 +86,7 @@ class Stated:
         found = (one.machine for one in self.machines if number in one.rounds and one.names(trial_id))
         return next(found, "")
 
-    def reasons_of(self, trial_id: str) -> list[Reason]:
+    def reasons_of(self, trial_id: str) -> list[FailureReason]:
         """All reasons stated for this record, in their order."""
         return [one for one in self.reasons if one.names(trial_id)]
 
@@ -97,10 +95,10 @@ class Stated:
         return next((one.says for one in self.reasons_of(trial_id) if about in one.about), None)
 
 
-NOTHING_STATED = Stated()
+NOTHING_STATED = StatedProvenance()
 
 
-def stated_in(run_dir: Path) -> Stated:
+def stated_in(run_dir: Path) -> StatedProvenance:
     """What `run_dir`/provenance.yaml states; nothing where there is no such file. Raises UsageError for a bad one."""
     path = run_dir / PROVENANCE_FILE
     if not os.path.lexists(path):
@@ -108,11 +106,11 @@ def stated_in(run_dir: Path) -> Stated:
     return stated_of(read_yaml(path, PROVENANCE_FILE))
 
 
-def stated_of(document: Node) -> Stated:
+def stated_of(document: Node) -> StatedProvenance:
     """What a `provenance.yaml`, or that part of a packed run's header, states. Raises UsageError for a bad one."""
     entries = document.mapping(PROVENANCE_FILE)
     _check(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
-    return Stated(
+    return StatedProvenance(
         commands=_commands(entries["command"]) if "command" in entries else (),
         reasons=tuple(map(_reason, _list(entries["reasons"], "reasons"))) if "reasons" in entries else (),
         machines=tuple(map(_on_machine, _list(entries["machines"], "machines"))) if "machines" in entries else (),
@@ -130,16 +128,16 @@ def _commands(node: Node) -> tuple[TypedCommand, ...]:
     return tuple(found)
 
 
-def _reason(node: Node) -> Reason:
+def _reason(node: Node) -> FailureReason:
     entries = node.mapping("a reason")
     _check(entries, ("trials", "says", "about"), "a reason", required=("says", "about"), place=node.place)
     about = tuple(_about(item) for item in entries["about"].items())
     if not about:
         raise UsageError(f"{entries['about'].place}: about is an empty list; name what the reason is about")
-    return Reason(says=_text(entries["says"], "says"), about=about, trials=_trials(entries))
+    return FailureReason(says=_text(entries["says"], "says"), about=about, trials=_trials(entries))
 
 
-def _on_machine(node: Node) -> OnMachine:
+def _on_machine(node: Node) -> MachineOfRounds:
     entries = node.mapping("an entry of machines")
     known = ("trials", "rounds", "machine")
     _check(entries, known, "an entry of machines", required=("rounds", "machine"), place=node.place)
@@ -151,7 +149,7 @@ def _on_machine(node: Node) -> OnMachine:
     if not rounds:
         raise UsageError(f"{entries['rounds'].place}: rounds is an empty list; name the rounds that ran there")
     machine = _text(entries["machine"], "machine")
-    return OnMachine(machine=machine, rounds=tuple(rounds), trials=_trials(entries))
+    return MachineOfRounds(machine=machine, rounds=tuple(rounds), trials=_trials(entries))
 
 
 def _about(node: Node) -> About:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from cluster.files.document import Node, read_yaml
 from engine.plain_json import from_json
@@ -29,7 +29,7 @@ class Series:
     """What a published method stands for: settings of ours by column, and the CP size where its name has one."""
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     cp_size: int | None
 
 
@@ -41,7 +41,7 @@ class PaperFigure:
     title: str
     reference: str
     shows: list[str]  # metrics, one drawing each
-    series: dict[str, dict[str, Any]]
+    series: dict[str, dict[str, object]]
     drawn_from: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     also: list[str] = field(default_factory=list)
@@ -122,17 +122,17 @@ def read_figures(path: Path) -> dict[str, PaperFigure]:
     return found
 
 
-def described(cls: type[T], node: Node, what: str, **given: Any) -> T:
+def described(cls: type[T], node: Node, what: str, **given: object) -> T:
     """The dataclass that an entry of a file describes, with `given` fields. Raises UsageError with file and line."""
     entries = {key: plain(item) for key, item in node.mapping(what).items()}
     try:
-        found: T = from_json(cls, given | entries)
+        found = from_json(cls, given | entries)
     except ValueError as error:
         raise UsageError(f"{node.place}: {what}: {error}") from error
     return found
 
 
-def plain(node: Node) -> Any:
+def plain(node: Node) -> object:
     """A node's value without the places."""
     if isinstance(node.value, dict):
         return {key: plain(item) for key, item in node.value.items()}

@@ -13,17 +13,16 @@ from typing import Protocol
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
-from harness.metrics.hardware import Hardware, hardware_named
+from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast, machine_of
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.published_memory import system_of_row
 from harness.predict.published_rows import RowSaysTooLittle, configuration_of_row
-from harness.predict.speeds import assumed, speeds_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
-from harness.reproduce.entries import Entry, gpu_text, predicted_entry, published_points
+from harness.reproduce.figure_points import FigurePoint, gpu_text, predicted_entry, published_points
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
@@ -45,7 +44,7 @@ class Predictor(Protocol):
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
 
 
-class Simulated:
+class SimulationPredictor:
     """The times and the memory of docs/plan.md."""
 
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
@@ -59,7 +58,7 @@ class Simulated:
         return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 
-PREDICTOR: Predictor = Simulated()
+PREDICTOR: Predictor = SimulationPredictor()
 
 
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
@@ -70,7 +69,7 @@ def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial
 
 def predicted_entries(
     figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
-) -> list[Entry]:
+) -> list[FigurePoint]:
     """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
     predictor, hardware = predictor or PREDICTOR, replace(hardware, gpus_per_node=GPUS_PER_NODE)
     entries = []
@@ -82,7 +81,7 @@ def predicted_entries(
     return entries
 
 
-def predicted_for_paper(figure: PaperFigure) -> list[Entry]:
+def predicted_for_paper(figure: PaperFigure) -> list[FigurePoint]:
     """What is drawn beside the published points: of each with a number its own set-up, as results/paper/predicted.csv
     has it, and trials of the figure's scale `paper`. Of trials with settings as published those are left out that a
     published set-up stands for already."""
@@ -92,7 +91,7 @@ def predicted_for_paper(figure: PaperFigure) -> list[Entry]:
     return rows + [one for one in trials if one.settings == "equal" or (one.series, one.setup) not in known]
 
 
-def _of_published_points(figure: PaperFigure) -> Iterator[Entry]:
+def _of_published_points(figure: PaperFigure) -> Iterator[FigurePoint]:
     """The simulated time of each published point whose source says enough, and the memory of its system."""
     for point, row in published_points(figure):
         if not point.values or row.gpu_model not in HARDWARE:
@@ -105,7 +104,7 @@ def _of_published_points(figure: PaperFigure) -> Iterator[Entry]:
         gib = None
         if hardware.waiting_layers is not None and settings.task == "train":
             system = system_of_row(row.method, True)
-            gib = system_memory(settings, system, configuration.exchange, hardware.waiting_layers) / GIB
+            gib = system_memory(settings, system, configuration.attention, hardware.waiting_layers) / GIB
         seconds = predicted_time(configuration, speeds_of(hardware)).seconds
         found = Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
         if values := _values(figure, settings, found):
@@ -128,7 +127,7 @@ def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> 
     return {name: value for name, value in values.items() if name in figure.shows}
 
 
-def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
+def predicted_words(figure: PaperFigure, found: Sequence[FigurePoint]) -> str:
     """How many values a predictor gives for a figure, by metric."""
     counts = {name: sum(name in entry.values for entry in found) for name in figure.shows}
     given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]

@@ -20,6 +20,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.environment.rendering import render_node
 from cluster.environment.value import overlaid
+from cluster.inventory.checkout import code_digest
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
@@ -28,7 +29,7 @@ from harness.launch.launcher import Job
 from harness.launch.ports import answers, reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
-from harness.machine.this_machine import Machine, code_digest, discover
+from harness.machine.this_machine import Machine, discover
 from harness.records.provenance import PROJECT_ROOT
 
 # Variables that Ray sets for its workers and ranks must not have: its settings, threads and GPUs. `burst cluster up`
