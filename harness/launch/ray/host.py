@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.environment.rendering import render_node
 from cluster.environment.value import overlaid
-from cluster.inventory.checkout import code_digest
+from cluster.inventory.checkout import own_versions
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
@@ -30,7 +28,6 @@ from harness.launch.ports import answers, reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
 from harness.machine.this_machine import Machine, discover
-from harness.records.provenance import PROJECT_ROOT
 
 # Variables that Ray sets for its workers and ranks must not have: its settings, threads and GPUs. `burst cluster up`
 # keeps the values of the node's login under other names.
@@ -56,18 +53,9 @@ class Description:
     """A host in its own words."""
 
     machine: dict[str, Any]  # fields of a `Machine`
-    versions: dict[str, str]  # that must be those of the launching machine
+    versions: Mapping[str, str | None]  # that must be those of the launching machine
     python: str
     folder: str  # of its own, for ranks that do not see the launcher's storage
-
-
-def versions() -> dict[str, str]:
-    """The software that all hosts of a run have in common. Ray itself refuses another Ray or Python."""
-    return {
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "code": code_digest(PROJECT_ROOT),
-    }
 
 
 class HostActor:
@@ -90,7 +78,7 @@ class HostActor:
         self._described = discover()
         return Description(
             machine=asdict(self._described),
-            versions=versions(),
+            versions=own_versions(),
             python=sys.executable,
             folder=str(self._folder),
         )

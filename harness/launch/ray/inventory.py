@@ -7,12 +7,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory
-from cluster.ray_cluster.candidates import Means, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
 from cluster.ray_cluster.up import start_cluster
@@ -21,106 +19,63 @@ from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ray.connection import ClusterLost, RayConnection
 from harness.launch.ray.launcher import RayLauncher
-from harness.machine.this_machine import Machine, ranks_of
-from harness.records.provenance import PROJECT_ROOT
+from harness.machine.this_machine import Machine
 
 SECONDS = 60.0  # for one answer of one node
 Say = Callable[[str], None]
-
-
-def start(
-    inventory: Inventory,
-    states: StateDirectory,
-    say: Say,
-    *,
-    known_hosts: Path | None,
-    accept_new_host_keys: bool,
-    seconds: float = SECONDS,
-    of_run: bool = False,
-) -> ClusterState:
-    """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
-    connect = connection(
-        [node.host for node in inventory.nodes], known_hosts=known_hosts, accept_new_host_keys=accept_new_host_keys
-    )
-    means = Means(
-        connect=connect,
-        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds),
-        describe=("-m", "harness.machine.this_machine"),
-        ranks=ranks_of,
-        folder=PROJECT_ROOT,
-        say=say,
-        known_hosts=known_hosts.absolute() if known_hosts else None,
-        seconds=seconds,
-    )
-    return start_cluster(inventory, states, means, of_run=of_run)
 
 
 def joined(arguments: argparse.Namespace, say: Say) -> RayLauncher:
     """The launcher for a cluster that is up: that of `--ray`, else of `--nodes`. Starts none. Raises UsageError."""
     if not arguments.nodes:
         return _launcher(arguments.ray or "auto", None, say)
-    states, state = _recorded(arguments)
-    if state is None:
+    inventory = _inventory(arguments.nodes)
+    states = StateDirectory(arguments.state or default_directory())
+    state = states.load()
+    if state is None or not state.nodes:
         raise UsageError(f"no cluster is up; start it with burst cluster up {arguments.nodes}")
-    return _of_inventory(_inventory(arguments.nodes), states, state, say)
+    return _of_inventory(inventory, states, state, say)
 
 
 def ray_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, Launcher]:
-    """The hosts as one machine, and their launcher. With `--nodes`, starts a cluster where none is up; it ends with
-    the launcher. Raises UsageError."""
-    states, state = _recorded(arguments) if arguments.nodes else (None, None)
-    if states is None or state is not None:
+    """The hosts as one machine, and their launcher. With `--nodes`, the cluster that is up gets those hosts of the
+    inventory that it lacks; where none is up, one is started, and ends with the launcher. Raises UsageError."""
+    if not arguments.nodes:
         launcher = joined(arguments, say)
         return launcher.machine, launcher
     inventory = _inventory(arguments.nodes)
-    say("no cluster is up: starting one for this run")
-    state = start(
+    states = StateDirectory(arguments.state or default_directory())
+    before = states.load()
+    own = before is None or not before.nodes or before.of_run
+    if before is None or not before.nodes:
+        say("no cluster is up: starting one for this run")
+    state = start_cluster(
         inventory,
         states,
         say,
         known_hosts=arguments.known_hosts,
         accept_new_host_keys=arguments.accept_new_host_keys,
-        of_run=True,
+        of_run=own,
     )
     try:
         launcher = _of_inventory(inventory, states, state, say)
     except BaseException:  # nodes that differ too much for one run, and Ctrl-C
-        end_own(states, state, say)
+        if own:
+            end_own(states, state, say)
         raise
-    return launcher.machine, OwnCluster(launcher, states, state, say)
-
-
-def _recorded(arguments: argparse.Namespace) -> tuple[StateDirectory, ClusterState | None]:
-    """The cluster that a run may take part in; None when none is up. Raises UsageError for one it must not touch."""
-    states = StateDirectory(arguments.state or default_directory())
-    state = states.load()
-    if state is None or state.ending:  # the next start ends what is left of it
-        return states, None
-    if state.of_run:
-        raise UsageError(
-            f"the cluster in {states.path} belongs to another burst run (by {state.created_by}, {state.created_at}); "
-            "wait for its end, or burst cluster down if that run was killed, or give --state a folder of this run's own"
-        )
-    if not state.complete:
-        raise UsageError(
-            f"the cluster in {states.path} is half up; burst cluster down, then burst cluster up {arguments.nodes}"
-        )
-    return states, state
+    return launcher.machine, OwnCluster(launcher, states, state, say) if own else launcher
 
 
 def _of_inventory(inventory: Inventory, states: StateDirectory, state: ClusterState, say: Say) -> RayLauncher:
     """Those nodes of the inventory that are part of the cluster, in the inventory's order."""
-    addresses = {node.name: node.address for node in state.joined}
-    for node in inventory.nodes:
-        if node.name not in addresses and not state.of_run:
-            say(f"left out: {node.name} is not part of the cluster that is up")
+    addresses = {node.name: node.address for node in state.nodes}
     nodes = {addresses[node.name]: node for node in inventory.nodes if node.name in addresses}
     if not nodes:
         raise UsageError(
             f"none of the nodes in {inventory.name} is part of the cluster that is up "
-            f"({', '.join(node.name for node in state.nodes)}); end it with burst cluster down, then up"
+            f"({', '.join(addresses)}); add them with burst cluster up"
         )
-    with _restarted("burst cluster down, then up"):
+    with _restarted("see burst cluster status"):
         return RayLauncher(RayConnection(state.head_address, states.token_path), say, nodes)
 
 
@@ -188,4 +143,4 @@ def end_own(states: StateDirectory, started: ClusterState, say: Say) -> None:
     except UsageError as error:  # the run has its results, whether or not the cluster ended
         problems = {"the cluster": str(error)}
     for name, sentence in problems.items():
-        say(f"{name} could not be ended ({sentence}); burst cluster down tries again")
+        say(f"{name} could not be ended ({sentence}); the next run, burst cluster up or down tries again")

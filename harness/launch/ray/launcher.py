@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.errors import counted
+from cluster.inventory.checkout import difference, own_versions
 from cluster.inventory.hosts import Host as InventoryHost
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
@@ -28,7 +29,7 @@ from harness.base.interrupts import look
 from harness.launch.environment import RECORDED_PREFIXES
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ray.connection import ClusterLost, RayConnection
-from harness.launch.ray.host import LAUNCHERS_OWN, Description, HostActor, receive_files, versions
+from harness.launch.ray.host import LAUNCHERS_OWN, Description, HostActor, receive_files
 from harness.launch.ray.watch import (
     ENDING_SECONDS,
     HostFolder,
@@ -125,7 +126,7 @@ class RayLauncher:
         self._out: dict[str, str] = {}  # by name: why a host of the cluster is not used, at the last look
         self._broken = ""  # why the cluster as a whole is lost
         self._lock = threading.RLock()  # lanes run jobs at the same time
-        self._own = versions()
+        self._own = own_versions()
         self.stuck = False  # after `close`: Ray cannot be left in order, see `RayConnection.stuck`
         self._user = {
             name: value
@@ -195,6 +196,8 @@ class RayLauncher:
             return outcome("node_lost", f"{error}{self._next(job)}", names)
 
     def _next(self, job: Job) -> str:
+        if self._broken and self._nodes is not None:
+            return f"; {job.again} goes on with the hosts that answer" if job.again else ""
         if self._broken:
             return f"; start it again, then repeat the command with {job.again}" if job.again else "; start it again"
         return f"; {job.again} tries again" if job.again else ""
@@ -348,12 +351,8 @@ class RayLauncher:
             return self._abandon(actor, group, name, loss.why)
         except self._connection.ray.exceptions.RayTaskError as error:
             return self._abandon(actor, group, name, f"it cannot run this project ({error.cause}); install it there")
-        if differing := [
-            f"{what} is {described.versions.get(what)} there but {mine} here"
-            for what, mine in self._own.items()
-            if described.versions.get(what) != mine
-        ]:
-            return self._abandon(actor, group, name, f"{', '.join(differing)}; install the same there")
+        if differs := difference(self._own, described.versions):
+            return self._abandon(actor, group, name, f"{differs}; install the same there")
         machine = Machine(**described.machine)
         try:
             site = self._site(address)
