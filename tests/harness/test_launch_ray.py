@@ -103,7 +103,7 @@ def takes_a_host_of_another() -> None:
 
     module.PLACEMENT_SECONDS = float(sys.argv[2])
     if sys.argv[3] == "differs":
-        module.versions = lambda: {"torch": "0.1"}
+        module.own_versions = lambda: {"torch": "0.1"}
     launcher_of(sys.argv[1])
 
 
@@ -145,7 +145,7 @@ def test_a_host_with_other_software_is_left_out_with_the_difference(head):
     assert done.returncode == 1
     [said] = {line for line in done.stderr.splitlines() if line.startswith("left out: ")}
     assert "torch is " in said
-    assert said.endswith(" there but 0.1 here; install the same there")
+    assert said.endswith(" there but 0.1 on this machine; install the same there")
 
 
 WITHOUT_RAY = """
