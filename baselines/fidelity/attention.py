@@ -18,7 +18,7 @@ from baselines.fidelity.rows import Error, Row, verdict_of
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
 from engine.measurement import write_json
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import ModelShape, TrialSettings
 
 if TYPE_CHECKING:

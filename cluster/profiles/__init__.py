@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 from cluster.profiles.thresholds import Profile as Profile
 
 FOLDER = Path(__file__).parent
@@ -50,7 +50,7 @@ def load_profiles(*folders: Path) -> dict[str, Profile]:
         if not paths:
             raise ValueError(f"{folder} holds no profile; give a folder with files such as cluster/profiles/h200.yaml")
         for path in paths:
-            profile = strict_yaml.load(Profile, path, "GPU profile")
+            profile = reader.load(Profile, path, "GPU profile")
             profiles.update(dict.fromkeys(profile.names, profile))
     return profiles
 

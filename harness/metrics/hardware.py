@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 
 from baselines.paper_cluster import GPUS_PER_NODE
-from cluster.files.document import Node, read_yaml
 from cluster.files.errors import nearest, one_of
+from cluster.files.reader import Node, build, check_keys, convert, read_yaml
 from engine.settings import Kernel
 from harness.base.errors import UsageError
-from harness.spec.schema import build, check_keys, convert
 
 # Figures that may be measured rather than published.
 MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.paper_cluster import GPUS_PER_NODE
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.predict.problem import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model

@@ -20,8 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, get_args
 
-from cluster.files.document import Node, read_yaml
 from cluster.files.errors import nearest
+from cluster.files.reader import Node, read_yaml
 from harness.base.errors import UsageError
 
 PROVENANCE_FILE = "provenance.yaml"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from cluster.files.filesystem import read_text
-from engine.plain_json import MAX_BYTES, parse_json, read_regular
+from engine.reader import MAX_BYTES, parse_json, read_regular
 from harness.base.errors import UsageError
 from harness.records.packed import (
     SUFFIX,

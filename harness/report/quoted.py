@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from engine.atomic import write_atomic
-from engine.plain_json import from_json
+from engine.reader import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds

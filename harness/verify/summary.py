@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.files.errors import counted
-from engine.plain_json import to_json
+from engine.reader import to_json
 from harness.verify.finding import Verdict
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.files.document import Node
+from cluster.files.reader import Node
 from engine.models.decoder import Decoder
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
@@ -239,14 +239,14 @@ def test_every_measured_figure_of_the_shipped_files_says_when_and_where() -> Non
     ("old", "new", "message"),
     [
         ("kernel_ceilings: {when", "gemm_tflops: {when", r"gpu.yaml:7: unknown key gemm_tflops in measured; "),
-        ("what: ", "size: ", r"gpu.yaml:7: unknown key size in measured.kernel_ceilings; "),
+        ("what: ", "size: ", r"gpu.yaml:7: unknown key measured.kernel_ceilings.size; "),
         (", what: 64K tokens", "", r"gpu.yaml:7: measured.kernel_ceilings lacks what; add what is missing"),
         (
             '"2026-11-20"',
             "last week",
             r"gpu.yaml:7: measured.kernel_ceilings.when is last week; expected a day such as",
         ),
-        ('"2026-11-20"', "2026", r"gpu.yaml:7: when is 2026; expected text"),
+        ('"2026-11-20"', "2026", r"gpu.yaml:7: measured.kernel_ceilings.when is 2026; expected text"),
     ],
 )
 def test_a_wrong_time_or_place_of_a_measurement_is_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
