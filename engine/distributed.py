@@ -11,9 +11,10 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.attention.problem import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
+
+_Result = TypeVar("_Result")
 
 _WAITING_RANKS = 2048  # that may connect before rank 0 takes their connections; torch's own number
 
@@ -42,6 +45,17 @@ class World:
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def attempt(self, work: Callable[[], _Result], *errors: type[Exception]) -> tuple[_Result | None, dict[int, str]]:
+        """What `work` returns on this rank, and what it raised of `errors`, in words by rank. Collective, so that no
+        rank waits for one that failed: where there are failures, every rank knows of them and has to stop too."""
+        result, failure = None, None
+        try:
+            result = work()
+        except errors as error:
+            failure = str(error).strip() or type(error).__name__
+        found = enumerate(self.gather(failure))
+        return result, {rank: text for rank, text in found if isinstance(text, str)}
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """Entry by entry, the time of the slowest rank. Collective."""

@@ -113,19 +113,10 @@ def _compared(world: World, cp: ContextParallel, truth: _Truth, found: Sequence[
 
 def agree(world: World, work: Callable[[], Result]) -> Result:
     """What `work` returns; where it fails on some rank, NotChecked on all of them, before the next collective."""
-    result, failure = None, ""
-    try:
-        result = work()
-    except (
-        RuntimeError,
-        MemoryError,
-        ValueError,
-    ) as error:  # OutOfMemoryError is a RuntimeError, TooManyTiles a ValueError
-        failure = str(error).strip().partition("\n")[0] or type(error).__name__
-    failures = world.gather(failure)
-    for rank, text in enumerate(failures):
-        if text:
-            raise NotChecked(f"rank {rank}: {text}")
+    # OutOfMemoryError is a RuntimeError, TooManyTiles a ValueError.
+    result, failures = world.attempt(work, RuntimeError, MemoryError, ValueError)
+    for rank, text in failures.items():
+        raise NotChecked(f"rank {rank}: {text.splitlines()[0]}")
     return cast(Result, result)
 
 

@@ -317,17 +317,11 @@ def agreed(world: World, check: Callable[[], _Found]) -> _Found:
 
     Raises ValueError on every rank when it does on one, naming that rank's host unless all have a problem.
     """
-    found: _Found | None = None
-    problem = ""
-    try:
-        found = check()
-    except ValueError as error:
-        problem = str(error)
-    answers = cast(list[tuple[str, str]], world.gather((socket.gethostname(), problem)))
-    problems = [(host, words) for host, words in answers if words]
+    found, problems = world.attempt(check, ValueError)
     if problems:
-        host, words = problems[0]
-        raise ValueError(words if len(problems) == len(answers) else f"{host}: {words}")
+        hosts = world.gather(socket.gethostname())
+        rank, words = min(problems.items())
+        raise ValueError(words if len(problems) == world.size else f"{hosts[rank]}: {words}")
     return cast(_Found, found)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError, nearest
 from harness.commands import parse_tolerance
+from harness.report.variants import OWN_METHOD
 
 if TYPE_CHECKING:
     from harness.compare.pairs import Comparison
@@ -17,19 +20,21 @@ if TYPE_CHECKING:
 
 FORMATS = "md,csv,tex"
 REGRESSED = 1
+_MOST_VALUES = 4  # of a setting, or settings, that a refusal lists
 
 
 class Compare:
     help = (
-        "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a worse or wrong one"
+        "compare two runs, or the methods, settings or commits of runs, trial by trial; exit code 1 for a worse or "
+        "wrong one"
     )
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "directories", nargs="+", type=Path, metavar="DIR",
-            help="A (the reference) and B: runs (directories or packed files), or directories that hold runs; with "
-            "--methods or --commits any number",
+            help="A (the reference) and B: runs (directories or packed files), or directories that hold runs; one "
+            f"alone: {OWN_METHOD} against each other method in it; with --methods or --commits any number",
         )  # fmt: skip
         sides = parser.add_mutually_exclusive_group()
         sides.add_argument(
@@ -38,6 +43,11 @@ class Compare:
         sides.add_argument(
             "--commits", nargs=2, metavar=("A", "B"),
             help="compare the records of two commits, earlier attempts and runs moved aside among them",
+        )  # fmt: skip
+        sides.add_argument(
+            "--across", metavar="SETTING", action="append", default=[],
+            help="pair trials that differ in this setting, such as dtype or checkpoint: of two runs, or its two values "
+            "in one; may be repeated",
         )  # fmt: skip
         parser.add_argument(
             "--tolerance", default="2%", metavar="SHARE",
@@ -53,21 +63,32 @@ class Compare:
         from harness.report.tables.table import save_table
 
         formats = _formats(arguments)
-        comparison = _compared(arguments)
-        names = report.trial_names(comparison, one_run=arguments.methods is not None)
+        of_methods = len(arguments.directories) == 1 and not (
+            arguments.methods or arguments.commits or arguments.across
+        )
+        comparisons = _of_own_method(arguments) if of_methods else [_compared(arguments)]
+        named = [(comparison, report.trial_names(comparison)) for comparison in comparisons]
         if arguments.out is not None:
             make_writable(arguments.out)
-            save_table(report.comparison_of(comparison, names), arguments.out, formats)
+            for comparison, names in named:
+                table = report.comparison_of(comparison, names)
+                name = f"{table.name}_{comparison.labels[0]}" if of_methods else table.name
+                save_table(replace(table, name=name), arguments.out, formats)
         if arguments.json:
-            print(json.dumps(report.to_plain(comparison, names), indent=1))
+            plain = [report.to_plain(comparison, names) for comparison, names in named]
+            print(json.dumps({"schema": report.SCHEMA, "comparisons": plain} if of_methods else plain[0], indent=1))
         else:
-            parts = (
-                report.heading(comparison),
-                report.pair_lines(comparison, names),
-                [*report.alone(comparison, names), *report.closing(comparison, names)],
-            )
+            parts = [
+                part
+                for comparison, names in named
+                for part in (
+                    report.heading(comparison),
+                    report.pair_lines(comparison, names),
+                    [*report.alone(comparison, names), *report.closing(comparison, names)],
+                )
+            ]
             print("\n\n".join("\n".join(shown(line.replace("\n", " ")) for line in part) for part in parts))
-        return REGRESSED if comparison.regressions or comparison.wrong else 0
+        return REGRESSED if any(one.regressions or one.wrong for one in comparisons) else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
@@ -75,21 +96,25 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     from harness.compare.pairs import compare
     from harness.compare.sources import ever_kept, of_commit
 
-    tolerance, directories = parse_tolerance(arguments.tolerance), arguments.directories
+    tolerance, directories, across = parse_tolerance(arguments.tolerance), arguments.directories, arguments.across
     if arguments.methods:
         members = _of_all(directories)
         sides = [_of_method(members, method) for method in arguments.methods]
-        labels = tuple(arguments.methods)
+        labels, across = tuple(arguments.methods), ["method"]
         hint = "name two methods that ran at equal settings"
     elif arguments.commits:
         members = ever_kept(directories)
         sides = [of_commit(members, prefix) for prefix in arguments.commits]
         labels = tuple(f"commit {side[0].record.commit}" for side in sides)
         hint = "name commits that ran trials of equal settings"
+    elif across:
+        labels, sides = _across(directories, across)
+        hint = ""
     else:
         if len(directories) != 2:
-            given = "1 directory" if len(directories) == 1 else f"{len(directories)} directories"
-            raise UsageError(f"{given} given; expected A and B, or one directory with --methods or --commits")
+            raise UsageError(
+                f"{len(directories)} directories given; expected A and B, or --methods or --commits for any number"
+            )
         sides = [_of_all([directory]) for directory in directories]
         labels = tuple(map(str, directories))
         hint = "name runs of one experiment"
@@ -99,12 +124,115 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if shared:
         records = "1 record" if len(shared) == 1 else f"{len(shared)} records"
         raise UsageError(f"A and B share {records}, which would be compared with themselves; name two separate runs")
-    found = compare((labels[0], labels[1]), *sides, tolerance=tolerance, one_run=bool(arguments.methods))
-    if all(pair.outcome == "neither" for pair in found.pairs) and not (found.pairs and found.wrong):
+    one_run = bool(arguments.methods) or (bool(across) and len(directories) == 1)
+    found = compare((labels[0], labels[1]), *sides, tolerance=tolerance, across=across, one_run=one_run)
+    if not _has_figures(found):
         counts = " and ".join(f"{len(side)} of {label}" for side, label in zip(sides, labels, strict=True))
         what = "no pair of them has a number" if found.pairs else "no two of them have equal settings"
+        if not found.pairs and not arguments.methods:
+            hint = _differing(sides, across) or hint
         raise UsageError(f"nothing to compare: the records found are {counts}, and {what}; {hint}")
     return found
+
+
+def _has_figures(found: Comparison) -> bool:
+    """Whether a trial of a pair has a number or is wrong."""
+    return any(pair.outcome != "neither" for pair in found.pairs) or bool(found.pairs and found.wrong)
+
+
+def _of_own_method(arguments: argparse.Namespace) -> list[Comparison]:
+    """Our method (B) against each other one (A) of the runs in one directory, as far as pairs have figures."""
+    from harness.compare.pairs import compare
+    from harness.report.results import method_rank
+
+    tolerance, [directory] = parse_tolerance(arguments.tolerance), arguments.directories
+    members = _of_all([directory])
+    methods = sorted({member.row["method"] for member in members}, key=method_rank)
+    others = [method for method in methods if method != OWN_METHOD]
+    if OWN_METHOD not in methods and len(others) > 1:
+        raise UsageError(f"{directory} has no trial of {OWN_METHOD}; name two of {', '.join(others)} with --methods")
+    if not others or OWN_METHOD not in methods:
+        raise UsageError(
+            f"all trials of {directory} are of one method, {methods[0]}; name another run beside it, or a setting that "
+            "varies in it with --across"
+        )
+    ours = _of_method(members, OWN_METHOD)
+    found = [
+        compare(
+            (method, OWN_METHOD), _of_method(members, method), ours,
+            tolerance=tolerance, across=["method"], one_run=True,
+        )
+        for method in others
+    ]  # fmt: skip
+    if not any(map(_has_figures, found)):
+        raise UsageError(
+            f"nothing to compare: no trial of {OWN_METHOD} in {directory} has the settings of one of "
+            f"{', '.join(others)} and a number beside it; burst report {directory} shows how each ended"
+        )
+    return [comparison for comparison in found if _has_figures(comparison)]
+
+
+def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...], list[list[Member]]]:
+    """Labels and members of both sides, each of one value of the settings `across`: of two runs, or of one run cut in
+    two. Raises UsageError for an unknown setting and for other numbers of values."""
+    from harness.compare.pairs import is_across, values_of
+
+    if len(directories) > 2:
+        raise UsageError(f"{len(directories)} directories given; --across compares two runs, or two values in one")
+    sides = [_of_all([directory]) for directory in directories]
+    known = {name for side in sides for member in side for name in (*member.settings, *member.groups)}
+    for setting in across:
+        if setting not in known:
+            raise UsageError(f"--across {setting}: no trial of these records has it; {nearest(setting, sorted(known))}")
+    members = [member for side in sides for member in side]
+    varying = [  # of a group such as `checkpoint` the members that tell the two sides apart
+        name
+        for name in sorted(known)
+        if is_across(name, across) and len({one.settings.get(name) for one in members}) > 1
+    ] or across
+    by_value: list[dict[str, list[Member]]] = []
+    for side in sides:
+        found: dict[str, list[Member]] = {}
+        for member in side:
+            found.setdefault(values_of(member, varying), []).append(member)
+        by_value.append(found)
+    names = " and ".join(across)
+    if len(directories) == 1:
+        [found] = by_value
+        if len(found) != 2:
+            raise UsageError(
+                f"{directories[0]} has {_listed(found)} of {names}; expected two to compare (burst report shows any "
+                "number beside each other)"
+            )
+        return tuple(found), list(found.values())
+    for directory, found in zip(directories, by_value, strict=True):
+        if len(found) != 1:
+            raise UsageError(f"{directory} has {_listed(found)} of {names}; expected one in each of two runs")
+    labels = [f"{directory}, {next(iter(found))}" for directory, found in zip(directories, by_value, strict=True)]
+    if next(iter(by_value[0])) == next(iter(by_value[1])):
+        raise UsageError(f"A and B both have {next(iter(by_value[0]))}; leave --across {across[0]} out")
+    return tuple(labels), sides
+
+
+def _listed(values: Iterable[str]) -> str:
+    found = list(values)
+    shown_few = ", ".join(found[:_MOST_VALUES]) + (" ..." if found[_MOST_VALUES:] else "")
+    return f"{len(found)} value{'' if len(found) == 1 else 's'} ({shown_few})"
+
+
+def _differing(sides: list[list[Member]], across: list[str]) -> str:
+    """What the most alike trials of both sides differ in, with the option that pairs them; empty where that is much."""
+    from harness.compare.pairs import closest, values_of
+
+    first, second = closest(*sides)
+    names = sorted(
+        {name.partition(".")[0] for name in {*first.settings, *second.settings}
+         if first.settings.get(name) != second.settings.get(name)}
+    )  # fmt: skip
+    if not 0 < len(names) <= _MOST_VALUES:
+        return ""
+    options = " ".join(f"--across {name}" for name in dict.fromkeys([*across, *names]))
+    return f"the most alike are {values_of(first, names)} and {values_of(second, names)}: {options} pairs such trials"
 
 
 def _of_all(directories: list[Path]) -> list[Member]:

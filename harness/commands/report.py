@@ -54,6 +54,15 @@ class Report:
             help="method that tables compare the others with (default: at every point the best other one)",
         )  # fmt: skip
         parser.add_argument(
+            "--subject",
+            metavar="METHOD",
+            help="method that is held against each of the others (default: burst)",
+        )
+        parser.add_argument(
+            "--label", metavar="METHOD=NAME", action="append", default=[],
+            help="show NAME for a method in tables and figures, such as mine=Ours; may be repeated",
+        )  # fmt: skip
+        parser.add_argument(
             "--set-aside-bad", action="store_true", help="rename records that cannot be used, and go on without them"
         )
         parser.add_argument(
@@ -74,23 +83,42 @@ class Report:
         if sites and len(runs) > 1:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
         problems: list[str] = []
-        aside, baseline = arguments.set_aside_bad, arguments.baseline
+        aside, baseline, subject = arguments.set_aside_bad, arguments.baseline, arguments.subject
+        labels = _labels(arguments.label)
+        if subject is not None and subject == baseline:
+            raise UsageError(f"--subject and --baseline are both {subject}; name two methods")
         try:
             if sites:
                 formats = _formats(arguments.format, "html")
                 with _progress() as done:
                     path, problems = write_site(
-                        sites[0], out, formats, baseline=baseline, set_bad_aside=aside, say=say, done=done
-                    )
+                        sites[0], out, formats, baseline=baseline, subject=subject, labels=labels,
+                        set_bad_aside=aside, say=say, done=done,
+                    )  # fmt: skip
             else:
                 formats = _formats(arguments.format, FORMATS)
-                path = write_report(runs, out, formats, baseline=baseline, set_bad_aside=aside, say=say)
+                path = write_report(
+                    runs, out, formats, baseline=baseline, subject=subject, labels=labels, set_bad_aside=aside, say=say
+                )
         except ValueError as error:
             raise UsageError(str(error)) from error
         for problem in problems:
             say(f"burst: {problem}")
         print(shown(f"Report: {path}"))
         return 1 if problems else 0
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    """Names by method. Raises UsageError for what is no METHOD=NAME, and for a method that is named twice."""
+    labels: dict[str, str] = {}
+    for text in given:
+        method, _, name = (part.strip() for part in text.partition("="))
+        if not method or not name:
+            raise UsageError(f"--label {text}: expected METHOD=NAME, such as mine=Ours")
+        if method in labels:
+            raise UsageError(f"--label {text}: {method} is called {labels[method]} already; give each method one name")
+        labels[method] = name
+    return labels
 
 
 def _formats(given: str | None, default: str) -> list[str]:

@@ -54,6 +54,8 @@ class Run:
         from harness.spec.written import experiment_text
 
         check_launch_arguments(arguments)
+        if arguments.again and (arguments.only or arguments.retry_failed):
+            raise UsageError("--again runs the trials that it names and no others; leave --only and --retry-failed out")
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
@@ -77,7 +79,7 @@ class Run:
             default = "local" if arguments.parallel > 1 else default_launcher()
             machine, launcher = discover(), make_launcher(arguments.launcher or default)
         resume = None
-        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
+        if any((arguments.resume, arguments.retry_failed, arguments.set_aside_bad, arguments.mix, arguments.again)):
             resume = Resume(
                 retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad, mix=arguments.mix
             )
@@ -92,6 +94,10 @@ class Run:
             ]
             if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
                 say(note)
+            chosen = named(trials, arguments.only) if arguments.only else None
+            if resume is not None and arguments.again:
+                chosen = named(trials, arguments.again, "--again")
+                resume = dataclasses.replace(resume, again=frozenset(trial.id for trial in chosen))
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
             host = Host(
@@ -118,7 +124,7 @@ class Run:
                     order=arguments.order,
                     lanes=lanes,
                 ),
-                only=named(trials, arguments.only) if arguments.only else None,
+                only=chosen,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
                 again=command_line(arguments),
@@ -141,6 +147,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="ID", action="append", default=[],
         help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
         "may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--again", metavar="ID", action="append", default=[],
+        help="run these trials of the run in DIR once more, however they ended, beside the other records there, which "
+        "stay as they are; names them as --only does",
     )  # fmt: skip
     parser.add_argument(
         "--order", choices=("random", "file", "shortest", "longest"), default="random",

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from harness.compare.sources import Member, latest
 from harness.metrics.intervals import Ratio
-from harness.report.results import Row, given_names, in_order, setting_names
+from harness.report.results import given_names, in_order, setting_names
 from harness.report.speedup import compared
 from harness.report.tables.agreement import has_own_weights, relative_differences
+from harness.report.variants import setting_text
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
+_MOST_HELD = 100  # trials of each side that are held against each other to find what differs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +107,8 @@ class Comparison:
     only_reference: list[Member]
     only_candidate: list[Member]
     tolerance: float
+    across: tuple[str, ...] = ()  # the settings in which the two of a pair may differ
+    one_run: bool = False  # whether both sides are of the same runs
     repeated: int = 0  # records passed over, since a later one has the same settings
 
     @property
@@ -155,13 +159,14 @@ def compare(
     candidate: Sequence[Member],
     *,
     tolerance: float,
+    across: Sequence[str] = (),
     one_run: bool = False,
 ) -> Comparison:
     """Pair what has equal settings, whatever its steps and rounds; of several records with equal settings the latest.
 
-    `one_run`: the two sides are methods of the same runs: pairs have equal settings but for the method and
-    what `settings: as_published` or `tuned` filled for each, lie in one run, and their rounds are drawn in pairs where
-    both ran in the same ones.
+    `across` names settings in which the two of a pair may differ, a group such as `checkpoint` with all its members.
+    `one_run`: the two sides are of the same runs: what `settings: as_published` or `tuned` filled may differ too, pairs
+    lie in one run, and their rounds are drawn in pairs where both ran in the same ones.
     """
     experiments = max(len({member.record.experiment for member in side}) for side in (reference, candidate))
 
@@ -170,7 +175,7 @@ def compare(
         settings = tuple(
             (name, row[name])
             for name in (given_names(row) if one_run else setting_names(row))
-            if not name.startswith("steps.") and not (one_run and name == "method")
+            if not name.startswith("steps.") and not is_across(name, across)
         )
         return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)
 
@@ -188,6 +193,8 @@ def compare(
         only_reference=alone[0],
         only_candidate=alone[1],
         tolerance=tolerance,
+        across=tuple(across),
+        one_run=one_run,
         repeated=len(reference) - len(before) + len(candidate) - len(now),
     )
 
@@ -231,6 +238,21 @@ def _facts(member: Member) -> dict[str, str]:
     }
 
 
-def settings_of(member: Member) -> Row:
-    """The settings of a trial by name, those of its steps left out."""
-    return {name: member.row[name] for name in setting_names(member.row) if not name.startswith("steps.")}
+def is_across(name: str, across: Sequence[str]) -> bool:
+    """Whether a setting is one of `across`, or a member of a group that is."""
+    return any(name == one or name.startswith(f"{one}.") for one in across)
+
+
+def values_of(member: Member, across: Sequence[str]) -> str:
+    """The values of the settings `across` in words: `dtype bf16, checkpoint.kind full`."""
+    return ", ".join(setting_text(name, value) for name, value in member.settings.items() if is_across(name, across))
+
+
+def closest(reference: Sequence[Member], candidate: Sequence[Member]) -> tuple[Member, Member]:
+    """The two of both sides that differ in the fewest settings."""
+    sides = (reference[:_MOST_HELD], candidate[:_MOST_HELD])
+    return min(
+        ((one, other) for one in sides[0] for other in sides[1]),
+        key=lambda two: sum(two[0].settings.get(name) != two[1].settings.get(name)
+                            for name in {*two[0].settings, *two[1].settings}),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, get_args
 
 from harness.base.lengths import format_length
-from harness.compare.pairs import Comparison, Pair, settings_of
+from harness.compare.pairs import Comparison, Pair, is_across
 from harness.compare.sources import Member
 from harness.metrics.intervals import Interval, TwoRounds, Verdict
 from harness.records.stored import stored_run
@@ -22,26 +22,29 @@ _MOST_VARIABLES = 4  # of the environment that differ
 _LONGEST_VALUE = 48  # characters of a differing fact
 
 
-def trial_names(comparison: Comparison, *, one_run: bool = False) -> dict[int, str]:
+def trial_names(comparison: Comparison) -> dict[int, str]:
     """Names of all trials by the identity of their member: `train 1b 256k CP 4 burst, kernel fa4`.
 
-    Settings appear where they vary. `one_run`: a pair is of two methods, so no name has one.
+    Settings appear where they vary, but for those in which the two of a pair differ: the two have one name.
     """
     pairs = [member for pair in comparison.pairs for member in (pair.reference, pair.candidate)]
     members = [*pairs, *comparison.only_reference, *comparison.only_candidate]
-    settings = [settings_of(member) for member in members]
+    settings = [member.settings for member in members]
     varying = [
         name
         for name in sorted({name for one in settings for name in one})
-        if name not in _PLACED and not name.startswith("model.") and len({one.get(name) for one in settings}) > 1
+        if name not in _PLACED
+        and not name.startswith("model.")
+        and not is_across(name, comparison.across)
+        and len({one.get(name) for one in settings}) > 1
     ]
     experiments = len({member.record.experiment for member in members}) > 1
-    runs = one_run and len({member.run for member in members}) > 1
+    runs = comparison.one_run and len({member.run for member in members}) > 1
     names = {}
     for member, own in zip(members, settings, strict=True):
         row = member.row
         parts = [row["task"], row["model"], format_length(row["seq_len"]), panel_name(panel_of(row))]
-        if not one_run:
+        if "method" not in comparison.across:
             parts.append(row["method"])
         texts = [" ".join(parts), *(setting_text(name, own.get(name)) for name in varying)]
         texts += [stored_run(member.run).name] if runs else [member.record.experiment] if experiments else []

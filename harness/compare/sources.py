@@ -11,7 +11,7 @@ from harness.base.errors import UsageError, one_of
 from harness.records.provenance import DIRTY
 from harness.records.record import BadRecord, Record, RecordPlace, refuse_bad
 from harness.records.stored import StoredRecord, StoredRun, read_all, resolved, runs_below, stored_run
-from harness.report.results import Row, row_of
+from harness.report.results import Row, row_of, setting_names
 
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
 _SHORT = 12  # characters of a commit in a message
@@ -25,6 +25,16 @@ class Member:
     place: RecordPlace
     record: Record
     row: Row
+
+    @property
+    def settings(self) -> Row:
+        """The settings of the trial by name, those of its steps left out."""
+        return {name: self.row[name] for name in setting_names(self.row) if not name.startswith("steps.")}
+
+    @property
+    def groups(self) -> set[str]:
+        """The names of settings that have members, such as `checkpoint`."""
+        return {name.partition(".")[0] for name in self.settings if "." in name}
 
 
 def of_directory(directory: Path) -> list[Member]:

@@ -150,7 +150,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     )
 
 
-def named(trials: Sequence[Trial], names: Sequence[str]) -> tuple[Trial, ...]:
+def named(trials: Sequence[Trial], names: Sequence[str], option: str = "--only") -> tuple[Trial, ...]:
     """The trials that any of `names` means, in the plan's order: an id, the beginning of ids, or a pattern with `*`.
 
     Raises UsageError, with the nearest id, for one that means none.
@@ -162,7 +162,7 @@ def named(trials: Sequence[Trial], names: Sequence[str]) -> tuple[Trial, ...]:
         if not means:
             near = difflib.get_close_matches(name, ids, n=1, cutoff=0.0)
             raise UsageError(
-                f"--only {name!r} means none of the {len(ids)} trials; "
+                f"{option} {name!r} means none of the {len(ids)} trials; "
                 + (f"did you mean {near[0]}?" if near else "`burst plan --json` lists the ids")
             )
         found.update(means)

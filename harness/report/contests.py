@@ -19,7 +19,8 @@ from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, 
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (
-    OWN_METHOD,
+    LABEL,
+    is_subject,
     method_name,
     on_cpu,
     panel_name,
@@ -47,6 +48,11 @@ class Entrant:
     @property
     def method(self) -> str:
         return str(self.rows[0]["method"])
+
+    @property
+    def called(self) -> str:
+        """The method by the name that is shown."""
+        return str(self.rows[0].get(LABEL) or self.method)
 
     @property
     def short(self) -> str:
@@ -86,12 +92,12 @@ class Contest:
     @property
     def only_settings_named(self) -> bool:
         """Whether names are settings, without the one method that they were given to."""
-        return not any(entrant.name.startswith(entrant.method) for entrant in self.entrants)
+        return not any(entrant.name.startswith(entrant.called) for entrant in self.entrants)
 
     @property
     def subject(self) -> Entrant:
-        """The series that is put beside the others: the fastest of ours, else the fastest."""
-        own = (one for one in self.entrants if one.method == OWN_METHOD and one.method != self.baseline)
+        """The series that is put beside the others: the fastest of the subject's, else the fastest."""
+        own = (one for one in self.entrants if is_subject(one.rows[0]) and one.method != self.baseline)
         others = (one for one in self.entrants if one.method != self.baseline)
         return next(own, None) or next(others, self.entrants[0])
 
@@ -152,7 +158,7 @@ def verdict_sentence(contest: Contest) -> str:
     """Who is faster, by how much and how sure, in one sentence."""
     subject, other = contest.subject, contest.other
     found = contest.beside(other) if other else None
-    ours = f"{subject.method} with {subject.name}" if contest.only_settings_named else subject.short
+    ours = f"{subject.called} with {subject.name}" if contest.only_settings_named else subject.short
     if other is None or found is None:
         speed = f"{supported()(subject.speed)} tokens/s per GPU"
         return f"{ours} ran at {speed}; nothing was measured beside it."

@@ -109,8 +109,9 @@ def dots_of(contest: Contest) -> Dots | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One row of a plot of ratios: `ratio` is of speeds, over that of `other`."""
+    """One row of a plot of ratios: `ratio` is of the speed of `subject`, over that of `other`."""
 
+    subject: str = "burst"
     name: str
     link: str
     about: str

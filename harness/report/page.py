@@ -30,8 +30,15 @@ from harness.report.tables.ideal import ideal_table
 from harness.report.tables.particular import breakdown_table, head_table, mask_table, set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table
-from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
-from harness.report.variants import on_cpu
+from harness.report.tables.trials import (
+    accuracy_table,
+    memory_by_length,
+    per_unit,
+    problems_table,
+    results_table,
+    speed_by_length,
+)
+from harness.report.variants import on_cpu, with_subject
 from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
@@ -48,6 +55,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "masks": mask_table,
     "lm_head": head_table,
     "breakdown": breakdown_table,
+    "speed_by_length": speed_by_length,
+    "memory_by_length": memory_by_length,
     "results": results_table,
 }
 BEFORE_FIGURES = ("comparison",)  # tables that the page shows above the figures; on CPUs those of agreement
@@ -76,6 +85,8 @@ def write_report(
     *,
     index: str = "",
     baseline: str | None = None,
+    subject: str | None = None,
+    labels: Mapping[str, str] | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
@@ -84,8 +95,9 @@ def write_report(
     Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
     status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
     with a sentence for each. `index` is the address of the page that links this one, where there is one; `baseline` the
-    method that tables compare with (by default at every point the best other one).
-    Raises UsageError for an unknown format or baseline, when there is no record at all, and for records that cannot be
+    method that tables compare with (by default at every point the best other one), `subject` the one that is compared
+    (by default burst), `labels` names that are shown instead of methods' own.
+    Raises UsageError for an unknown format or method, when there is no record at all, and for records that cannot be
     used.
     """
     wanted = checked_formats(formats)
@@ -96,7 +108,7 @@ def write_report(
             f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json, "
             "or packed runs (.jsonl)"
         )
-    named = named_runs(run_dirs)
+    named, rows = named_runs(run_dirs), with_subject(rows, subject, labels or {})
     return write_report_of(
         records, rows, out, wanted, index=index, baseline=known_baseline(baseline, rows), run_dirs=named
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, counted, days_of, distinct, named_runs, read_runs, write_report_of
 from harness.report.tables.comparison import known_baseline
-from harness.report.variants import OWN_METHOD
+from harness.report.variants import OWN_METHOD, is_subject, with_subject
 
 INDEX_FILE = "index.html"
 
@@ -50,16 +50,20 @@ def write_site(
     formats: Iterable[str] = ("html",),
     *,
     baseline: str | None = None,
+    subject: str | None = None,
+    labels: Mapping[str, str] | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
     done: Callable[[int, int, str], None] = lambda _done, _of, _run: None,
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
-    Tables of a run with trials of method `baseline` compare with it. `done` is called after each run with the number of
-    runs written, the number of all runs and the run's name. Returns the index, and a sentence about every run whose
-    records cannot be read; the index shows it as well. Raises UsageError when no run is there, for an unknown format or
-    a baseline that no run has, and when `out` cannot be written.
+    Tables of a run with trials of method `baseline` compare with it, those of a run with trials of `subject` hold that
+    one against the others (by default burst), and `labels` are names shown instead of methods' own.
+    `done` is called after each run with the number of runs written, the number of all runs and the run's name.
+    Returns the index, and a sentence about every run whose records cannot be read; the index shows it as well. Raises
+    UsageError when no run is there, for an unknown format or a baseline that no run has, and when `out` cannot be
+    written.
     """
     runs = runs_below(root)
     if not runs:
@@ -68,10 +72,14 @@ def write_site(
         )
     make_writable(out)
     wanted = checked_formats({"html", *formats})
-    if baseline is not None:
-        known_baseline(baseline, [row for run in runs for row in _rows_or_none(run)])
+    labels = labels or {}
+    if baseline is not None or subject is not None or labels:
+        every = [row for run in runs for row in _rows_or_none(run)]
+        known_baseline(baseline, every)
+        with_subject(every, subject, labels)
     write = partial(
-        _entry, root=root, out=out, formats=wanted, baseline=baseline, set_bad_aside=set_bad_aside
+        _entry, root=root, out=out, formats=wanted, baseline=baseline, subject=subject, labels=labels,
+        set_bad_aside=set_bad_aside,
     )  # fmt: skip
     entries = []
     for entry in _in_processes(write, runs):
@@ -114,7 +122,15 @@ def _rows_or_none(run: Path) -> list[dict[str, object]]:
 
 
 def _entry(
-    run: Path, *, root: Path, out: Path, formats: frozenset[str], baseline: str | None, set_bad_aside: bool
+    run: Path,
+    *,
+    root: Path,
+    out: Path,
+    formats: frozenset[str],
+    baseline: str | None,
+    subject: str | None,
+    labels: Mapping[str, str],
+    set_bad_aside: bool,
 ) -> Entry:
     """Write one run's report; returns its line of the index."""
     folder, said = stored_run(run).report_dir.relative_to(root), list[str]()
@@ -124,6 +140,9 @@ def _entry(
         return Entry(folder=folder.as_posix(), problem=str(error))
     if not records:
         return Entry(folder=folder.as_posix(), said=said)
+    methods = {row["method"] for row in rows}
+    ours = {method: label for method, label in labels.items() if method in methods}
+    rows = with_subject(rows, subject if subject in methods else None, ours)
     index = "../" * len(folder.parts) + INDEX_FILE
     page = write_report_of(
         records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=named_runs([run]),
@@ -154,10 +173,16 @@ def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared
     for contest in first:
         subject, other = contest.subject, contest.other
         found = contest.beside(other) if other else None
-        own = contest.of_methods and subject.method == OWN_METHOD
+        own = contest.of_methods and is_subject(subject.rows[0])
         if own and other and found and contest.rows[0]["emulate_nodes"] == 1:
             return Compared(
-                name=title, link=link, about=contest.place, ratio=found.ratio, verdict=found.text, other=other.short
+                subject=subject.called,
+                name=title,
+                link=link,
+                about=contest.place,
+                ratio=found.ratio,
+                verdict=found.text,
+                other=other.short,
             )
     return None
 
@@ -169,8 +194,9 @@ def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
     left = len(every) - len(sure)
     note = f"{left} more runs had fewer than three rounds, and so no interval; they are below." if left else ""
     counts = [sum(one.verdict.startswith(word) for one in sure) for word in ("faster", "slower", "not")]
+    subject = every[0].subject if every else OWN_METHOD
     verdict = (
-        f"{OWN_METHOD} is faster than the fastest other method in {counts[0]} of {len(sure)} runs with an interval, "
+        f"{subject} is faster than the fastest other method in {counts[0]} of {len(sure)} runs with an interval, "
         f"slower in {counts[1]}, not distinguishable in {counts[2]}."
     )
     return ratio_dots(sure, note), verdict

@@ -14,7 +14,7 @@ from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoR
 from harness.report.digits import TOO_WIDE as TOO_WIDE
 from harness.report.digits import Measured, ratio_spread_text, ratio_text
 from harness.report.results import Machine, Row, given_names, method_rank
-from harness.report.variants import OWN_METHOD, pooled, setting_of
+from harness.report.variants import is_subject, pooled, setting_of
 
 TWO_VALUES = "`a and b` is what each of two rounds gave, and no interval"
 
@@ -83,9 +83,10 @@ class Point:
         return next((other for other in self.measured() if other != method), None)
 
     def subject(self, baseline: str | None = None) -> str | None:
-        """The method that is put beside another: ours where it gave a number, else the fastest."""
+        """The method that is put beside another: the subject where it gave a number, else the fastest."""
         measured = [method for method in self.measured() if method != baseline]
-        return OWN_METHOD if OWN_METHOD in measured else next(iter(measured), None)
+        subjects = (method for method in measured if is_subject(self.by_method[method][0]))
+        return next(subjects, None) or next(iter(measured), None)
 
     def speedup(self, method: str, other: str) -> Speedup | None:
         """Speed of `method` over that of `other`; None where one of them gave no number."""

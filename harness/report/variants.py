@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from harness.base.errors import UsageError, nearest
 from harness.report.results import ONE_RANK, UPSTREAM, Row, is_given, method_rank, setting_names, sortable
 from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
+LABEL, SUBJECT = "method_label", "subject"  # columns that `with_subject` adds
 
 PLANNED = "auto"
 
@@ -119,6 +121,37 @@ def _is_planned(row: Row, name: str) -> bool:
     return name in str(row.get("planned") or "").split()
 
 
+def with_subject(rows: Sequence[Row], subject: str | None, labels: Mapping[str, str]) -> list[Row]:
+    """The rows, told which of them are of the method that is put beside the others (`burst` unless `subject` says), and
+    by which name a method of `labels` is shown. Raises UsageError for a method that no row has, and where two methods
+    would be shown by one name."""
+    methods = sorted({row["method"] for row in rows}, key=method_rank)
+    for option, named in (("--subject", [subject] if subject else []), ("--label", list(labels))):
+        for method in named:
+            if method not in methods:
+                known = nearest(method, methods)
+                raise UsageError(f"{option} {method}: no trial of these records is of that method; {known}")
+    shown = Counter(labels.get(method, method) for method in methods)
+    if twice := [name for name, count in shown.items() if count > 1]:
+        raise UsageError(f"--label: two methods would be called {twice[0]!r}; give each a name of its own")
+    return [
+        row
+        | ({SUBJECT: row["method"] == subject} if subject else {})
+        | ({LABEL: labels[row["method"]]} if row["method"] in labels else {})
+        for row in rows
+    ]
+
+
+def is_subject(row: Row) -> bool:
+    """Whether a row is of the method that is put beside the others."""
+    return bool(row.get(SUBJECT, row["method"] == OWN_METHOD))
+
+
+def subject_name(rows: Iterable[Row]) -> str:
+    """What the method that is put beside the others is called: `burst` where no row is of it."""
+    return next((str(row.get(LABEL) or row["method"]) for row in rows if is_subject(row)), OWN_METHOD)
+
+
 def method_name(row: Row) -> str:
     """The short name that people use: `burst (Ulysses)`, `megatron_cp`, `Megatron-LM`, `TransformerEngine, all-gather`.
 
@@ -129,14 +162,15 @@ def method_name(row: Row) -> str:
     if method.endswith(UPSTREAM):
         arrangement = row.get("chosen_arrangement") if shared else None
         return f"{system_name(row)}, {_arranged(arrangement)}" if arrangement else system_name(row)
+    name = str(row.get(LABEL) or method)
     if method == OWN_METHOD and shared and (schedule := row.get("chosen_schedule")):
-        return f"{method} ({_SCHEDULES.get(schedule, schedule)})"
-    return method
+        return f"{name} ({_SCHEDULES.get(schedule, schedule)})"
+    return name
 
 
 def system_name(row: Row) -> str:
     """The name that people use for the upstream system of a row: `TransformerEngine`."""
-    return str(row["system"] or row["method"]).replace("Liger-Kernel", "Liger")
+    return str(row.get(LABEL) or row["system"] or row["method"]).replace("Liger-Kernel", "Liger")
 
 
 def _arranged(words: str) -> str:

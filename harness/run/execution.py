@@ -36,15 +36,17 @@ class Resume:
 
     Kept are those with a record, unless the trial was interrupted before it had its figures, or only the plan refused
     it (the machine may be another one now). `retry_failed` also executes again the trials, and the rounds of trials
-    with figures, that did not end as a method can: wrong, failed, timeout, hang, node_lost.
+    with figures, that did not end as a method can: wrong, failed, timeout, hang, node_lost. Trials of `again` are
+    executed again however they ended; what they left stays among their attempts.
     """
 
     retry_failed: bool = False
     set_aside_bad: bool = False  # rename records that cannot be used and run their trials again, rather than refuse
     mix: bool = False  # beside records of another experiment, commit, GPU or driver
+    again: frozenset[str] = frozenset()  # ids of trials
 
     def keeps(self, record: Record) -> bool:
-        if record.status == "interrupted" or only_planned(record):
+        if record.status == "interrupted" or only_planned(record) or record.trial_id in self.again:
             return False
         return record.status in RESULTS or not self.retry_failed
 

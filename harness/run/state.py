@@ -97,6 +97,8 @@ def resuming(command: Sequence[str], *more: str) -> str:
     for part in parts:
         if part == "--stop-before":
             next(parts, None)  # its time will be over
+        elif part.partition("=")[0] == "--again":
+            typed.append(f"--only{part.removeprefix('--again')}")  # what ran again already is not repeated once more
         elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
             typed.append(part)
     return shlex.join([*typed, "--resume", *more])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings import Steps
+from engine.settings import Checkpoint, Steps
 from harness.cli import main
 from harness.commands import parse_tolerance
 from harness.compare.pairs import Comparison, compare
@@ -97,7 +97,7 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
 def test_two_rounds_are_shown_as_two_values_and_are_no_regression_of_time(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [record(rounds=[[0.1], [0.2]]), record(method="ring", rounds=[[0.2], [0.5]])])
     sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
-    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    found = compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True)
     [pair] = found.pairs
     assert pair.times is not None
     assert (pair.times.interval, pair.times.by_round, pair.regression(0.02)) == (None, (2.0, 2.5), "")
@@ -120,7 +120,7 @@ def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
         ]
     run = run_of(tmp_path / "run", [ours, theirs])
     sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
-    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    found = compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True)
     [pair] = found.pairs
     assert pair.times is not None
     assert (pair.paired, pair.apart, pair.times.by_round) == (True, (2,), (2.0, 2.0))
@@ -169,7 +169,7 @@ def test_a_loss_from_other_initial_weights_is_not_compared(tmp_path: Path) -> No
     sides = [
         [one for one in of_directory(run) if one.row["method"] == name] for name in ("torchtitan_upstream", "burst")
     ]
-    [pair] = compare(("a", "b"), *sides, tolerance=0.02, one_run=True).pairs
+    [pair] = compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True).pairs
     assert pair.loss is None
     [same] = compare(("a", "b"), sides[0], sides[0], tolerance=0.02).pairs
     assert same.loss == 0.0
@@ -352,7 +352,10 @@ def test_the_table_is_written_in_every_form_that_is_asked_for(runs: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "1 directory given; expected A and B, or one directory with --methods or --commits"),
+        (["a", "--across", "dtyp"], "--across dtyp: no trial of these records has it; did you mean dtype?"),
+        (["a", "--across", "dtype"], "a has 1 value (dtype fp32) of dtype; expected two to compare"),
+        (["a", "b", "--across", "method"], "a has 2 values (method burst, method ring) of method; expected one"),
+        (["a", "b", "a", "--across", "dtype"], "3 directories given; --across compares two runs, or two values"),
         (["a", "b", "a"], "3 directories given; expected A and B"),
         (["a", "a"], "A and B are both a; name two different things to compare"),
         (["a", "./a/../a"], "name two different things to compare"),
@@ -385,6 +388,62 @@ def test_a_bad_record_is_refused_by_name(runs: Path, capsys) -> None:
     bad.write_text("{}")
     assert main(["compare", "a", "b"]) == 2
     assert str(bad) in capsys.readouterr().err
+
+
+def test_one_run_compares_our_method_with_each_other_one(runs: Path, capsys) -> None:
+    run_of(Path("a"), [record(method="ulysses", rounds=around(0.1)), record(method="usp", seq_len=2048)])
+    assert main(["compare", "a"]) == 1  # Ulysses is faster
+    text = said(capsys)
+    assert text.index("A (reference): ring") < text.index("A (reference): ulysses")
+    assert "usp" not in text.replace("usp (", "")  # no trial of equal settings
+    assert text.count("B (candidate): burst") == 2
+    assert "Regression: train small 1k CP 1: slower (2.000 × the time)" in text
+    assert main(["compare", "a", "--json", "--out", "out"]) == 1
+    found = json.loads(said(capsys))
+    assert [(one["reference"], one["candidate"], one["regressions"]) for one in found["comparisons"]] == [
+        ("ring", "burst", 0),
+        ("ulysses", "burst", 1),
+    ]
+    assert {path.stem for path in Path("out").iterdir()} == {"compare_ring", "compare_ulysses"}
+
+
+def test_one_run_of_one_method_or_without_ours_is_refused_with_what_to_name(tmp_path: Path, capsys) -> None:
+    alone = run_of(tmp_path / "alone", [record()])
+    assert main(["compare", str(alone)]) == 2
+    assert "alone are of one method, burst; name another run beside it, or a setting" in capsys.readouterr().err
+    theirs = run_of(tmp_path / "theirs", [record(method="ring"), record(method="usp")])
+    assert main(["compare", str(theirs)]) == 2
+    assert "theirs has no trial of burst; name two of ring, usp with --methods" in capsys.readouterr().err
+    apart = run_of(tmp_path / "apart", [record(), record(method="ring", seq_len=2048)])
+    assert main(["compare", str(apart)]) == 2
+    assert "no trial of burst in" in capsys.readouterr().err
+
+
+def test_runs_that_differ_in_one_setting_are_paired_across_it(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_of(Path("a"), [record(dtype="bf16", seq_len=length, rounds=around(0.2)) for length in (1024, 2048)])
+    run_of(Path("b"), [record(dtype="fp32", seq_len=length, rounds=around(0.3)) for length in (1024, 2048)])
+    assert main(["compare", "a", "b"]) == 2
+    refused = capsys.readouterr().err
+    assert "no two of them have equal settings; the most alike are dtype bf16 and dtype fp32: --across dtype" in refused
+    assert main(["compare", "a", "b", "--across", "dtype"]) == 1
+    text = said(capsys)
+    assert "A (reference): a, dtype bf16\nB (candidate): b, dtype fp32\n" in text
+    assert "train small 2k CP 1 burst\n" in text
+    assert "B against A in 2 pairs: 2 slower" in text
+    assert main(["compare", "a", "a", "--across", "dtype"]) == 2
+    assert "A and B both have dtype bf16; leave --across dtype out" in capsys.readouterr().err
+
+
+def test_two_values_of_a_setting_in_one_run_are_compared_in_its_rounds(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    kinds = [record(checkpoint=Checkpoint(every=every), rounds=around(0.2)) for every in (0, 2)]
+    run_of(Path("a"), kinds)
+    assert main(["compare", "a", "--across", "checkpoint"]) == 0
+    text = said(capsys)
+    assert sorted(line.partition(": ")[2] for line in text.splitlines()[:2]) == ["every 0", "every 2"]
+    assert "Both sides of a pair ran in the same rounds, which are drawn together." in text
+    assert "B against A in 1 pair: 1 not distinguishable" in text
 
 
 def test_text_of_a_record_does_not_control_the_terminal(tmp_path: Path, capsys) -> None:

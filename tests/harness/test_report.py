@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import re
 import subprocess
@@ -14,11 +15,12 @@ from urllib.parse import unquote
 import pytest
 from rich.console import Console
 
+from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.page import read_runs, write_report
 from harness.report.results import rows_of
 from harness.report.terminal import terminal_table
-from tests.harness.synthetic_records import H200, LARGE, cpu_sweep, record
+from tests.harness.synthetic_records import H200, LARGE, around, cpu_sweep, record
 
 
 def run_of(folder: Path, records: Sequence[Record]) -> Path:
@@ -56,6 +58,53 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_subject_and_names_of_ones_own_reach_verdict_tables_and_figures(tmp_path: Path, capsys) -> None:
+    rounds = [around(0.2), around(0.3), around(0.1)]
+    methods = ("burst", "ring", "ulysses")
+    trials = [
+        record(method=method, gpu=H200, seq_len=length, rounds=own)
+        for method, own in zip(methods, rounds, strict=True)
+        for length in (1024, 2048)
+    ]
+    folder = run_of(tmp_path / "run", trials)
+    assert (
+        main(["report", str(folder), "--subject", "ring", "--label", "ring=Ours", "--label", "burst=The old one"]) == 0
+    )
+    page = (folder / "report.html").read_text()
+    assert "Ours is slower than ulysses" in page
+    with open(folder / "tables" / "comparison.csv", newline="") as file:
+        assert {(line["method"], line["beside"]) for line in csv.DictReader(file)} == {
+            ("Ours", "ulysses"),
+            ("Ours", "The old one"),
+        }
+    with open(folder / "tables" / "speed_by_length.csv", newline="") as file:
+        assert {line["method"] for line in csv.DictReader(file)} == {"Ours", "ulysses", "The old one"}
+    with open(folder / "results.csv", newline="") as file:
+        assert {(line["method"], line["method_label"], line["subject"]) for line in csv.DictReader(file)} == {
+            ("burst", "The old one", "false"),
+            ("ring", "Ours", "true"),
+            ("ulysses", "", "false"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--subject", "rin"], "--subject rin: no trial of these records is of that method; did you mean ring?"),
+        (["--label", "rin=Ours"], "--label rin: no trial of these records is of that method; did you mean ring?"),
+        (["--label", "ring"], "--label ring: expected METHOD=NAME, such as mine=Ours"),
+        (["--label", "ring=burst"], "--label: two methods would be called 'burst'; give each a name of its own"),
+        (["--label", "ring=A", "--label", "ring=B"], "--label ring=B: ring is called A already"),
+        (["--subject", "ring", "--baseline", "ring"], "--subject and --baseline are both ring; name two methods"),
+    ],
+)
+def test_a_subject_or_a_name_that_cannot_be_is_refused_in_one_sentence(tmp_path, capsys, arguments, message) -> None:
+    folder = run_of(tmp_path / "run", [record(), record(method="ring")])
+    assert main(["report", str(folder), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert (message in said, said.count("\n")) == (True, 1)
+
+
 def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
     figures = {path.name for path in (full / "figures").iterdir()}
     assert {
@@ -66,7 +115,7 @@ def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
         "speed-attention.pdf",
     } <= figures
     tables = {path.name for path in (full / "tables").iterdir()}
-    names = ("results", "comparison", "agreement", "accuracy", "problems")
+    names = ("results", "comparison", "agreement", "accuracy", "problems", "speed_by_length")
     assert tables == {f"{name}.{kind}" for name in names for kind in ("md", "tex", "csv")}
 
 

@@ -7,12 +7,13 @@ import io
 
 import pytest
 
+from harness.records.record import Record
 from harness.report.headline import headline_of
 from harness.report.results import rows_of
 from harness.report.tables.agreement import agreement_summary, agreement_table, agreements, relative_differences
 from harness.report.tables.comparison import comparison_table
 from harness.report.tables.table import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
-from harness.report.tables.trials import accuracy_table, problems_table, results_table
+from harness.report.tables.trials import accuracy_table, problems_table, results_table, speed_by_length
 from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
 
 
@@ -47,6 +48,27 @@ def test_a_gradient_norm_that_differs_breaks_the_agreement_too() -> None:
     assert trial.measurement is not None
     trial.measurement.grad_norm[-1] *= 1.001
     assert [pair.agrees for pair in agreements(rows_of([record(), trial]))] == [True, False]
+
+
+def test_methods_are_put_beside_lengths_with_how_a_trial_ended_where_it_has_no_number() -> None:
+    trials = [
+        record(seq_len=1024),
+        record(seq_len=2048, seconds=0.4),
+        record(method="ring", seq_len=2048, status="oom"),
+    ]
+    table = speed_by_length(rows_of(trials))
+    assert table is not None
+    burst, ring = as_dicts(table)
+    assert burst["1k"] == pytest.approx(trials_speed(trials[0]))
+    assert burst["2k"] == pytest.approx(trials_speed(trials[1]))
+    assert (ring.get("1k"), ring["2k"], ring["method"]) == (None, "oom", "ring")
+    assert r"1k & 2k" in to_latex(table)
+    assert speed_by_length(rows_of(trials[:1])) is None  # one length is a list of methods, which other tables are
+
+
+def trials_speed(trial: Record) -> float:
+    [row] = rows_of([trial])
+    return float(row["tokens_per_gpu_per_second"])
 
 
 def test_models_and_masks_have_a_column_where_there_are_several() -> None:

@@ -222,6 +222,20 @@ def test_resume_keeps_results_and_failures_and_retry_failed_only_results(run):
     assert run.records()[64].status == "oom"
 
 
+def test_a_trial_runs_again_beside_the_others_and_what_it_left_stays_among_its_attempts(run):
+    trials = [trial(32), trial(64)]
+    run({64: "oom"}, trials)
+    before = run.records()
+    code, launcher = run({}, trials, Resume(again=frozenset({trials[0].id})), only=trials[:1])
+    assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[0].id])
+    now = run.records()
+    assert (now[32].attempts, now[64]) == (2, before[64])
+    [kept] = (run.run_dir / "trials" / trials[0].id / "attempts").glob("*/record.json")
+    assert read_record(kept) == before[32]
+    code, launcher = run({}, trials, Resume(again=frozenset({trials[1].id})), only=trials[1:])
+    assert run.records()[64].status == "ok"
+
+
 def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
     run({}, [trial(32), trial(64, unsupported_reason="needs 4 GPUs")])
     _, launcher = run({}, [trial(32), trial(64)], Resume())

@@ -12,7 +12,7 @@ from harness.report.drawing.points import Layout, Point
 from harness.report.results import Row
 from harness.report.speedup import Point as Contested
 from harness.report.speedup import Speedup, contested_points, speedup
-from harness.report.variants import OWN_METHOD, panel_of
+from harness.report.variants import OWN_METHOD, is_subject, panel_of
 
 CLOSE = 0.05  # ratios nearer to 1, with their intervals, are called no difference
 
@@ -28,21 +28,23 @@ class Match:
 
 
 def matches_of(rows: Sequence[Row], layout: Layout) -> list[Match]:
-    """At each length and parallel size burst beside the fastest other method with equal settings.
+    """At each length and parallel size the subject beside the fastest other method with equal settings.
 
-    Where burst met no other anywhere, the fastest series beside the next.
+    Where it met no other anywhere, the fastest series beside the next.
     """
     names = {id(row): point.series for point in layout.points for row in point.rows}
     places: dict[object, list[Contested]] = {}
     for point in contested_points([row for row in rows if id(row) in names]):
-        if OWN_METHOD in point.measured() and point.best_other(OWN_METHOD):
+        subject = point.subject()
+        if subject and is_subject(point.by_method[subject][0]) and point.best_other(subject):
             first = point.first
             places.setdefault((first["seq_len"], first["mask"], panel_of(first)), []).append(point)
     found = []
     for points in places.values():
-        point = min(points, key=lambda one: one.measured()[OWN_METHOD])
-        other = str(point.best_other(OWN_METHOD))
-        found.append(_match(point.by_method[OWN_METHOD], point.by_method[other], names))
+        point = min(points, key=lambda one: one.measured()[str(one.subject())])
+        subject = str(point.subject())
+        other = str(point.best_other(subject))
+        found.append(_match(point.by_method[subject], point.by_method[other], names))
     return [one for one in found if one] or _of_series(layout)
 
 

@@ -17,7 +17,7 @@ from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, setting_names, spread_of
 from harness.report.variants import (
-    OWN_METHOD,
+    is_subject,
     panel_name,
     panel_of,
     pooled,
@@ -107,7 +107,7 @@ class Point:
 
     @property
     def own(self) -> bool:
-        return bool(self.rows[0]["method"] == OWN_METHOD)
+        return is_subject(self.rows[0])
 
     @property
     def upstream(self) -> bool:

@@ -26,7 +26,7 @@ from harness.report.drawing.sheet import Form, Page, Sheet, text_inches, wrapped
 from harness.report.footnotes import kernel_in_words
 from harness.report.results import Row
 from harness.report.speedup import Speedup, speedup
-from harness.report.variants import OWN_METHOD, on_cpu, panel_of
+from harness.report.variants import is_subject, on_cpu, panel_of, subject_name
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
@@ -92,7 +92,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
         places.setdefault((row["seq_len"], row["world_size"]), []).append(row)
     for place in sorted(places, reverse=True):
         found: dict[object, float] = {}
-        own = [row for row in places[place] if row["method"] == OWN_METHOD]
+        own = [row for row in places[place] if is_subject(row)]
         for row in own:
             if row.get(MEMORY) and row.get(SPEED):
                 found[configuration_of(row)] = row[MEMORY]
@@ -111,6 +111,7 @@ def _at(point: Point) -> tuple[float, float] | None:
 def _spots(layout: Layout) -> list[_Spot]:
     """All configurations with both numbers, by memory. The first that was planned says whose line it begins."""
     found = []
+    own = subject_name(row for point in layout.points for row in point.rows)
     planned = [point for point in layout.points if point.own and _at(point) and _budget(point.rows[0])]
     kernels = Counter(_kernel(point) for point in planned)
     for point in layout.points:
@@ -119,15 +120,15 @@ def _spots(layout: Layout) -> list[_Spot]:
             if point in planned:
                 label = _budget(point.rows[0])
                 if _kernel(point) != kernels.most_common(1)[0][0]:
-                    label = f"{OWN_METHOD} with {kernel_in_words(_kernel(point)) or 'another kernel'}"
+                    label = f"{own} with {kernel_in_words(_kernel(point)) or 'another kernel'}"
             elif point.own and all(one.own for one in layout.points):
                 label = label.partition(", ")[2] or label
             colour = layout.looks[point.series].colour
             found.append(_Spot(point=point, memory=at[0], speed=at[1], label=label, colour=colour))
     found.sort(key=lambda spot: spot.memory)
     first = next((place for place, spot in enumerate(found) if spot.point in planned), None)
-    if first is not None and not (words := found[first].label).startswith(OWN_METHOD):
-        found[first] = replace(found[first], label=f"{OWN_METHOD} {'in' if words[:1].isdigit() else 'with'} {words}")
+    if first is not None and not (words := found[first].label).startswith(own):
+        found[first] = replace(found[first], label=f"{own} {'in' if words[:1].isdigit() else 'with'} {words}")
     return found
 
 
@@ -168,15 +169,19 @@ def _title(spots: Sequence[_Spot]) -> str:
                     return _compared(spot, best, ratio)
         if found:
             return _compared(*max(((spot, best, ratio) for spot, ratio in found), key=lambda one: one[2].value))
-    first, last = line[0], line[-1]
+    first, last, own = line[0], line[-1], _own(line)
     least, most = number_text(first.memory), number_text(last.memory)
     if first is last:
-        return f"{OWN_METHOD}: {number_text(first.speed)} tokens/s in {least} GiB, fastest and least"
+        return f"{own}: {number_text(first.speed)} tokens/s in {least} GiB, fastest and least"
     beyond = _ratio(last, first)
     if beyond is None or beyond.verdict == "not distinguishable":
-        return f"{OWN_METHOD}: no difference in speed between {least} and {most} GiB"
+        return f"{own}: no difference in speed between {least} and {most} GiB"
     slower = 100 * (1 - 1 / beyond.value)
-    return f"{OWN_METHOD}: in {least} GiB {slower:.{0 if slower >= 1 else 1}f}% slower than in {most} GiB"
+    return f"{own}: in {least} GiB {slower:.{0 if slower >= 1 else 1}f}% slower than in {most} GiB"
+
+
+def _own(line: Sequence[_Spot]) -> str:
+    return subject_name(row for spot in line for row in spot.point.rows)
 
 
 def _rival(spots: Sequence[_Spot]) -> _Spot | None:
@@ -205,9 +210,9 @@ def _same_kernel(spots: Sequence[_Spot]) -> str:
             if ratio is not None and ratio.spread is not None:
                 kernel = kernel_in_words(_kernel(spot.point))
                 times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
-                return f"With {kernel} in both, {OWN_METHOD} is {times} times as fast as {best.point.series}."
+                return f"With {kernel} in both, {_own(line)} is {times} times as fast as {best.point.series}."
     return (
-        f"{OWN_METHOD} and {best.point.series} attend with different kernels, {kernel_in_words(theirs)} in the latter."
+        f"{_own(line)} and {best.point.series} attend with different kernels, {kernel_in_words(theirs)} in the latter."
     )
 
 
@@ -216,7 +221,7 @@ def _compared(spot: _Spot, other: _Spot, found: Speedup) -> str:
     name, percent = other.point.series, 100 * (found.value - 1)
     if not isinstance(found.spread, Interval):
         rounds = "two rounds" if found.spread else "one round"
-        return f"{OWN_METHOD} at {found.value:.2f} times the speed of {name} in {share} ({rounds})"
+        return f"{_own([spot])} at {found.value:.2f} times the speed of {name} in {share} ({rounds})"
     if found.verdict == "not distinguishable":
         return f"As fast as {name}, in {share}"
     ends = sorted(abs(100 * (end - 1)) for end in (found.spread.low, found.spread.high))

@@ -20,6 +20,8 @@ from harness.report.speedup import TWO_VALUES, Point, contested_points, rounds_o
 from harness.report.tables.table import Table, number, table_of, text
 from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
 from harness.report.variants import (
+    SUBJECT,
+    is_subject,
     masks_of,
     method_name,
     models_of,
@@ -53,6 +55,8 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
             for method, group in point.by_method.items()
         }
         for method, other in _pairs(point, baseline):
+            if SUBJECT in first and not is_subject(point.by_method[method][0]):
+                continue  # another method was asked about
             found = point.speedup(method, other)
             lines.append({
                 "run": first["run"] if several_runs else None, "task": first["task"] if several_tasks else None,

@@ -5,7 +5,9 @@ Methods side by side are in `comparison`, losses side by side in `agreement`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
@@ -13,7 +15,7 @@ from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
 from harness.report.speedup import TWO_VALUES
-from harness.report.tables.table import Table, number, significant, table_of, text
+from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import (
     Setup,
     masks_of,
@@ -21,6 +23,7 @@ from harness.report.variants import (
     on_cpu,
     panel_name,
     panel_of,
+    pooled,
     setup_of,
     setups_of,
     varying_settings,
@@ -112,6 +115,72 @@ def results_table(rows: Sequence[Row]) -> Table:
         marked=lambda line: line["status"] not in ("ok", "refused"),
     )  # fmt: skip
     return table or Table(name="results", title="All trials", columns=(), rows=())
+
+
+def speed_by_length(rows: Sequence[Row]) -> Table | None:
+    """Methods down, sequence lengths across, speeds inside; None where one length was run."""
+    unit = unit_of(rows)
+    about = "Tokens per second and {}, the median over trials of equal settings; a word says how a trial ended instead."
+    return _by_length(
+        rows, "speed_by_length", f"Tokens per second and {unit}, by length", supported(), about.format(unit),
+        measured_speed,
+    )  # fmt: skip
+
+
+def memory_by_length(rows: Sequence[Row]) -> Table | None:
+    """Methods down, sequence lengths across, peaks of memory inside; None where one length was run, or on a CPU."""
+    return _by_length(
+        rows, "memory_by_length", "Peak memory in GiB, by length", significant(3),
+        "Peak per GPU, maximum over ranks, the median over trials of equal settings; a word says how a trial ended "
+        "instead.",
+        lambda group: pooled(group, "peak_memory_gib"),
+    )  # fmt: skip
+
+
+def measured_speed(rows: Sequence[Row]) -> float | None:
+    """The speed of one trial with its interval, the median of several."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    return speed_of(measured[0]) if len(measured) == 1 else pooled(rows, "tokens_per_gpu_per_second")
+
+
+def _by_length(
+    rows: Sequence[Row],
+    name: str,
+    title: str,
+    form: Callable[[Any], str],
+    note: str,
+    value: Callable[[Sequence[Row]], float | None],
+) -> Table | None:
+    lengths = sorted({row["seq_len"] for row in rows})
+    cells: dict[tuple[Any, ...], tuple[Line, dict[int, list[Row]]]] = {}
+    for line in lines_of(rows):
+        place = (setup_of(line.row), panel_of(line.row), line["shown_name"])
+        cells.setdefault(place, (line, {}))[1].setdefault(line["seq_len"], []).append(line.row)
+    groups = [group for _, found in cells.values() for group in found.values()]
+    if len(lengths) < 2 or all(value(group) is None for group in groups):
+        return None
+
+    def at(length: int) -> Callable[[Any], Any]:
+        def cell(entry: tuple[Line, dict[int, list[Row]]]) -> float | str | None:
+            group = entry[1].get(length, [])
+            found = value(group)
+            ended = sorted({row["status"] for row in group} - {"ok"})
+            return found if found is not None else "/".join(ended) or None
+
+        return cell
+
+    runs = len({row["run"] for row in rows}) > 1
+    columns = (
+        text("run", lambda entry: entry[0]["run"] if runs else None),
+        *(text(one.header, partial(_of_line, one)) for one in (TASK, MODEL, MASK, PARALLEL, NAME)),
+        *(number(format_length(length), at(length), form) for length in lengths),
+    )
+    return table_of(name, title, columns, list(cells.values()), note=note)
+
+
+def _of_line(column: Column, entry: tuple[Line, object]) -> Any:
+    assert column.value is not None
+    return column.value(entry[0])
 
 
 def _note(rows: Sequence[Row]) -> str:

@@ -39,6 +39,7 @@ class Ranks:
     """What the check needs of `engine.distributed.World`."""
 
     rank = property(lambda self: dist.get_rank())
+    attempt = World.attempt
 
     def gather(self, value: object) -> list[object]:
         values: list[object] = [None] * dist.get_world_size()
