@@ -131,7 +131,7 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):
-        return "a list"
+        return "a list" if value else "an empty list"
     if value is None or isinstance(value, bool):
         return {None: "empty", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) >= _LARGEST_INTEGER:

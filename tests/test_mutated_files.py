@@ -79,6 +79,76 @@ KINDS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int]] = {
 }
 
 
+# A line of a file with one mistake each, and the sentence after its place.
+SENTENCES: dict[str, tuple[str, str, str]] = {
+    "a tab": ("training", "save:\n\tevery: 2", "5: found a tab; indent with spaces"),
+    "a control character": ("training", "data: a\x1bb", "4: found the character \\x1b, which is not text; remove it"),
+    "a key twice": ("training", "steps: 3", "4: the key steps was already given at FILE:3; keep one of the two"),
+    "an unknown key inside": ("training", "save: {kep: 2}", "4: unknown key save.kep; did you mean keep?"),
+    "a key of no neighbour": (
+        "training",
+        "save: {zzz: 2}",
+        "4: unknown key save.zzz; expected every, keep or grace_seconds",
+    ),
+    "no value": ("training", "save: {keep: }", "4: save.keep is empty; expected a whole number"),
+    "a fraction": ("training", "batch_size: 1.5", "4: batch_size is 1.5; expected a whole number"),
+    "a number in quotes": (
+        "training",
+        "lr_schedule: {minimum: '0.5'}",
+        "4: lr_schedule.minimum is '0.5'; expected a number; leave the quotes out",
+    ),
+    "a number for text": ("training", "mask: 3", "4: mask is 3; expected text; write it in quotes"),
+    "a choice misspelt": (
+        "training",
+        "dtype: bf6",
+        "4: dtype is 'bf6'; expected fp64, fp32 or bf16; did you mean bf16?",
+    ),
+    "a bare word": (
+        "training",
+        "deterministic: on",
+        "4: YAML reads the bare word on as a truth value; write true or false, or 'on' in quotes for the word",
+    ),
+    "a length": (
+        "training",
+        "seq_len: 64q",
+        "2: seq_len: '64q' is not a length; write a number of tokens such as 4096, 64k or 1M",
+    ),
+    "a value that a class refuses": (
+        "training",
+        "save:\n  every: 1\n  keep: 0",
+        "6: save.keep is 0; give at least 1, from which the run can resume",
+    ),
+    "a choice of a site": (
+        "inventory",
+        "container: {engine: dockr}",
+        "2: container.engine is 'dockr'; expected none, docker or podman; did you mean docker?",
+    ),
+    "a value that a site refuses": (
+        "inventory",
+        "network:\n  hcas: []\n  mtu: 9",
+        "4: network.mtu is 9; expected 576 to 65536 bytes",
+    ),
+    "a flag as a variable": (
+        "inventory",
+        "environment: {NCCL_DEBUG: true}",
+        "2: environment.NCCL_DEBUG is true; expected text; write it in quotes",
+    ),
+    "a path that lacks": ("inventory", "disks: [{warn_percent: 3}]", "2: disks lacks path; add what is missing"),
+    "a list for a mapping": ("inventory", "gpus: [8]", "2: gpus is a list; expected a mapping of count, model"),
+}
+_BEGINNING = {"training": "model: tiny\nseq_len: 1k\nsteps: 10\n", "inventory": "nodes: [gpu01]\n"}
+
+
+@pytest.mark.parametrize("mistake", SENTENCES)
+def test_a_mistake_has_its_sentence_with_the_line_of_the_value(mistake: str, tmp_path: Path) -> None:
+    kind, line, sentence = SENTENCES[mistake]
+    beginning = _BEGINNING[kind]
+    if line.startswith("seq_len"):
+        beginning, line = beginning.replace("seq_len: 1k", line), ""
+    path = tmp_path / "file.yaml"
+    assert sentence_of(KINDS[kind][0], path, f"{beginning}{line}\n") == f"{path}:{sentence.replace('FILE', str(path))}"
+
+
 def sentence_of(read: Callable[[Path], object], path: Path, text: str) -> str | None:
     """What the reader says of a file with this text; None where it reads it."""
     path.write_text(text, encoding="utf-8")

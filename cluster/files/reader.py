@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import yaml
 from yaml.constructor import SafeConstructor
@@ -23,9 +23,10 @@ from yaml.reader import ReaderError
 from cluster.files.errors import UsageError, nearest, shown_value
 from cluster.files.filesystem import read_text
 from engine.reader import MAX_LEVELS as MAX_LEVELS
-from engine.reader import Unfit, bare, dotted, from_json, parts
+from engine.reader import Meta, Unfit, bare, dotted, from_json, parts
 
 T = TypeVar("T")
+Text = Annotated[str, Meta(pattern=r"\S", description="text")]  # that is not empty
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
@@ -152,12 +153,9 @@ def load(cls: type[T], path: Path, what: str) -> T:
 def convert(node: Node, hint: Any, label: str) -> Any:
     """The node's value as the annotated type; text must not be empty. Raises UsageError naming `label`."""
     try:
-        found = from_json(hint, _plain(hint, node))
+        return from_json(Text if hint is str else hint, _plain(hint, node))
     except Unfit as error:
         raise UsageError(f"{node.place_of(error.path)}: {error.sentence(label)}") from error
-    if isinstance(found, str) and not found.strip():
-        raise UsageError(f"{node.place}: {label} is {node.describe()}; expected text")
-    return found
 
 
 def check_keys(entries: Mapping[str, Node], known: Collection[str], what: str) -> None:

@@ -14,9 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.files.filesystem import read_text
+from cluster.files.reader import read_yaml
 from engine.reader import MAX_BYTES, parse_json, read_regular
 from harness.base.errors import UsageError
 from harness.records.packed import (
@@ -119,9 +118,10 @@ class DirectoryRun(StoredRun):
 
     def header(self) -> Header:
         self.stated()  # read strictly, so that the values below are what it means
-        provenance, plan, experiment = (
+        stated = self.path / PROVENANCE_FILE
+        plan, experiment = (
             read_text(self.path / name, name, MAX_BYTES) if os.path.lexists(self.path / name) else ""
-            for name in (PROVENANCE_FILE, RUN_FILE, EXPERIMENT_FILE)
+            for name in (RUN_FILE, EXPERIMENT_FILE)
         )
         try:
             planned = parse_json(plan) if plan else None
@@ -130,7 +130,7 @@ class DirectoryRun(StoredRun):
         return Header(
             burst_run=VERSION,
             records=sum(1 for _ in self.records()),
-            provenance=yaml.safe_load(provenance) or {} if provenance else {},
+            provenance=read_yaml(stated, PROVENANCE_FILE).plain if os.path.lexists(stated) else {},
             plan=planned,
             experiment=experiment,
         )

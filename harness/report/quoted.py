@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import yaml
 
+from cluster.files.reader import load
 from engine.atomic import write_atomic
-from engine.reader import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
@@ -100,12 +99,7 @@ class Quotes:
     def __init__(self, root: Path, made: Mapping[str, Callable[[], Sequence[str]]] | None = None) -> None:
         self.root = root
         self.made = dict(made or {})
-        try:
-            self.definitions: Definitions = from_json(
-                Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8"))
-            )
-        except (ValueError, yaml.YAMLError) as error:
-            raise UsageError(f"{DEFINITIONS} cannot be used ({error})") from error
+        self.definitions = load(Definitions, root / DEFINITIONS, "definition of quoted numbers")
         self._frames: dict[str, pd.DataFrame] = {}
 
     def text(self, name: str) -> str:
