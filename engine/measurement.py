@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
 from engine.reader import Meta, from_json, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
@@ -162,6 +166,18 @@ class Forecast:
 def finite_error(error: float) -> float:
     """An error as `extra` holds it: NOT_FINITE where it is NaN, infinite or so large."""
     return error if math.isfinite(error) and abs(error) < NOT_FINITE else NOT_FINITE
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """How far a tensor is from its float64 truth: the norm of the difference over that of the truth, NOT_FINITE where a
+    number is not finite or a truth of 0 was missed."""
+    found, truth = found.detach().double(), truth.detach().double()
+    return finite_error((found - truth).norm().item() / max(truth.norm().item(), sys.float_info.min))
+
+
+def relative_errors(found: Sequence[Tensor], truths: Sequence[Tensor]) -> list[float]:
+    """`relative_error` of each."""
+    return [relative_error(one, truth) for one, truth in zip(found, truths, strict=True)]
 
 
 def write_json(path: Path, value: Any) -> None:

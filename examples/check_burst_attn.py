@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from engine import ContextParallel
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
 from engine.burst_attn import burst_attn_func
+from engine.measurement import relative_errors
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 NAMES = ("out", "dq", "dk", "dv")
@@ -31,11 +31,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple[
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
     out, _lse = dense_attention(q, k, v, Causal() if causal else Full())
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-
-
-def errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
-    """Relative errors in the Frobenius norm."""
-    return [((f.double() - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
 
 
 def double_groups(cp: ContextParallel) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
@@ -60,7 +55,8 @@ def check(device: torch.device, tokens_per_rank: int = 256) -> tuple[int, int]:
     compared = wrong = 0
     for causal in (False, True):
         truth = dense(*(tensor.double() for tensor in whole), causal)
-        allowed = [1.5 * e for e in errors(dense(*whole, causal), truth)] if dtype == torch.bfloat16 else [1e-5] * 4
+        one_device = relative_errors(dense(*whole, causal), truth)
+        allowed = [1.5 * error for error in one_device] if dtype == torch.bfloat16 else [1e-5] * 4
         for flash, query_side, deterministic, groups in itertools.product(
             ("cuda", "triton", None), (True, False), (False, True), (None, nested) if nested else (None,)
         ):
@@ -74,7 +70,7 @@ def check(device: torch.device, tokens_per_rank: int = 256) -> tuple[int, int]:
                 say(cp, f"not here  {case}: {reason}")
                 continue
             found = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-            measured = errors([cp.unshard(tensor) for tensor in found], truth)
+            measured = relative_errors([cp.unshard(tensor) for tensor in found], truth)
             good = all(error <= limit for error, limit in zip(measured, allowed, strict=True))
             compared, wrong = compared + 1, wrong + (not good)
             figures = ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, measured, strict=True))

@@ -17,7 +17,7 @@ from baselines.fidelity.ranks import own_environment, run_ranks
 from baselines.fidelity.rows import Error, Row, verdict_of
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
-from engine.measurement import write_json
+from engine.measurement import finite_error, relative_error, write_json
 from engine.reader import to_json
 from engine.settings import ModelShape, TrialSettings
 
@@ -81,7 +81,7 @@ def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
     import torch
 
     from engine.attention.masks import Causal
-    from engine.attention.reference import dense_attention
+    from engine.attention.reference import dense_gradients
 
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if case.dtype == "fp32" else torch.bfloat16
@@ -91,10 +91,8 @@ def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
         for name, count in heads.items()
     }
     torch.save(whole, scratch / f"{case.name}.inputs.pt")
-    q, k, v = (whole[name].clone().requires_grad_() for name in "qkv")
-    out, _ = dense_attention(q, k, v, Causal())
-    gradients = torch.autograd.grad(out, (q, k, v), whole["dout"])
-    return dict(zip((_OUT, "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    truths = dense_gradients(whole["q"], whole["k"], whole["v"], whole["dout"], Causal())
+    return dict(zip((_OUT, "dq", "dk", "dv"), truths, strict=True))
 
 
 def _run_system(
@@ -204,11 +202,8 @@ def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) ->
 
 
 def error_of(found: Tensor, truth: Tensor) -> Error:
-    """The error of a float64 tensor; of one that is not finite everywhere, the largest number there is."""
-    apart = (found - truth).abs().nan_to_num(nan=sys.float_info.max)
-    largest = min(apart.max().item(), sys.float_info.max)
-    relative = min((apart.norm() / truth.norm()).item(), sys.float_info.max)
-    return Error(relative=relative, largest=largest)
+    """The error of a float64 tensor; NOT_FINITE for one that is not finite everywhere."""
+    return Error(relative=relative_error(found, truth), largest=finite_error((found - truth).abs().max().item()))
 
 
 def _left(scratch: Path, name: str, ranks: int) -> list[dict[str, Any] | None]:

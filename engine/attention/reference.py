@@ -60,12 +60,16 @@ def dense_gradients(
     v_BSKD: Tensor,
     dout_BSND: Tensor,
     mask: Mask,
+    scale: float | None = None,
     *,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
+    dlse_BNS: Tensor | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv), and dsinks where there are sinks, of the whole problem in float64, one KV head at a time to
-    bound the S x S scores."""
+    """(out, dq, dk, dv) of the whole problem in float64, with lse [B, N, S] after out where `return_lse`, and dsinks
+    at the end where there are sinks. `dlse_BNS` is the LSE's own gradient. One KV head at a time bounds the S x S
+    scores."""
     group = q_BSND.shape[2] // k_BSKD.shape[2]
     parts = []
     for head in range(k_BSKD.shape[2]):
@@ -75,7 +79,12 @@ def dense_gradients(
             for tensor, heads in ((q_BSND, queries), (k_BSKD, keys), (v_BSKD, keys))
         )
         sinks = None if sinks_N is None else sinks_N.detach()[queries].double().requires_grad_()
-        out, _lse = dense_attention(q, k, v, mask, softcap=softcap, sinks_N=sinks)
+        out, lse = dense_attention(q, k, v, mask, scale, softcap=softcap, sinks_N=sinks)
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-        parts.append((out.detach(), *torch.autograd.grad(out, leaves, dout_BSND[:, :, queries].double())))
-    return tuple(torch.cat(tensors, dim=min(2, tensors[0].ndim - 1)) for tensors in zip(*parts, strict=True))
+        outputs, gradients = [out], [dout_BSND[:, :, queries].double()]
+        if dlse_BNS is not None:
+            outputs, gradients = [out, lse], [*gradients, dlse_BNS[:, queries].double()]
+        results = [out.detach(), lse.detach()] if return_lse else [out.detach()]
+        parts.append((*results, *torch.autograd.grad(outputs, leaves, gradients)))
+    heads_dim = {4: 2, 3: 1, 1: 0}  # of q and its kind, of lse, of the sinks
+    return tuple(torch.cat(tensors, dim=heads_dim[tensors[0].ndim]) for tensors in zip(*parts, strict=True))

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from engine.distributed import World
 from engine.lm_head.loss_kernel import forms_tiles, loss_sum_of
 from engine.lm_head.plain import LossSum, choose_tile, plain_loss_sum
-from engine.measurement import Extra, Measurement, finite_error
+from engine.measurement import Extra, Measurement, relative_errors
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops import LM_HEAD
@@ -126,9 +126,5 @@ class HeadTask:
         exact = plain_loss_sum(hidden_TE, weight_VE, self.labels_T, self.settings.z_loss)
         exact = exact / (self.labels_T.numel() * self.world.size)
         truths = (exact.detach(), *torch.autograd.grad(exact, (hidden_TE, weight_VE)))
-        mine = [
-            ((found.double() - truth).norm() / truth.norm()).item()
-            for found, truth in zip((loss, *gradients), truths, strict=True)
-        ]
-        ranks = self.world.gather([finite_error(error) for error in mine])
+        ranks = self.world.gather(relative_errors((loss, *gradients), truths))
         return {name: max(errors) for name, errors in zip(_NAMES, zip(*ranks, strict=True), strict=True)}

@@ -21,7 +21,7 @@ _FAULTS = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown"
 
 def caveats_of(record: Record, stated: Stated) -> list[str]:
     """Sentences without full stops, each once: first what the record shows, then what provenance.yaml states."""
-    reasons = (one.says for one in stated.reasons_of(record.trial_id) if one.about != ("id",))  # changes no figure
+    reasons = (one.says for one in stated.reasons_of(record.trial_id))
     return list(dict.fromkeys([*_shown_by(record), *reasons, *_machines_of(record, stated)]))
 
 

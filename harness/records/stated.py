@@ -29,11 +29,9 @@ T = TypeVar("T")
 PROVENANCE_FILE = "provenance.yaml"
 
 # What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record.
-# `id`: the digest in the id is not that of the settings as they are named today; no figure depends on it.
 # `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
 About = Literal[
-    "id", "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths",
-    "conditions",
+    "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
 _LISTS = ("trials", "about", "rounds")
 

@@ -1,4 +1,4 @@
-"""Whether a record says enough to run it again: id, commit, command, hosts, software, GPU; or states why it cannot."""
+"""Whether a record says enough to run it again: commit, command, hosts, software, GPU; or states why it cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import About, OnMachine, Reason, Stated, TypedCommand
-from harness.spec.trial import id_of
 from harness.verify.finding import Failure, Gap
 from harness.verify.history import NOT_HELD, History
 from harness.verify.private import HOME, private_in, secret_variables
@@ -55,8 +54,6 @@ def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
 
 def _missing(record: Record, text: str, stated: Stated, history: History) -> Iterator[tuple[About, str, str]]:
     """What a check is about, what the record has, and what it should have."""
-    if record.trial_id != (expected := id_of(record.settings)):
-        yield "id", f"trial_id {record.trial_id}", f"the digest of its settings, {expected}"
     commit = record.commit.removesuffix(DIRTY)
     if not commit:
         yield "commit", "none", "the commit of the code"

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 from engine.measurement import Measurement
 from harness.records.record import MEASURED, Record, Round
+from harness.spec.trial import id_of
 from harness.verify.finding import Failure
 
 # Start times are kept in whole seconds.
@@ -19,7 +20,7 @@ _PER_RANK = (
 
 
 def schema_failures(trial: str, record: Record) -> Iterator[Failure]:
-    """Everything in which the record of a trial contradicts itself; its id is judged with its provenance."""
+    """Everything in which the record of a trial contradicts itself."""
     place = record.trial_id if trial == record.trial_id else f"trials/{trial}"
 
     def wrong(found: str, expected: str) -> Failure:
@@ -27,6 +28,8 @@ def schema_failures(trial: str, record: Record) -> Iterator[Failure]:
 
     if trial != record.trial_id:
         yield wrong(f"trial_id {record.trial_id}", "the name of its folder")
+    if record.trial_id != (expected := id_of(record.settings)):
+        yield wrong(f"trial_id {record.trial_id}", f"the digest of its settings, {expected}")
     settings = record.settings
     parts = settings.cp_size * settings.tp_size
     if settings.world_size % parts:

@@ -11,7 +11,7 @@ import torch
 
 from engine import ContextParallel
 from engine.attention.masks import parse_mask
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_gradients
 from engine.settings import ModelShape, TrialSettings
 
 SHAPE = ModelShape(name="test", layers=1, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=8, vocab=256)
@@ -54,11 +54,8 @@ def run_attention(
     if replay:
         out, _ = fn(q, k, v, saved=fn.keep(out, lse, 1.0))
     out.backward(dout)
-    dense = [t.clone().requires_grad_() for t in whole[:3]]
-    dense_out, _ = dense_attention(*dense, parse_mask(settings.mask))
-    dense_out.backward(whole[3])
-    pairs = [(out.detach(), dense_out.detach())]
-    pairs += [(found.grad, truth.grad) for found, truth in zip((q, k, v), dense, strict=True)]
+    results = (out.detach(), q.grad, k.grad, v.grad)
+    pairs = zip(results, dense_gradients(*whole, parse_mask(settings.mask)), strict=True)
     compute = getattr(fn, "computed_sent", None)
     computed = compute() if compute else None
     return AttentionRun(

@@ -1,4 +1,4 @@
-"""The experiment files still describe the published runs: what they plan is what the records hold."""
+"""The experiment files, and the experiments inside packed runs, still plan the trials of the published records."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 
 from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import plan
+from harness.records.stored import runs_below, stored_run
 from harness.spec.experiment import load_experiment
-from harness.spec.trial import id_of
-from tests.published import stored_records
+from tests.published import PUBLISHED, stored_records
 
 ROOT = Path(__file__).parents[2]
+CPU, H200 = Machine(hostname="vm", device="cpu", cores=2, memory_gib=8.0), imagined("NVIDIA H200", 141.0)
 
 # Published runs that the experiment files still describe whole, by the command in results/published/README.md.
 AUTO = ("sweep.schedule=[auto]",)
@@ -86,8 +87,31 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("folder", "name", "scale", "overrides"), RUNS)
 def test_an_experiment_plans_the_trials_of_its_published_run(folder, name, scale, overrides) -> None:
     experiment = load_experiment(ROOT / "experiments" / f"{name}.yaml", scale, overrides)
-    cpu = Machine(hostname="vm", device="cpu", cores=2, memory_gib=8.0)
-    trials = plan(experiment, cpu if folder.startswith("cpu") else imagined("NVIDIA H200", 141.0))
-    recorded = {id_of(stored.record().settings) for run, stored in stored_records() if run == folder}
+    trials = plan(experiment, CPU if folder.startswith("cpu") else H200)
+    recorded = {stored.trial for run, stored in stored_records() if run == folder}  # what --resume looks for
     assert trials
     assert [trial.id for trial in trials if trial.id not in recorded] == []
+
+
+# Runs whose own experiment no longer plans all of their trials, with what it takes and how many are not found even so.
+CHANGED: dict[str, tuple[tuple[str, ...], int]] = {
+    "h200x1/one_gpu": (FP32, 0),
+    # The planner chooses head_tiles today, and did not when these ran: a plan that does is another trial.
+    "h200x1/one_gpu_systems_8b": ((), 1),
+    "h200x1/one_gpu_systems_long": ((), 1),
+}
+PACKED = [path for path in runs_below(PUBLISHED) if stored_run(path).header().experiment]
+
+
+@pytest.mark.parametrize("path", PACKED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_packed_run_would_be_resumed_with_its_own_trials(tmp_path: Path, path: Path) -> None:
+    """The ids that `burst run --resume` looks for are those that the header names and the records have."""
+    header, folder = stored_run(path).header(), path.parent.name
+    assert header.plan is not None
+    overrides, lost = CHANGED.get(f"{folder}/{path.stem}", ((), 0))
+    (tmp_path / "experiment.yaml").write_text(header.experiment, encoding="utf-8")
+    experiment = load_experiment(tmp_path / "experiment.yaml", None, overrides)
+    planned = {trial.id for trial in plan(experiment, CPU if folder == "cpu" else H200)}
+    recorded = {one.trial for one in stored_run(path).records()}
+    assert set(header.plan["trials"]) <= recorded
+    assert len(set(header.plan["trials"]) - planned) == lost

@@ -1,11 +1,13 @@
-"""The published records were written again under the names of today, once. Beside the files before: only names changed.
+"""The published records were written again under the names of today. Beside the files before: names and ids changed.
 
-The table of names stands here and nowhere else. Settings that went are at the value that every run had without them.
+The table of names stands here and nowhere else. Settings that went are at the value that every run had without them. An
+id is the digest of the settings under the names of today.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from engine.settings import TrialSettings, from_json, to_json
 from harness.records.stored import runs_below, stored_run
+from harness.spec.trial import id_of
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "published"
@@ -72,29 +75,56 @@ def record_of_today(recorded: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def ids_of_today(recorded: list[dict[str, Any]]) -> dict[str, str]:
+    """The id of today by the recorded one, of all trials of a run."""
+    ids = {
+        one["trial_id"]: id_of(from_json(TrialSettings, settings_of_today(one["settings"])))
+        for one in recorded
+        if not went(one["settings"])
+    }
+    assert len(set(ids.values())) == len(ids)  # no two trials became one
+    return ids
+
+
+def with_ids(value: Any, ids: dict[str, str]) -> Any:
+    """A JSON value with the ids of today wherever its texts name a trial."""
+    return json.loads(re.sub("|".join(map(re.escape, ids)), lambda found: ids[found[0]], json.dumps(value)))
+
+
 @cache
 def lines_before(path: str) -> list[str]:
     return git("show", f"{BEFORE}:{path}").stdout.splitlines()
 
 
 @pytest.mark.skipif(git("cat-file", "-e", f"{BEFORE}^{{commit}}").returncode != 0, reason="a copy without the history")
-def test_records_differ_from_those_before_in_names_alone() -> None:
+def test_runs_differ_from_those_before_in_names_and_ids_alone() -> None:
     compared = 0
     for path in paths_before():
         header, *lines = lines_before(path)
         if "burst_run" not in json.loads(header):  # of errors on CPU ranks: no record of a run
             assert (ROOT / path).read_text(encoding="utf-8").splitlines() == lines_before(path)
             continue
+        recorded = [json.loads(line) for line in lines]
+        ids = ids_of_today(recorded)
         today = {one.trial: one.data for one in stored_run(ROOT / path).records()}
-        for before in map(json.loads, lines):
+        for before in recorded:
             if went(before["settings"]):
                 assert before["trial_id"] not in today
                 continue
-            now = today.pop(before["trial_id"])
+            now = today.pop(ids[before["trial_id"]])
             settings = to_json(from_json(TrialSettings, now["settings"]))  # with what was added since
-            assert now | {"settings": settings} == record_of_today(before), (path, before["trial_id"])
+            expected = with_ids(record_of_today(before), ids)
+            assert now | {"settings": settings} == expected, (path, before["trial_id"])
             compared += 1
         assert not today, path
+        head = json.loads((ROOT / path).read_text(encoding="utf-8").splitlines()[0])
+        expected = json.loads(header)
+        if len(ids) < len(recorded):  # trials went, with their part of the experiment, as one more reason says
+            kept = [trial for trial in expected["plan"]["trials"] if trial in ids]
+            expected |= {"records": len(ids), "plan": expected["plan"] | {"trials": kept}}
+            expected["experiment"] = head["experiment"]
+            expected["provenance"]["reasons"].append(head["provenance"]["reasons"][-1])
+        assert head == with_ids(expected, ids), path
     assert compared > 600
 
 

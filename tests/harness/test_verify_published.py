@@ -35,7 +35,7 @@ def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_
         commands = ("burst run experiments/", "burst reproduce ")
         assert all(row["run_command"].startswith(commands) for row in rows.values()), verdict.run
         for gap in verdict.stated:
-            assert gap.check == "id" or gap.says in rows[gap.place]["caveats"], (verdict.run, gap)
+            assert gap.says in rows[gap.place]["caveats"], (verdict.run, gap)
 
 
 # What a reader has to know of a run, in words of its provenance, and the runs that it holds for.

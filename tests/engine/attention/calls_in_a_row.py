@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Mask
+from engine.measurement import relative_errors
 
 
 def worst_error_in_a_row(
@@ -21,7 +22,7 @@ def worst_error_in_a_row(
     count: int = 3,
     sinks_N: torch.Tensor | None = None,
 ) -> float:
-    """Worst relative error, as norms, of out, dq, dk, dv and dsinks over `count` calls; inf where one is not finite.
+    """Worst relative error, as norms, of out, dq, dk, dv and dsinks over `count` calls.
 
     `whole` is q, k, v and dout of the whole sequence, `choices` are `burst_attention`'s, `truths` the dense results.
     """
@@ -38,13 +39,5 @@ def worst_error_in_a_row(
         for dsinks_N in result[4:]:
             dist.all_reduce(dsinks_N)
     return max(
-        worst_relative_error([*(cp.unshard(part, 1) for part in result[:4]), *result[4:]], truths) for result in results
+        max(relative_errors([*(cp.unshard(part, 1) for part in result[:4]), *result[4:]], truths)) for result in results
     )
-
-
-def worst_relative_error(found: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> float:
-    """Worst relative error, as norms, of some tensors; inf where one is not finite, which max() would pass over."""
-    errors = [
-        (one.double() - truth).norm() / truth.norm().clamp_min(1e-30) for one, truth in zip(found, truths, strict=True)
-    ]
-    return max(error.item() if torch.isfinite(error) else float("inf") for error in errors)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from engine import ContextParallel
 from engine.attention.masks import Causal, Full
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_gradients
 from engine.burst_attn import BMTrainCommunicator, OpBurstAttn, burst_attn_func
 from tests.engine.attention.test_parity import problem
 from tests.ranks import run_on_ranks
@@ -48,9 +48,7 @@ def errors_of_every_call() -> dict[str, float]:
     groups = {"default": None, "torch": dist.group.WORLD, "mesh": mesh}
     errors = {}
     for causal, scale in itertools.product((False, True), (None, 0.2)):
-        q, k, v, dout = (t.clone().requires_grad_() for t in whole)
-        out, _ = dense_attention(q, k, v, Causal() if causal else Full(), scale)
-        expected = (out, *torch.autograd.grad(out, (q, k, v), dout))
+        expected = dense_gradients(*whole, Causal() if causal else Full(), scale)
         for name, call, optimize in itertools.product(groups, (burst_attn_func, OpBurstAttn.apply), (True, False)):
             q, k, v, dout = (cp.shard(t, 1).clone().requires_grad_() for t in whole)
             out = call(q, k, v, scale, "cuda", causal, optimize, False, groups[name])
@@ -69,9 +67,9 @@ def test_every_call_equals_dense_float64(world_size) -> None:
 
 
 def test_without_torch_distributed_one_process_holds_the_whole_sequence() -> None:
-    q, k, v, _ = problem(10, 4, 2)
+    q, k, v, dout = problem(10, 4, 2)
     out, lse = burst_attn_func(q, k, v, causal=True, flash=None, return_lse=True)
-    expected, expected_lse = dense_attention(q, k, v, Causal())
+    expected, expected_lse, *_ = dense_gradients(q, k, v, dout, Causal(), return_lse=True)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
 
@@ -87,9 +85,7 @@ def double_ring() -> tuple[float, list[str]]:
     q.requires_grad_()
     out = burst_attn_func(q, k, v, causal=True, double_group=(intra, inter))
     [dq] = torch.autograd.grad(out, (q,), dout)
-    whole_q = whole[0].clone().requires_grad_()
-    expected, _ = dense_attention(whole_q, *whole[1:3], Causal())
-    [expected_dq] = torch.autograd.grad(expected, (whole_q,), whole[3])
+    expected, expected_dq, *_ = dense_gradients(*whole, Causal())
     error = max((f - cp.shard(e, 1)).abs().max().item() for f, e in ((out, expected), (dq, expected_dq)))
     refused = []
     for wrong in ((inter, intra), (intra,), (intra, None)):

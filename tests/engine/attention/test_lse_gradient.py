@@ -12,7 +12,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.op import run_attention
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_gradients
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
@@ -43,12 +43,6 @@ def inputs(dtype: torch.dtype, size: float) -> list[Tensor]:
     return [q, k, v, dout, dlse]
 
 
-def truth(whole: list[Tensor], mask: Mask) -> tuple[Tensor, ...]:
-    leaves = [t.double().requires_grad_() for t in whole[:3]]
-    out, lse = dense_attention(*leaves, mask)
-    return torch.autograd.grad((out, lse), leaves, (whole[3].double(), whole[4].double().transpose(1, 2)))
-
-
 def wrong(cp: ContextParallel, dtype: torch.dtype, mask: Mask, only_on: int | None, **choices: object) -> list[str]:
     """The gradients that are not those of dense float64, by size of the output's gradient. `only_on`: the one rank
     whose LSE is used."""
@@ -68,7 +62,8 @@ def wrong(cp: ContextParallel, dtype: torch.dtype, mask: Mask, only_on: int | No
         if only_on in (None, cp.rank):
             outputs, gradients = [out, lse], [dout, dlse.transpose(1, 2).to(lse.dtype)]
         found = torch.autograd.grad(outputs, leaves, gradients)
-        for name, part, expected in zip(NAMES, found, truth(whole, mask), strict=True):
+        _, *truths = dense_gradients(*whole[:4], mask, dlse_BNS=whole[4].transpose(1, 2))
+        for name, part, expected in zip(NAMES, found, truths, strict=True):
             largest = expected.abs().max().item()
             # Below its least normal number fp16 has steps of 2^-24.
             factor = ON_A_GPU if DEVICE.type == "cuda" and dtype.itemsize == 2 else 1

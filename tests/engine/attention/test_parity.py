@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_gradients
 from tests.ranks import run_on_ranks
 from tests.slow import combinations, slow
 
@@ -26,11 +27,7 @@ def problem(seq_len: int, heads: int, kv_heads: int, batch: int = 2, head_dim: i
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def dense(q, k, v, dout, mask):
-    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = dense_attention(q, k, v, mask)
-    out.backward(dout)
-    return out.detach(), lse.detach(), q.grad, k.grad, v.grad
+dense = partial(dense_gradients, return_lse=True)
 
 
 def distributed(cp, whole, mask, dtype, **choices):

@@ -8,6 +8,7 @@ import torch
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_gradients
+from engine.measurement import relative_errors
 from tests.ranks import run_on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 32
@@ -27,10 +28,7 @@ def bf16_errors(schedule: str, backward: str) -> list[float]:
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
     assert {tensor.dtype for tensor in found} == {torch.bfloat16}
     truths = dense_gradients(*whole, Causal())
-    return [
-        ((cp.unshard(value).double() - truth).norm() / truth.norm()).item()
-        for value, truth in zip(found, truths, strict=True)
-    ]
+    return relative_errors([cp.unshard(value) for value in found], truths)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.kernels import KERNELS, KernelProblem, choose_kernel, kernel_named
 from engine.attention.masks import Causal, Documents, Mask, SlidingWindow
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_attention, dense_gradients
+from engine.measurement import relative_errors
 from tests.ranks import run_on_ranks
 
 FEATURES = ((None, True), (1.5, False), (1.5, True))  # softcap, sinks
@@ -51,12 +52,11 @@ def inputs(seq_len: int, heads: int, kv_heads: int) -> list[Tensor]:
 
 def truth(given: list[Tensor], mask: Mask, softcap: float | None, with_sinks: bool, with_lse: bool) -> list[Tensor]:
     """out, lse [B, S, N], dq, dk, dv and perhaps dsinks."""
-    q, k, v, sinks = (given[index].clone().requires_grad_() for index in (0, 1, 2, 5))
-    out, lse_BNS = dense_attention(q, k, v, mask, softcap=softcap, sinks_N=sinks if with_sinks else None)
-    lse = lse_BNS.transpose(1, 2)
-    leaves = [q, k, v, sinks] if with_sinks else [q, k, v]
-    outputs, gradients = ([out, lse], given[3:5]) if with_lse else ([out], given[3:4])
-    return [out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+    out, lse_BNS, *gradients = dense_gradients(
+        *given[:4], mask, softcap=softcap, sinks_N=given[5] if with_sinks else None,
+        dlse_BNS=given[4].transpose(1, 2) if with_lse else None, return_lse=True,
+    )  # fmt: skip
+    return [out, lse_BNS.transpose(1, 2), *gradients]
 
 
 def found(
@@ -217,9 +217,6 @@ def test_they_are_within_the_rounding_of_bf16_on_a_gpu(kernel, softcap) -> None:
         out = burst_attention(*leaves[:3], sinks_N=leaves[3], softcap=softcap, kernel=kernel)
     except ValueError as refused:
         pytest.skip(str(refused))
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    truth_out, _ = dense_attention(*wide[:3], Causal(), softcap=softcap, sinks_N=wide[3])
-    results = [out, *torch.autograd.grad(out, leaves, dout)]
-    expected = [truth_out, *torch.autograd.grad(truth_out, wide, dout.double())]
-    for one, two in zip(results, expected, strict=True):
-        assert ((one.double() - two).norm() / two.norm()).item() < 1.2e-2
+    results = (out, *torch.autograd.grad(out, leaves, dout))
+    truths = dense_gradients(*leaves[:3], dout, Causal(), softcap=softcap, sinks_N=leaves[3])
+    assert max(relative_errors(results, truths)) < 1.2e-2

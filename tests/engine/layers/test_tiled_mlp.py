@@ -13,6 +13,7 @@ from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_mlp import add_mlp_in
+from engine.measurement import relative_errors
 from engine.models.decoder import MLP, AddMLP, Decoder, add_whole_mlp
 from engine.ops import RECOMPUTE
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -98,13 +99,10 @@ def test_a_repeated_backward_of_saved_products_adds_up(saved: float) -> None:
 def test_tiles_in_bf16_are_as_close_to_float64_as_the_whole() -> None:
     truth = branch(SHAPE, add_whole_mlp)
 
-    def worst(found: list[Tensor]) -> float:
-        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
-
-    whole = worst(branch(SHAPE, add_whole_mlp, torch.bfloat16))
+    whole = max(relative_errors(branch(SHAPE, add_whole_mlp, torch.bfloat16), truth))
     assert 1e-3 < whole < 2e-2
-    assert worst(branch(SHAPE, add_mlp_in(1, 1.0), torch.bfloat16)) < 1.25 * whole
-    assert worst(branch(SHAPE, add_mlp_in(22), torch.bfloat16)) < 1.25 * whole
+    assert max(relative_errors(branch(SHAPE, add_mlp_in(1, 1.0), torch.bfloat16), truth)) < 1.25 * whole
+    assert max(relative_errors(branch(SHAPE, add_mlp_in(22), torch.bfloat16), truth)) < 1.25 * whole
 
 
 class Products(TorchDispatchMode):

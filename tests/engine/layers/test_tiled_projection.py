@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_projection import project_in
+from engine.measurement import relative_errors
 from engine.models.decoder import Attention, Decoder, Project, project_whole
 from engine.ops.norm import RMSNorm
 from engine.ops.rotary import rotate, rotate_into
@@ -60,7 +61,7 @@ def bf16_is_close_to_float64(shape: ModelShape, device: str) -> None:
     truth = projected(shape, project_whole)
 
     def mean_error(found: list[Tensor]) -> float:
-        errors = [float((a.cpu().double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+        errors = relative_errors([tensor.cpu() for tensor in found], truth)
         return sum(errors) / len(errors)
 
     whole = mean_error(projected(shape, project_whole, torch.bfloat16, device))

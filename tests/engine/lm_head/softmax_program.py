@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.lm_head.fused import Softmax
 from engine.lm_head.plain import IGNORE
+from engine.measurement import relative_error
 
 SMALL = (1, 2, 53, 257, 4096, 5000)  # words; 4096 is one block of the kernel
 LARGE = (32000, 128256, 151937)
@@ -50,7 +51,7 @@ def faults(device: str, vocabularies: tuple[int, ...], tokens: int) -> list[str]
         gradient_TV = logits_TV  # that is where it is now
         # bf16 has 8 bits; the interpreter cuts the others off where a GPU rounds.
         allowed = 2**-7 if dtype == torch.bfloat16 else 1e-5
-        error = ((gradient_TV.double() - truth_TV).norm() / truth_TV.norm().clamp_min(1e-12)).item()
+        error = relative_error(gradient_TV, truth_TV)
         loss_error = abs(loss_T.double().sum() - reference.loss_sum()).item() / max(
             1.0, abs(reference.loss_sum().item())
         )

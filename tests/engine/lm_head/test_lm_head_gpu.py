@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.lm_head.fused import fused_loss_sum
 from engine.lm_head.loss_kernel import LIBRARIES, loss_sum_of
 from engine.lm_head.plain import IGNORE, Tile, plain_loss_sum
+from engine.measurement import relative_errors
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.lm_head.softmax_program import LARGE, SMALL, faults
@@ -57,10 +58,6 @@ def loss_and_gradients(loss_sum, dtype: torch.dtype, ignored: slice) -> tuple[Te
     return (loss.detach(), *torch.autograd.grad(loss / 29, (hidden, weight)))
 
 
-def errors(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> list[float]:
-    return [((f.double() - t).norm() / t.norm().clamp_min(1e-12)).item() for f, t in zip(found, truth, strict=True)]
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", FORMS)
@@ -71,8 +68,10 @@ def test_every_form_is_as_close_to_float64_as_a_plain_bf16_run(name, ignored, z_
         pytest.skip("refused: the library has no z-loss")
     settings = TrialSettings(task="lm_head", method="burst", model=SHAPE, seq_len=371, loss_kernel=name, z_loss=z_loss)
     truth = loss_and_gradients(lambda *inputs: plain_loss_sum(*inputs, z_loss), torch.float64, ignored)
-    plain = errors(loss_and_gradients(lambda *inputs: plain_loss_sum(*inputs, z_loss), torch.bfloat16, ignored), truth)
-    found = errors(loss_and_gradients(loss_sum_of(settings, "cuda"), torch.bfloat16, ignored), truth)
+    plain = relative_errors(
+        loss_and_gradients(lambda *inputs: plain_loss_sum(*inputs, z_loss), torch.bfloat16, ignored), truth
+    )
+    found = relative_errors(loss_and_gradients(loss_sum_of(settings, "cuda"), torch.bfloat16, ignored), truth)
     # cut-cross-entropy leaves out what bf16 could not tell from 0 in a single entry.
     slack = 4.0 if name == "cce" else 1.5
     assert [error <= slack * own_kind + 1e-3 for error, own_kind in zip(found, plain, strict=True)] == [True] * 3

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.tiled_mlp import add_mlp_in
+from engine.measurement import NOT_FINITE, relative_error
 from engine.models.decoder import MLP, add_whole_mlp
 from engine.ops.norm import add_norm, norm_gradients
 from engine.ops.rotary import rotate, rotate_into
@@ -53,14 +54,11 @@ def truth_of(function, inputs: tuple[Tensor, ...], gradient: Tensor) -> list[Ten
     return with_gradients(function, tuple(tensor.double() for tensor in inputs), gradient.double())
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-12)).item()
-
-
 def complaints(name: str, found: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> Iterator[str]:
     for index, (tensor, exact) in enumerate(zip(found, truth, strict=True)):
-        if tensor.dtype != dtype or tensor.shape != exact.shape or not error(tensor, exact) <= ALLOWED[dtype]:
-            yield f"{name}, {dtype}, tensor {index}: {tensor.dtype} {tuple(tensor.shape)}, {error(tensor, exact):.1e}"
+        wrong = relative_error(tensor, exact) if tensor.shape == exact.shape else NOT_FINITE
+        if tensor.dtype != dtype or not wrong <= ALLOWED[dtype]:
+            yield f"{name}, {dtype}, tensor {index}: {tensor.dtype} {tuple(tensor.shape)}, {wrong:.1e}"
 
 
 def swiglu_faults(device: str) -> Iterator[str]:
@@ -141,9 +139,9 @@ def second_derivative_faults(device: str) -> Iterator[str]:
     for call, plain in ((swiglu, plain_swiglu), (rotated, rotated)):
         found, truth = squared_gradients(call, x, y), squared_gradients(plain, x.double(), y.double())
         yield from (
-            f"second derivative of {call.__name__}: {error(tensor, exact):.1e}"
+            f"second derivative of {call.__name__}: {relative_error(tensor, exact):.1e}"
             for tensor, exact in zip(found, truth, strict=True)
-            if not error(tensor, exact) <= 1e-4
+            if not relative_error(tensor, exact) <= 1e-4
         )
 
 
@@ -212,7 +210,7 @@ def tiled_mlp_faults(device: str) -> Iterator[str]:
         results[tiles, dtype] = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
     for tiles in (1, 4):
         for index, exact in enumerate(results[1, torch.float64]):
-            wrong = error(results[tiles, torch.float32][index], exact)
+            wrong = relative_error(results[tiles, torch.float32][index], exact)
             if not wrong <= 1e-5:
                 yield f"MLP in {tiles} tiles, tensor {index}: {wrong:.1e}"
 

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.tiled_mlp import add_mlp_in
+from engine.measurement import relative_error
 from engine.models.decoder import MLP
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
 from tests.engine.interpreter import in_the_interpreter, interpret
-from tests.engine.ops.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
+from tests.engine.ops.elementwise_program import faults, plain_swiglu, truth_of, with_gradients
 
 FFN = 14336  # Llama-3-8B's MLP width
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -62,7 +63,7 @@ def test_swiglu_is_no_further_from_float64_than_torchs_operations(dtype: torch.d
     for result in (found, again):
         for tensor, own_kind, exact in zip(result, plain, truth, strict=True):
             # fp32 leaves a few roundings of its exponential and quotient either way.
-            assert error(tensor, exact) <= 1.01 * error(own_kind, exact) + 5e-7
+            assert relative_error(tensor, exact) <= 1.01 * relative_error(own_kind, exact) + 5e-7
 
 
 @pytest.mark.gpu
@@ -93,7 +94,7 @@ def test_a_rotation_rounds_its_result_and_nothing_else(head_dim: int) -> None:
     truth = truth_of(lambda x: rotate(x, exact_angles), (x,), gradient)
     found = with_gradients(lambda x: rotate(x, angles), (x,), gradient)
     for tensor, exact in zip(found, truth, strict=True):
-        assert error(tensor, exact) <= 1.01 * error(exact.to(tensor.dtype), exact)
+        assert relative_error(tensor, exact) <= 1.01 * relative_error(exact.to(tensor.dtype), exact)
 
 
 @pytest.mark.gpu
@@ -136,7 +137,7 @@ def test_an_mlp_in_bf16_is_as_close_to_float64_as_torchs_operations(tiles: int) 
     truth, own_kind = branch(plain, torch.float64), branch(plain, torch.bfloat16)
     found = branch(add_mlp_in(tiles), torch.bfloat16)
     for tensor, other, exact in zip(found, own_kind, truth, strict=True):
-        assert error(tensor, exact) <= 1.25 * error(other, exact) + 1e-4
+        assert relative_error(tensor, exact) <= 1.25 * relative_error(other, exact) + 1e-4
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from engine.attention.kernels import (
 )
 from engine.attention.kernels.cpu import CpuKernel
 from engine.attention.kernels.stand_in import output_stand_in
+from engine.measurement import relative_error, relative_errors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = kernel_named("reference")
@@ -39,10 +40,6 @@ def tile_inputs(rows: int, columns: int, heads: int, kv_heads: int, head_dim: in
     generator = torch.Generator().manual_seed(rows * columns + heads)
     shapes = [(2, rows, heads, head_dim), *[(2, columns, kv_heads, head_dim)] * 2, (2, rows, heads, head_dim)]
     return [torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes]
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def runnable(name: str, dtype: torch.dtype, head_dim: int, band: Band, heads: int = 4, kv_heads: int = 4) -> None:
@@ -72,12 +69,11 @@ def test_a_kernel_equals_the_reference_on_every_kind_of_tile(name, rows, columns
     kernel = kernel_named(name)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     part, part_lse = kernel.forward(q, k, v, band, scale)
-    assert relative(part, out) < tolerance
-    assert relative(part_lse, lse) < tolerance
+    assert max(relative_errors((part, part_lse), (out, lse))) < tolerance
     found = kernel.backward(BackwardInputs(q, dout, whole_lse.float(), delta.float(), k, v), band, scale, False)
     for gradient, truth, source in zip(found, expected, (q, k, v), strict=True):
         assert gradient.shape == source.shape
-        assert relative(gradient, truth) < tolerance
+        assert relative_error(gradient, truth) < tolerance
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])
@@ -123,7 +119,7 @@ def test_a_kernel_that_wants_an_output_is_made_to_take_any_delta(name, band, siz
     for gradient, truth in zip(found, expected, strict=True):
         if half and truth.abs().max() > 3e4:  # out of what the kernel can write
             continue
-        assert relative(gradient, truth) < (5e-3 if half else 1e-5)
+        assert relative_error(gradient, truth) < (5e-3 if half else 1e-5)
 
 
 def test_only_a_row_whose_gradient_is_too_small_for_its_delta_needs_a_second_call(monkeypatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, kernel_named
+from engine.measurement import relative_error
 
 ROWS = (5 << 18) + 128  # 1.3M, 5.4e9 elements of queries
 END = 1 << 16
@@ -21,11 +22,6 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 def last(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor[:, -rows:].contiguous()
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.gpu
@@ -43,12 +39,12 @@ def test_the_end_of_a_million_tokens_is_that_of_a_short_tile() -> None:
     out, lse = kernel.forward(q, k, v, band, scale)
     short_out, short_lse = kernel.forward(*(last(t, END) for t in (q, k, v)), band, scale)
     sure = END - WINDOW - 1  # rows whose whole window lies in the short tile
-    assert close(last(out, sure), last(short_out, sure)) < 1e-3
-    assert close(lse[..., -sure:], short_lse[..., -sure:]) < 1e-5
+    assert relative_error(last(out, sure), last(short_out, sure)) < 1e-3
+    assert relative_error(lse[..., -sure:], short_lse[..., -sure:]) < 1e-5
     delta = torch.randn_like(lse)
     gradients = kernel.backward(BackwardInputs(q, dout, lse, delta, k, v), band, scale, False)
     ends = [last(t, END) for t in (q, dout)], [t[..., -END:].contiguous() for t in (lse, delta)]
     short = kernel.backward(BackwardInputs(*ends[0], *ends[1], last(k, END), last(v, END)), band, scale, False)
     for name, found, expected in zip(("dq", "dk", "dv"), gradients, short, strict=True):
-        assert close(last(found, sure), last(expected, sure)) < 5e-3, name
+        assert relative_error(last(found, sure), last(expected, sure)) < 5e-3, name
         assert torch.isfinite(found[:, :END]).all(), name

@@ -13,7 +13,7 @@ from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.reference import dense_gradients
-from tests.engine.attention.calls_in_a_row import worst_relative_error
+from engine.measurement import relative_errors
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
@@ -65,7 +65,7 @@ def worst_error_of_a_step(plan, layers: list, local: list, mask, recompute: bool
     for out, layer, (*_, dout) in reversed(list(zip(outs, leaves, local, strict=True))):
         found.append((out.detach(), *torch.autograd.grad(out, layer, dout)))
     return max(
-        worst_relative_error(result, [cp.shard(truth, 1) for truth in dense_gradients(*whole, mask)])
+        max(relative_errors(result, [cp.shard(truth, 1) for truth in dense_gradients(*whole, mask)]))
         for result, whole in zip(reversed(found), layers, strict=True)
     )
 
