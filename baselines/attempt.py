@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import FOLDER
 from baselines.stand_ins import python_path
-from baselines.upstream import Printed, Upstream, foreign_environment, seconds_of
+from baselines.upstream import PrintedSteps, Upstream, foreign_environment, seconds_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 
 # The stand-ins that each system may need, and the module, or name of a module, that shows that the real one is there.
@@ -65,7 +65,7 @@ class Attempt:
 
     system: str
     code: int  # the program's exit code; -9 where its time was over
-    printed: Printed
+    printed: PrintedSteps
     failure: str  # "" where as many steps were printed as were asked for
     stand_ins: tuple[str, ...]
 
@@ -144,9 +144,9 @@ def write_burst_data(folder: Path) -> None:
     (folder / "meta.bin").write_text(json.dumps(meta) + "\n", encoding="utf-8")
 
 
-def prepared(system: str, source: Path, folder: Path) -> Place:
+def prepared(system: str, source: Path, folder: Path) -> InstallPlace:
     """A place below `folder` whose source is the given one and whose interpreter is this one; nothing is installed."""
-    place = Place(system=system, flavour="paper", base=folder / "systems")
+    place = InstallPlace(system=system, flavour="paper", base=folder / "systems")
     place.folder.mkdir(parents=True)
     (place.base / system / "pin.yaml").write_bytes((FOLDER / system / "pin.yaml").read_bytes())
     place.source.symlink_to(source)
@@ -255,7 +255,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if not arguments.source.is_dir():
         parser.error(f"--source is {arguments.source}, and no such folder exists; name the system's checkout")
-    program = Place(system=arguments.system, flavour="paper").pinned.entry
+    program = InstallPlace(system=arguments.system, flavour="paper").pinned.entry
     if not (arguments.source / program).is_file():
         parser.error(f"--source is {arguments.source}, which has no {program}; name the folder that its pin names")
     if missing := next((path for path in arguments.path if not path.is_dir()), None):

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from baselines.programs import PROGRAMS
 from baselines.programs.program_parts import MARK
 from baselines.tokens import FOLDER, PLAIN
-from baselines.upstream import Printed, Rendered, Upstream
+from baselines.upstream import PrintedSteps, Rendered, Upstream
 from engine.attention.geometry.layout import Layout, Segment, Zigzag, merged, split_unsupported_reason
 from engine.measurement import read_measurement
 
 if TYPE_CHECKING:
-    from baselines.install.places import Place
+    from baselines.install.places import InstallPlace
     from engine.measurement import Measurement
     from engine.method import NativeMethod
     from engine.settings import Task, TrialSettings
@@ -35,7 +35,7 @@ KERNELS = ("auto", "cudnn", "fa4")
 _LINE = re.compile(rf"^{MARK}(\{{.*\}})$", re.MULTILINE)
 
 
-def render_program(program: str, request: dict[str, object], trial_dir: Path, place: Place) -> Rendered:
+def render_program(program: str, request: dict[str, object], trial_dir: Path, place: InstallPlace) -> Rendered:
     """One of our programs, run by the system's interpreter with the trial as a file of JSON."""
     return Rendered(
         command=(str(place.python), "-u", str(PROGRAMS / program), str(trial_dir / REQUEST_FILE)),
@@ -44,12 +44,12 @@ def render_program(program: str, request: dict[str, object], trial_dir: Path, pl
     )
 
 
-def parse_program(output: str) -> Printed:
+def parse_program(output: str) -> PrintedSteps:
     """What our programs print: a line per step, and one with the peaks at the end."""
     lines = [json.loads(text) for text in _LINE.findall(output)]
     steps = [line for line in lines if "seconds" in line]
     end: dict[str, Any] = next((line for line in reversed(lines) if "peak_allocated_bytes" in line), {})
-    return Printed(
+    return PrintedSteps(
         step_seconds=[line["seconds"] for line in steps],
         forward_seconds=[line["forward_seconds"] for line in steps if "forward_seconds" in line],
         loss=[line["loss"] for line in steps if "loss" in line],
@@ -84,10 +84,10 @@ class UpstreamAttention(Upstream):
             "seed": settings.seed,
         }
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         return render_program("attention.py", self.request(settings, place.source), trial_dir, place)
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         return parse_program(output)
 
 
@@ -133,7 +133,7 @@ class InWorker(UpstreamAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ShardParts:
     """Groups of consecutive ranks share the shards of another layout: rank r holds part r % size of shard r // size."""
 
     base: Layout

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baselines.programs.program_parts import load
-from baselines.upstream import UPSTREAM, Ran, described
+from baselines.upstream import UPSTREAM, StartedSystem, described
 from engine.method import EngineCommand
 from engine.reader import from_json
 
@@ -56,7 +56,7 @@ class CalledAttention:
     def __init__(self, adapter: InWorker, cp: ContextParallel, settings: TrialSettings) -> None:
         entered = json.loads(os.environ[ENTERED])
         self._adapter, self._settings = adapter, settings
-        self._ran: Ran = from_json(Ran, entered["ran"])
+        self._ran = from_json(StartedSystem, entered["ran"])
         request = adapter.request(settings, Path(entered["source"]))
         call = load(str(request["call"]))
         self._kernel: Callable[[], str] = getattr(call, "kernel", flash_attn_kernel)

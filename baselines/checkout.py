@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from baselines.git_tree import COMMIT, Listing, differences, is_below, parse_listing
 from baselines.pin import FLAVOURS, Checkout, Flavour, load_pin, requirements, specifier
@@ -114,7 +115,7 @@ def compared(checkout: Checkout, folder: Path) -> list[str]:
     The listing is not trusted: it has to lead to the hashes in the pin.
     """
     try:
-        data = read_json(folder / LISTINGS)
+        data = cast(dict[str, Any], read_json(folder / LISTINGS))
         listings = {name: from_json(Listing, listing) for name, listing in data.items()}
     except (OSError, ValueError, AttributeError) as error:
         return [f"{LISTINGS} cannot be read ({error})"]

@@ -22,17 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from baselines.handicaps import NCCL_VARIABLES, with_own_nccl
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.tokens import write_tokens
 from baselines.upstream import (
     GPUS,
     LOGS,
     RAN_FILE,
-    Ran,
     Rendered,
+    StartedSystem,
     Upstream,
     WatchedGpu,
     foreign_environment,
@@ -40,7 +40,7 @@ from baselines.upstream import (
 )
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, GpuState, write_json
-from engine.memory.gpu_state import Gpu, query_gpus, read_gpu_named, visible_gpus
+from engine.memory.gpu_state import GpuReading, query_gpus, read_gpu_named, visible_gpus
 from engine.reader import read_json, to_json
 from engine.settings import TrialSettings, from_json
 
@@ -51,11 +51,13 @@ _OUT_OF_MEMORY = re.compile(r"^.*(?:OutOfMemoryError|CUDA out of memory|CUDA err
 _REASON_CHARACTERS = 200
 
 
+def _trial(trial_dir: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], read_json(trial_dir / "trial.json"))
+
+
 def settings_of(trial_dir: Path) -> TrialSettings:
     """The settings in trial.json. Raises FileNotFoundError, and ValueError for what is not a trial."""
-    data = read_json(trial_dir / "trial.json")
-    found: TrialSettings = from_json(TrialSettings, data["settings"])
-    return found
+    return from_json(TrialSettings, _trial(trial_dir)["settings"])
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,7 +67,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     trial_dir, rank = Path(words[0]), int(os.environ.get("RANK", "0"))
     settings = settings_of(trial_dir)
-    method: Upstream = importlib.import_module(read_json(trial_dir / "trial.json")["method"]).METHOD
+    method: Upstream = importlib.import_module(_trial(trial_dir)["method"]).METHOD
     place = method.place
     if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
         write_error(trial_dir, rank, "refused", reason)
@@ -91,7 +93,7 @@ def main(words: Sequence[str]) -> int:
     if watch:
         write_json(trial_dir / GPUS / f"rank{rank}.json", to_json(watch.seen()))
     if ended and rank == 0:
-        before = read_json(trial_dir / RAN_FILE)
+        before = cast(dict[str, Any], read_json(trial_dir / RAN_FILE))
         write_json(trial_dir / RAN_FILE, before | {"ended": ended})
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
@@ -116,10 +118,10 @@ def as_its_script(
 class GpuWatch:
     """A rank's GPU from before its program starts. `look` reads it; `seen` is what the record keeps."""
 
-    def __init__(self, look: Callable[[], Gpu]) -> None:
+    def __init__(self, look: Callable[[], GpuReading]) -> None:
         self._look = look
         self._before = look()
-        self._after: Gpu | None = None
+        self._after: GpuReading | None = None
         self._next, self._in_steps = time.monotonic() + _GPU_LOOK_SECONDS, False
 
     def while_running(self, steps_began: bool, steps_ended: bool) -> None:
@@ -213,7 +215,9 @@ def _text(log: Path) -> str:
         return ""
 
 
-def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None) -> Ran:
+def ran(
+    place: InstallPlace, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, object] | None = None
+) -> StartedSystem:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
@@ -223,7 +227,7 @@ def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", dat
             text = text.replace(path, name)
         return text
 
-    return Ran(
+    return StartedSystem(
         flavour=place.flavour,
         pin=pinned.digest,
         commit=pinned.checkout.commit if pinned.checkout else "",
@@ -240,7 +244,7 @@ def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", dat
     )
 
 
-def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], Gpu] | None]:
+def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], GpuReading] | None]:
     """The name of this rank's GPU, and what looks at it; `cpu` and None where it has none."""
     listed, _ = query_gpus()
     shown = visible_gpus(listed, given.get("CUDA_VISIBLE_DEVICES"))
@@ -250,7 +254,7 @@ def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], Gpu] | None]:
     own = shown[local]
     # CUDA may number GPUs of several models otherwise than nvidia-smi does, and then nobody here knows which one it is.
     if len({gpu.name for gpu in listed}) > 1 and given.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        return own.name, partial(Gpu, digest="", state=GpuState())
+        return own.name, partial(GpuReading, digest="", state=GpuState())
     return own.name, partial(read_gpu_named, own.uuid)
 
 

@@ -21,7 +21,7 @@ import engine
 from baselines.called import InWorker
 from baselines.called_attention import ENTERED
 from baselines.drive import ran, write_error
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.upstream import Rendered, foreign_environment
 from engine.measurement import TrialQueue
 from engine.reader import to_json
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     become(worker_of(place, trial_dir), place, os.environ)
 
 
-def worker_of(place: Place, trial_dir: Path) -> Rendered:
+def worker_of(place: InstallPlace, trial_dir: Path) -> Rendered:
     """The engine's worker as the system's interpreter runs it, and the environment over the launcher's."""
     links = link_packages(place.folder / _LINKS)
     environment = place.environment
@@ -58,7 +58,7 @@ def worker_of(place: Place, trial_dir: Path) -> Rendered:
     return Rendered(command=command, environment={**started.environment, ENTERED: json.dumps(entered)})
 
 
-def become(worker: Rendered, place: Place, given: Mapping[str, str]) -> NoReturn:
+def become(worker: Rendered, place: InstallPlace, given: Mapping[str, str]) -> NoReturn:
     """Go on as that program, in the environment of the launcher but for what leads Python to packages of ours."""
     recorder = {name: value for name, value in given.items() if name.startswith(_RECORDER)}
     environment = foreign_environment(given, {**recorder, **worker.environment}, [place.python.parent])

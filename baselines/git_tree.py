@@ -17,7 +17,7 @@ LINK, COMMIT = "120000", "160000"  # git's modes of a symbolic link and of a sub
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class TreeEntry:
     """A file, symbolic link or submodule of a listing."""
 
     mode: str
@@ -29,7 +29,7 @@ class Entry:
 class Listing:
     """Everything below one folder of a commit, and the commit itself where the folder is all of it."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TreeEntry] = field(default_factory=list)
     commit: str = ""  # the commit object's text
 
     @property
@@ -50,7 +50,7 @@ def parse_listing(output: bytes, commit: str = "") -> Listing:
         if line:
             facts, _, path = line.partition(b"\t")
             mode, _, name = facts.decode("ascii").split(" ")
-            entries.append(Entry(mode=mode, hash=name, path=os.fsdecode(path)))
+            entries.append(TreeEntry(mode=mode, hash=name, path=os.fsdecode(path)))
     return Listing(entries=entries, commit=commit)
 
 
@@ -86,7 +86,7 @@ def differences(folder: Path, listing: Listing, without: Sequence[str] = ()) -> 
     return sorted(found)
 
 
-def _difference(path: Path, entry: Entry) -> str | None:
+def _difference(path: Path, entry: TreeEntry) -> str | None:
     try:
         mode = path.lstat().st_mode
         if entry.mode == LINK:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.called import kernel_reason, parse_program, render_program, training_request, transformers_kernel
-from baselines.install.places import Place
-from baselines.upstream import Printed, Rendered, Upstream
+from baselines.install.places import InstallPlace
+from baselines.upstream import PrintedSteps, Rendered, Upstream
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
@@ -50,11 +50,11 @@ class WholeSequences(Upstream):
         """The trial for the program; adapters add what their engine reads."""
         return training_request(settings, self.steps(settings), trial_dir) | {"engine": self.engine}
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         return render_program(PROGRAM, self.request(settings, trial_dir), trial_dir, place)
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         return parse_program(output)
 
-    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
         return transformers_kernel(settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from baselines.upstream import Printed
+from baselines.upstream import PrintedSteps
 
 _ITERATION = re.compile(r"iteration +\d+/ *\d+ \|(.*)$", re.MULTILINE)
 _FIELD = re.compile(r" *([^|:]+?(?:\([^)]*\))?): +(\S+)(?: GB)? *")
@@ -26,12 +26,12 @@ _FIGURES = (
 )
 
 
-def parse_iterations(output: str) -> Printed:
+def parse_iterations(output: str) -> PrintedSteps:
     """Steps, losses, norms and memory of one rank's log; the system's own figures are those of its last iteration."""
     iterations = [dict(_FIELD.findall(line)) for line in _ITERATION.findall(output)]
     memory = _MEMORY.findall(output)
     last: dict[str, Any] = iterations[-1] if iterations else {}
-    return Printed(
+    return PrintedSteps(
         step_seconds=[float(one[_SECONDS]) / 1000 for one in iterations if _SECONDS in one],
         loss=[float(one[_LOSS]) for one in iterations if _LOSS in one],
         grad_norm=[float(one[_NORM]) for one in iterations if _NORM in one],

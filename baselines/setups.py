@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baselines.handicaps import handicaps, published, with_own_nccl
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.paper_cluster import GPUS_PER_NODE
 from baselines.pin import FOLDER
 from baselines.upstream import Upstream
@@ -156,7 +156,7 @@ def render(
 ) -> list[NodeSetup]:
     """What each node runs, the head first. `root` is the checkout's folder on the nodes."""
     method, trial_dir = _method(system), Path(root) / TRIAL
-    place = Place(system=method.package, flavour="paper")
+    place = InstallPlace(system=method.package, flavour="paper")
     made = method.render(settings, trial_dir, place)
 
     def there(text: str) -> str:

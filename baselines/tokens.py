@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.atomic import write_atomic
 from engine.data import open_tokens
@@ -37,7 +37,7 @@ def prefixes(settings: TrialSettings, steps: int, trial_dir: Path) -> list[str]:
     return [str(trial_dir / FOLDER / str(number)) for number in range(sequences_of(settings, steps))]
 
 
-def write_tokens(settings: TrialSettings, steps: int, kind: TokenFormat, trial_dir: Path) -> dict[str, Any]:
+def write_tokens(settings: TrialSettings, steps: int, kind: TokenFormat, trial_dir: Path) -> dict[str, object]:
     """Write the tokens of a trial; returns their origin, as the engine's own trials record it.
 
     Ranks of one host may write at the same time: each file is replaced by an equal one. Raises ValueError for data that

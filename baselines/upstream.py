@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
-from engine.measurement import GpuState, Measurement
-from engine.measurement import Upstream as UpstreamEntry
+from engine.measurement import GpuState, Measurement, UpstreamRun
 from engine.reader import from_json, read_json
 
 if TYPE_CHECKING:
-    from baselines.install.places import Place
-    from baselines.install.verify import Verdict
+    from baselines.install.places import InstallPlace
+    from baselines.install.verify import InstallCheck
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
@@ -64,7 +63,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Printed:
+class PrintedSteps:
     """What a program printed, one entry per step where the system prints each step; the first are its warm-up."""
 
     step_seconds: Sequence[float] = ()
@@ -74,11 +73,11 @@ class Printed:
     grad_norm: Sequence[float] = ()
     peak_allocated_bytes: Sequence[int] = ()  # of ranks that print it
     peak_reserved_bytes: Sequence[int] = ()
-    own: Mapping[str, Any] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
+    own: Mapping[str, float] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
+class StartedSystem:
     """`upstream.json`: what `baselines.drive` started, and on which device."""
 
     flavour: str
@@ -93,9 +92,9 @@ class Ran:
         default_factory=dict
     )  # pinned packages that came from beside torch: name -> version
     builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
-    data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
+    data: dict[str, object] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
     ended: str = ""  # how, where it did not end by itself after its last step
-    kernel: str = "unknown (upstream.json does not say)"  # of attention; see `Upstream.kernel`
+    kernel: str = "unknown (upstream.json does not say)"  # of attention; see `UpstreamRun.kernel`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,15 +162,15 @@ class Upstream:
         return None
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[InstallPlace]:
         """Its installations, the preferred one first: a release before the paper's copy."""
-        from baselines.install.places import Place  # reads pins, which interpreters of systems cannot
+        from baselines.install.places import InstallPlace  # reads pins, which interpreters of systems cannot
 
-        pinned = Place(system=self.package, flavour="current").pin
-        return [Place(system=self.package, flavour=flavour) for flavour in reversed(pinned.flavours)]
+        pinned = InstallPlace(system=self.package, flavour="current").pin
+        return [InstallPlace(system=self.package, flavour=flavour) for flavour in reversed(pinned.flavours)]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> InstallPlace:
         """The installation that runs: the first whole one, else the preferred one."""
         return next((place for place in self.places if place.condition()[0] == "installed"), self.places[0])
 
@@ -191,7 +190,7 @@ class Upstream:
             )
         return None
 
-    def verify(self, place: Place) -> Verdict:
+    def verify(self, place: InstallPlace) -> InstallCheck:
         """Whether the installation is the pinned system, unchanged."""
         from baselines.install.verify import verify
 
@@ -200,15 +199,15 @@ class Upstream:
     def command(self, trial_dir: Path) -> list[str]:
         return [sys.executable, "-m", "baselines.drive", str(trial_dir)]
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         """The system's own command for one rank of a trial. Pure."""
         raise NotImplementedError
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         """What the program printed on one rank. Pure."""
         raise NotImplementedError
 
-    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
         """What computes attention, as the program's command, configuration and `environment` say: the engine's name of
         a kernel where they ask for that one alone, the order where they give several, else `unknown (why)`. Pure.
         """
@@ -226,9 +225,9 @@ class Upstream:
         from baselines.drive import settings_of
 
         settings = settings_of(trial_dir)
-        ran: Ran = from_json(Ran, read_json(trial_dir / RAN_FILE))
+        ran = from_json(StartedSystem, read_json(trial_dir / RAN_FILE))
         printed = [self.parse(text) for text in outputs(trial_dir)]
-        best = max(printed, key=lambda each: len(seconds_of(each, settings)), default=Printed())
+        best = max(printed, key=lambda each: len(seconds_of(each, settings)), default=PrintedSteps())
         seconds, measured = seconds_of(best, settings), settings.steps.measured
         if len(seconds) < self.steps(settings):
             raise ValueError(f"{self.system} printed {len(seconds)} steps, expected {self.steps(settings)}")
@@ -256,9 +255,9 @@ class Upstream:
         )
 
 
-def described(ran: Ran, printed: Mapping[str, float] | None = None) -> UpstreamEntry:
+def described(ran: StartedSystem, printed: Mapping[str, float] | None = None) -> UpstreamRun:
     """What a record says of the system that ran, in `measurement.extra`; `printed`: what it says of its own speed."""
-    found: UpstreamEntry = {
+    found: UpstreamRun = {
         "flavour": ran.flavour,
         "pin": ran.pin,
         "commit": ran.commit,
@@ -277,7 +276,7 @@ def described(ran: Ran, printed: Mapping[str, float] | None = None) -> UpstreamE
     return found
 
 
-def seconds_of(printed: Printed, settings: TrialSettings) -> list[float]:
+def seconds_of(printed: PrintedSteps, settings: TrialSettings) -> list[float]:
     """Seconds of each printed step, from its tokens per second where the system prints those."""
     tokens = settings.seq_len * settings.batch_size * settings.dp_size * settings.gradient_accumulation
     speeds = printed.tokens_per_gpu_per_second

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.active.judge import TESTS
-from cluster.checks import discover
+from cluster.checks import Check, discover, select
+from cluster.discovery.drift import READS
 from cluster.files.errors import UsageError, nearest
 from cluster.health.nodes import CLOCK, REACHABILITY
 from cluster.inventory.file import named_nodes
@@ -38,7 +39,9 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
     add_node_arguments(result)
     result.add_argument("--hosts", dest="hosts_file", type=Path, metavar="FILE", help="more hosts, one per line")
     chosen = result.add_argument_group("what is checked")
-    chosen.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="only these checks")
+    chosen.add_argument(
+        "--only", type=_names, default=(), metavar="CHECK,...", help="only these checks, as the column CHECK names them"
+    )
     chosen.add_argument("--skip", type=_names, default=(), metavar="CHECK,...", help="all but these checks")
     chosen.add_argument(
         "--profiles", type=Path, action="append", default=[], metavar="DIR", help="more GPU profiles; later ones win"
@@ -80,6 +83,25 @@ def chosen_nodes(arguments: argparse.Namespace) -> tuple[Node, ...]:
     if arguments.hosts_file:
         arguments.nodes += [host.target for host in read_hosts(arguments.hosts_file)]
     return named_nodes(arguments).nodes
+
+
+def chosen_checks(arguments: argparse.Namespace) -> tuple[dict[str, Check], frozenset[str]]:
+    """The checks that run, and the names of further verdicts that are not wanted. Raises UsageError.
+
+    `drift` and `history` compare verdicts of others, which run with them.
+    """
+    only, skip = set(arguments.only), set(arguments.skip)
+    if REACHABILITY in skip:
+        raise UsageError(f"{REACHABILITY} cannot be skipped: without it nothing is known of a node; leave it out")
+    if (tests := only & set(TESTS)) and not arguments.active:
+        raise UsageError(f"--only {min(tests)} is an active test, which loads nodes; add --active")
+    chosen = select(only, skip, OTHERS)
+    every = discover()
+    if "drift" in only:
+        chosen |= {name: every[name] for name in READS if name not in skip}
+    if "history" in only:
+        chosen |= {name: check for name, check in every.items() if check.rise and name not in skip}
+    return dict(sorted(chosen.items())), frozenset(skip | (set(TESTS) - tests - {"active"} if tests else set()))
 
 
 def chosen_part(arguments: argparse.Namespace, nodes: Sequence[Node]) -> Selection:

@@ -9,20 +9,18 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cluster import checks
 from cluster.active.fleet import Plan, run_active
-from cluster.active.pairing import Pair
-from cluster.active.rail_fleet import TEST, run_rails
-from cluster.check_arguments import chosen_nodes, chosen_part, parser
-from cluster.checks import AnyCheck
+from cluster.active.judge import Pair, Speed
+from cluster.active.rail_fleet import TEST, find_rails, run_rails
+from cluster.check_arguments import chosen_checks, chosen_nodes, chosen_part, parser
+from cluster.checks import Check
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown, shown_error
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
-from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
-from cluster.profiles import Profile, load_profiles
+from cluster.profiles import Profiles, load_profiles
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import default_directory
 from cluster.render.grouping import Selection
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
     """Check the nodes and print the findings; returns the exit code. Raises SystemExit for --help only."""
     try:
         arguments = parser(prog).parse_args(argv)
-        chosen = checks.select(arguments.only, arguments.skip)
+        chosen, unwanted = chosen_checks(arguments)
         profiles = load_profiles(*arguments.profiles)
         nodes = chosen_nodes(arguments)
         connect = connection(
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         part = chosen_part(arguments, nodes)
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
-        code = _check(arguments, nodes, connect, chosen, profiles, part, prog)
+        code = _check(arguments, nodes, connect, chosen, unwanted, profiles, part, prog)
         sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake
         return code
     except BrokenPipeError:
@@ -71,29 +69,31 @@ def _check(
     arguments: argparse.Namespace,
     nodes: Sequence[Node],
     connect: Connect,
-    chosen: Mapping[str, AnyCheck],
-    profiles: Mapping[str, Profile],
+    chosen: Mapping[str, Check],
+    unwanted: frozenset[str],
+    profiles: Profiles,
     part: Selection,
     prog: str,
 ) -> int:
     reports: dict[str, NodeReport] = {}
-    past = None if arguments.no_history else _open_history(arguments.history, prog)
+    past = None if arguments.no_history or "history" in unwanted else _open_history(arguments.history, prog)
     plain = arguments.json or arguments.nagios or arguments.free
     try:
         with live_table([] if plain else nodes) as show:
             for report in check_nodes(nodes, connect, chosen, arguments.timeout, profiles):
                 report = _with_history(report, past, chosen, prog) if past and report.answered else report
-                reports[report.host.name] = report
+                reports[report.host.name] = report.without(unwanted)
                 show(report)
     except KeyboardInterrupt:
         print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)
         return EXIT_CODES["unknown"]
-    for name, verdict in version_drift({name: report.verdicts for name, report in reports.items()}).items():
+    compared = {} if "drift" in unwanted else {name: report.verdicts for name, report in reports.items()}
+    for name, verdict in version_drift(compared).items():
         reports[name] = reports[name].also("drift", verdict)
     if not arguments.only and not arguments.skip:
         _let_in_again(reports.values(), prog)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
-    in_order = [reports[node.name] for node in nodes]
+    in_order = [reports[node.name].without(unwanted) for node in nodes]
     _print(arguments, in_order, part)
     if arguments.html:
         from cluster.render.html import html_page, pair_map, write_page
@@ -118,10 +118,10 @@ def _run_active(
     arguments: argparse.Namespace,
     nodes: Sequence[Node],
     connect: Connect,
-    profiles: Mapping[str, Profile],
+    profiles: Profiles,
     reports: dict[str, NodeReport],
     prog: str,
-) -> Mapping[Pair, float | None]:
+) -> Mapping[Pair, Speed]:
     """Load the usable nodes and add the findings to their reports; returns the speed of each pair."""
     free = [node for node in nodes if reports[node.name].usable]
 
@@ -172,7 +172,7 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
         return None
 
 
-def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
+def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, Check], prog: str) -> NodeReport:
     """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
     now = history.entry_of(report)

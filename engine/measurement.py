@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
 from engine.reader import Meta, from_json, read_json
@@ -62,7 +62,7 @@ class ErrorPlace(TypedDict, total=False):
     error: Required[RelativeError]  # of those tokens
 
 
-class Profile(TypedDict, total=False):
+class StepProfile(TypedDict, total=False):
     """Where the time of the traced step went, or the reason for which that is not known."""
 
     of: Required[Of]
@@ -73,7 +73,7 @@ class Profile(TypedDict, total=False):
     seconds: dict[str, Seconds]  # by category; they add up to `span_seconds`
 
 
-class Gemm(TypedDict, total=False):
+class GemmMeasurement(TypedDict, total=False):
     """How the speeds of a trial's own matrix products were measured, or the reason for which they were not."""
 
     shapes: dict[str, list[int]]  # rows, inputs and outputs by product
@@ -82,8 +82,8 @@ class Gemm(TypedDict, total=False):
     reason: str
 
 
-class Upstream(TypedDict, total=False):
-    """The compared system that ran; see `baselines.upstream.Ran`."""
+class UpstreamRun(TypedDict, total=False):
+    """The compared system that ran; see `baselines.upstream.StartedSystem`."""
 
     flavour: str
     pin: str
@@ -108,8 +108,8 @@ class Extra(TypedDict, total=False):
     error_at: dict[str, ErrorPlace]  # by tensor
     checked: dict[str, int]  # the problem that the errors belong to, where it is not the trial's own: tokens, rows
     unchecked: str  # why no errors were measured, where they should have been
-    profile: Profile
-    upstream: Upstream
+    profile: StepProfile
+    upstream: UpstreamRun
     allocation_retries: list[Annotated[int, Meta(ge=0, le=1 << 40)]]  # by rank, where one had to repeat an allocation
     computed_sent_bytes: list[Bytes]  # by rank, as the plan computes them
     computed_sent_between_nodes_bytes: list[Bytes]
@@ -118,7 +118,7 @@ class Extra(TypedDict, total=False):
     across_gib_per_second: Speed  # the last of them
     link_by_pattern: dict[str, Speed]
     link_latency_seconds: Seconds
-    gemm: Gemm
+    gemm: GemmMeasurement
     gemm_tflops: dict[str, dict[str, Speed]]  # by product and direction
 
 
@@ -144,7 +144,7 @@ class Measurement:
     gpus: list[str] = field(default_factory=list)  # one per rank: a digest that tells GPUs apart and names none
     gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
     gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
-    data: dict[str, Any] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
+    data: dict[str, object] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
     extra: Extra = field(default_factory=Extra)
 
 
@@ -180,7 +180,7 @@ def relative_errors(found: Sequence[Tensor], truths: Sequence[Tensor]) -> list[f
     return [relative_error(one, truth) for one, truth in zip(found, truths, strict=True)]
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON beside `path`, then rename: a reader sees the old file or the whole new one."""
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
@@ -192,8 +192,7 @@ def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
 
 def read_measurement(trial_dir: Path) -> Measurement:
     """Read what a worker left. Raises FileNotFoundError when it left nothing, ValueError for what is no measurement."""
-    found: Measurement = from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
-    return found
+    return from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
 
 
 TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's
@@ -205,12 +204,12 @@ _UNDER_WAY: dict[Of, str] = {
 }
 
 
-def unfinished(of: Of) -> Profile:
+def unfinished(of: Of) -> StepProfile:
     """In place of the numbers, until they are there."""
     return {"of": of, "reason": _REASON}
 
 
-def cut_off(profile: Profile, how: str) -> Profile:
+def cut_off(profile: StepProfile, how: str) -> StepProfile:
     """`profile` of a trial that then ended as `how` says, where it was still unfinished; any other as it is."""
     if profile.get("reason") != _REASON:
         return profile

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.optimizer import StateDict
 
 from engine.cuda.streams import own_stream
 from engine.memory.offload import host_like
@@ -69,7 +70,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     `torch.distributed.checkpoint` saves and loads it like any other.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self.register_state_dict_pre_hook(lambda optimizer: self._settle())
@@ -87,7 +88,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return loss
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy states of equal sharding into host memory, parameter by parameter. No whole state is on the device."""
         self._settle()
         hosted = dict(self.state)

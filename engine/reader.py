@@ -18,10 +18,18 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, Required
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Required, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta as Meta
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+# A JSON value as Python has it.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_BYTES = 64 << 20  # of a file: more than the record of a run on every GPU there is
 MAX_CHARACTERS = 100_000  # of a text in it
@@ -79,12 +87,17 @@ def one_of(choices: Iterable[object]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
-def to_json(value: Any) -> Any:
+@typing.overload
+def to_json(value: DataclassInstance) -> dict[str, Json]: ...
+@typing.overload
+def to_json(value: object) -> Json: ...
+def to_json(value: object) -> Json:
     """A dataclass as plain JSON values, nested ones, lists and mappings copied; the inverse of `from_json`."""
-    return msgspec.to_builtins(value, enc_hook=str)  # paths are the only values that JSON does not have
+    plain: Json = msgspec.to_builtins(value, enc_hook=str)  # paths are the only values that JSON does not have
+    return plain
 
 
-def from_json(cls: Any, data: Any) -> Any:
+def from_json(cls: type[T], data: object) -> T:
     """Rebuild a dataclass from `to_json` output, or any other annotated type from plain values.
 
     A field that is a TypedDict is a mapping whose known keys hold what it declares; others hold any plain value.
@@ -93,15 +106,15 @@ def from_json(cls: Any, data: Any) -> Any:
     """
     _inspect(cls, data, 0)
     try:
-        found = msgspec.convert(data, cls, dec_hook=_path)
+        found = msgspec.convert(data, cls, dec_hook=_convert_other)
     except msgspec.ValidationError:
         raise next(_faults(cls, data, ())) from None
     if dataclasses.is_dataclass(found):
-        _restore_others(cls, data, found)
+        _restore_others(cls, typing.cast(dict[str, Any], data), found)
     return found
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> Json:
     """The JSON value in a regular file. Raises OSError, and ValueError for one that no program here has written."""
     return parse_json(read_regular(path))
 
@@ -118,10 +131,11 @@ def read_regular(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str) -> Json:
     """A JSON value, as the standard has it: no NaN and no infinity. Raises ValueError."""
     try:
-        return json.loads(content, parse_constant=_no_number)
+        value: Json = json.loads(content, parse_constant=_no_number)
+        return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -168,8 +182,10 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _path(kind: Any, value: Any) -> Any:
-    """msgspec's hook for types that are not its own: paths alone."""
+def _convert_other(kind: Any, value: Any) -> Any:
+    """msgspec's hook for types that are not its own: paths, and `object`, which is any plain value."""
+    if kind is object:
+        return value
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"expected {expected(kind)}")
@@ -220,12 +236,12 @@ def _inspect(hint: Any, value: Any, level: int) -> None:
     """Raise Unfit for an unknown key, and for what fits no type: see the module."""
     kind = type(value)
     if kind is float:
-        if not math.isfinite(value) and bare(hint) in (float, Any):  # 1e999 is JSON
+        if not math.isfinite(value) and bare(hint) in (float, Any, object):  # 1e999 is JSON
             raise Unfit((), lambda name: f"{name} is {value}; expected a finite number")
     elif kind is str:
         _inspect_text(value)
     elif kind is int:
-        if not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER and bare(hint) in (int, float, Any):
+        if not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER and bare(hint) in (int, float, Any, object):
             raise Unfit((), lambda name: f"{name} is {shown(value)}; give a smaller one")
     elif kind is dict or kind is list:
         if level == MAX_LEVELS:
@@ -270,7 +286,7 @@ def _faults(hint: Any, value: Any, path: tuple[str | int, ...]) -> Iterator[Unfi
     for key, of_part, part in parts(hint, value):
         yield from _faults(of_part, part, (*path, key))
     try:
-        msgspec.convert(value, hint, dec_hook=_path)
+        msgspec.convert(value, hint, dec_hook=_convert_other)
     except msgspec.ValidationError as error:
         yield Unfit(path, _sentence(hint, value, error))
 

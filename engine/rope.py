@@ -266,7 +266,7 @@ def _frequency_table(
 
 
 def read_rope(
-    config: Mapping[str, Any], layer_type: str | None = None, *, base: float = DEFAULT_BASE
+    config: Mapping[str, object], layer_type: str | None = None, *, base: float = DEFAULT_BASE
 ) -> tuple[float, str]:
     """Base and form of the RoPE that a Hugging Face configuration describes.
 
@@ -300,7 +300,7 @@ def read_rope(
     return bases[0] if bases else base, str(readings.pop())
 
 
-def write_rope(base: float, text: str) -> dict[str, Any]:
+def write_rope(base: float, text: str) -> dict[str, object]:
     """Keys of a Hugging Face configuration that describe this RoPE, as releases 4 and 5 both read them.
 
     One form has `max_position_embeddings` among them.
@@ -324,7 +324,7 @@ def write_rope(base: float, text: str) -> dict[str, Any]:
     return written | {"rope_scaling": entry}
 
 
-def _of_layers(key: str, given: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+def _of_layers(key: str, given: dict[str, Any], layer_type: str | None) -> dict[str, object]:
     """The dictionary of one type of layer: the whole, or the one below that type's name."""
     nested = {name: entry for name, entry in given.items() if isinstance(entry, dict) or name == layer_type}
     if not nested:
@@ -339,7 +339,7 @@ def _of_layers(key: str, given: dict[str, Any], layer_type: str | None) -> dict[
     return nested[layer_type] or {}
 
 
-def _scaling(entry: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+def _scaling(entry: Mapping[str, object], config: Mapping[str, object]) -> RopeScaling:
     """One dictionary of a configuration, without nulls and `rope_theta`. Raises ValueError."""
     values = dict(entry)
     kind = values.pop("type", None)

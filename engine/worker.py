@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     # A rank that is ended from outside, above all at its deadline, writes its stack to its log.
     faulthandler.register(signal.SIGTERM, chain=True)
-    phases = Phases(shown=rank == 0, seconds=process_seconds())
+    phases = PhaseTimer(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
     if turns := TrialQueue.named_in(os.environ):
         serve(turns, rank, phases)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     raise AssertionError("a rank does not outlive its trial")
 
 
-def serve(turns: TrialQueue, rank: int, phases: Phases) -> NoReturn:
+def serve(turns: TrialQueue, rank: int, phases: PhaseTimer) -> NoReturn:
     """Run one trial after another, as if each ran in a process of its own, until this process is ended.
 
     A trial may have fewer ranks than there are. The ranks beyond wait for the next turn and write nothing meanwhile;
@@ -107,7 +107,7 @@ def serve(turns: TrialQueue, rank: int, phases: Phases) -> NoReturn:
         show_world(ranks)
         if turn > 1:
             log_to(trial_dir / LOG_DIRECTORY / f"rank{rank}.log")
-            phases = Phases(shown=rank == 0)
+            phases = PhaseTimer(shown=rank == 0)
         with exit_on_error(trial_dir, rank):
             task: Task | None = None
             try:
@@ -125,14 +125,14 @@ def serve(turns: TrialQueue, rank: int, phases: Phases) -> NoReturn:
     raise AssertionError("turns do not run out")
 
 
-def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
+def _run(trial_dir: Path, rank: int, phases: PhaseTimer, turn: int = 1) -> Task:
     """Set the trial up, measure, write the measurement; returns the task, which still holds its memory."""
     task, profiler = _set_up(trial_dir, phases, turn)
     measure(task, profiler, trial_dir, rank, phases)
     return task
 
 
-def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
+def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: PhaseTimer) -> None:
     """Run the task and write the measurement, on rank 0. Collective.
 
     It is written before any work that measures nothing, the trace of a `profiler` and the check of what was computed,
@@ -164,7 +164,7 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
     phases.end("the check against float64")
 
 
-def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:
+def _set_up(trial_dir: Path, phases: PhaseTimer, turn: int) -> tuple[Task, StepProfiler | None]:
     """Task and profiler of the trial: all checks of its settings, before anything is measured. Raises Refused."""
     try:
         settings, method, profiled = read_trial(trial_dir)
@@ -196,7 +196,7 @@ def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
     """Settings and method of TRIAL_DIR/trial.json, and whether a step is to be traced."""
     trial = json.loads((trial_dir / "trial.json").read_text(encoding="utf-8"))
     method = in_worker(importlib.import_module(trial["method"]).METHOD)
-    settings = cast(TrialSettings, from_json(TrialSettings, trial["settings"]))
+    settings = from_json(TrialSettings, trial["settings"])
     return settings, method, bool(trial.get("profile", False))
 
 
@@ -296,7 +296,7 @@ def log_to(path: Path) -> None:
     os.close(log)
 
 
-class Phases:
+class PhaseTimer:
     """Seconds of each phase and since the start, printed where `shown`."""
 
     def __init__(self, *, shown: bool, seconds: float = 0.0) -> None:

@@ -88,7 +88,7 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Prints an error as one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
@@ -96,7 +96,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:
-    parser = _Parser(prog="burst", description="Measure training on extremely long sequences: run, compare and report.")
+    parser = _CommandParser(
+        prog="burst", description="Measure training on extremely long sequences: run, compare and report."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():

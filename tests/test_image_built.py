@@ -11,7 +11,7 @@ import torch
 from baselines.called import REQUEST_FILE
 from baselines.fidelity.attention import compared, request_of, write_inputs
 from baselines.fidelity.cases import SYSTEMS, Case
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import load_pin
 from tests import podman
 from tests.podman import IMAGE, ROOT, built, burst, run
@@ -76,7 +76,7 @@ def attention_error(tmp_path: Path, tag: str) -> float:
     folder.chmod(0o777)  # the ranks run as the image's user
     case = Case(name="image", form="Ulysses", ranks=2, dtype="fp32", layout="contiguous")
     wanted = write_inputs(case, folder)
-    request = request_of(SYSTEMS["deepspeed"], case, Place(system="deepspeed", flavour="current"), folder)
+    request = request_of(SYSTEMS["deepspeed"], case, InstallPlace(system="deepspeed", flavour="current"), folder)
     ours, there = f"{ROOT}/baselines", "/baselines"  # what calls the system; the image's user may not enter /root
     (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [request]}).replace(ours, there))
     given = ["--env", "GLOO_SOCKET_IFNAME=lo", "--volume", f"{ours}:{there}:ro", "--volume", f"{folder}:{folder}"]

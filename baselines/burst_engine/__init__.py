@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.handicaps import applied_model
-from baselines.install.places import Place
-from baselines.upstream import Printed, Rendered, Upstream, arguments
+from baselines.install.places import InstallPlace
+from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BurstEngineArtifact(Upstream):
             return f"{self.name} recomputes each layer or none, found checkpoint.every {checkpoint.every}; set 0 or 1"
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         program = place.source / place.pinned.entry
         words = arguments(
             _OPTIONS
@@ -97,7 +97,7 @@ class BurstEngineArtifact(Upstream):
             folder=str(program.parent),
         )
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         steps, losses = _STEP.findall(output), _LOSS.findall(output)
         own = (
             dict(
@@ -110,7 +110,7 @@ class BurstEngineArtifact(Upstream):
             if steps
             else {}
         )
-        return Printed(
+        return PrintedSteps(
             step_seconds=[float(one[2]) for one in steps],
             loss=[float(loss) for loss, _ in losses],
             grad_norm=[float(norm) for _, norm in losses],
@@ -124,7 +124,7 @@ def sequence_method(settings: TrialSettings) -> str:
     return "burst" + ("_sl_loss" if settings.lm_head_fusion else "") + kept
 
 
-def dataset(data: str, place: Place) -> dict[str, object]:
+def dataset(data: str, place: InstallPlace) -> dict[str, object]:
     """What its program reads: the folder `data`, in its own format; the artifact's texts where no folder is named."""
     folder = data if "/" in data else str(place.source / "data" / "BE")
     return {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.called import UpstreamAttention, render_program, training_request, transformers_kernel
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.llama_trainers import PROGRAM, llama_reason
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -53,7 +53,7 @@ class DeepSpeed(UpstreamAttention):
             return f"{self.name} runs one sequence, found world_size {settings.world_size}; set it to cp_size {cp_size}"
         return split_unsupported_reason("contiguous", settings.seq_len, cp_size)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         if settings.task == "attention":
             return super().render(settings, trial_dir, place)
         local = settings.seq_len // settings.cp_size
@@ -65,7 +65,7 @@ class DeepSpeed(UpstreamAttention):
         }
         return render_program(PROGRAM, request, trial_dir, place)
 
-    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
         return transformers_kernel(settings)
 
 

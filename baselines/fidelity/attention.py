@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baselines.called import REQUEST_FILE, UpstreamAttention, render_program
-from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, System
+from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case, SystemCases
 from baselines.fidelity.ranks import own_environment, run_ranks
-from baselines.fidelity.rows import Error, Row, verdict_of
-from baselines.install.places import Place
+from baselines.fidelity.rows import FidelityError, Row, verdict_of
+from baselines.install.places import InstallPlace
 from baselines.programs import PROGRAMS
 from engine.measurement import finite_error, relative_error, write_json
 from engine.reader import to_json
@@ -24,6 +24,8 @@ from engine.settings import ModelShape, TrialSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baselines.fidelity.native import RankResult
+
 _CHARACTERS = 200
 _SECONDS = 240.0  # of one start of ranks
 _OUT = "out"
@@ -31,7 +33,7 @@ _REFUSALS = ("AssertionError", "ValueError")  # a system's own checks
 
 
 def attention_rows(
-    name: str, system: System, cases: Sequence[Case], place: Place | None, release: str, scratch: Path
+    name: str, system: SystemCases, cases: Sequence[Case], place: InstallPlace | None, release: str, scratch: Path
 ) -> list[Row]:
     """A row for each case. `scratch` is a folder that receives inputs, results and logs of ranks."""
     scratch.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,7 @@ def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
 
 
 def _run_system(
-    system: System, cases: Sequence[Case], place: Place | None, ranks: int, folder: Path, scratch: Path
+    system: SystemCases, cases: Sequence[Case], place: InstallPlace | None, ranks: int, folder: Path, scratch: Path
 ) -> str:
     """Run the cases through the adapter, as a trial of `task: attention` is run; see `run_ranks`."""
     requests = [request_of(system, case, place, scratch) for case in cases]
@@ -113,7 +115,7 @@ def _run_system(
     return run_ranks(rendered.command, rendered.environment, ranks, folder, _SECONDS)
 
 
-def request_of(system: System, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
+def request_of(system: SystemCases, case: Case, place: InstallPlace | None, scratch: Path) -> dict[str, object]:
     """What `programs/attention.py` reads: the adapter's own request, and the case."""
     own = {
         "inputs": str(scratch / f"{case.name}.inputs.pt"),
@@ -154,7 +156,7 @@ def _with_results(row: Row, case: Case, wanted: Mapping[str, Tensor], scratch: P
     left = _left(scratch, f"{case.name}.theirs", case.ranks)
     errors = [each for each in left if each is not None and "error" in each]
     if errors:
-        kind, text, where = (errors[0][key] for key in ("error", "text", "where"))
+        kind, text, where = errors[0]["error"], errors[0]["text"], errors[0]["where"]
         return replace(
             row, verdict="refused" if kind in _REFUSALS else "fails", found=f"{kind} at {where}: {_short(text)}"
         )
@@ -185,7 +187,7 @@ def _with_native(row: Row, case: Case, wanted: Mapping[str, Tensor], scratch: Pa
     )
 
 
-def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) -> dict[str, Error]:
+def compared(left: Sequence[RankResult], wanted: Mapping[str, Tensor]) -> dict[str, FidelityError]:
     """The error of each tensor, put together from the ranks' tokens. Raises ValueError for tokens that overlap."""
     import torch
 
@@ -201,12 +203,14 @@ def compared(left: Sequence[Mapping[str, Any]], wanted: Mapping[str, Tensor]) ->
     return errors
 
 
-def error_of(found: Tensor, truth: Tensor) -> Error:
+def error_of(found: Tensor, truth: Tensor) -> FidelityError:
     """The error of a float64 tensor; NOT_FINITE for one that is not finite everywhere."""
-    return Error(relative=relative_error(found, truth), largest=finite_error((found - truth).abs().max().item()))
+    return FidelityError(
+        relative=relative_error(found, truth), largest=finite_error((found - truth).abs().max().item())
+    )
 
 
-def _left(scratch: Path, name: str, ranks: int) -> list[dict[str, Any] | None]:
+def _left(scratch: Path, name: str, ranks: int) -> list[RankResult | None]:
     """What each rank left; None where it left nothing."""
     import torch
 

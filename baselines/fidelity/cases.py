@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from baselines.programs import PROGRAMS
 
@@ -41,7 +40,7 @@ class Case:
     layout: str = "zigzag"
     heads: int = 8
     kv_heads: int = 4
-    options: Mapping[str, Any] = field(default_factory=dict)  # for `call.py`, over what the adapter asks for
+    options: Mapping[str, object] = field(default_factory=dict)  # for `call.py`, over what the adapter asks for
     formula: Formula | None = None
     native: str = ""  # method whose attention is the same algorithm
     node_size: int | None = None  # ranks that count as a node of it
@@ -64,7 +63,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class System:
+class SystemCases:
     """A system's attention, and its cases."""
 
     package: str  # folder of its pin; "" is a part of torch
@@ -88,14 +87,14 @@ def _heads_and_positions(case: Case) -> float:
 
 
 def _hybrid(case: Case) -> float:
-    across = case.options["head_ranks"]
+    across = int(str(case.options["head_ranks"]))
     rings = case.ranks // across
     heads = (4 * case.query + 2 * case.pair) * case.width * (across - 1) / across
     return heads + case.pair * (2 * case.width * (rings - 1) + 4 * rings)
 
 
 def _double_ring(case: Case) -> float:
-    inner, x = case.options["window"], case.width
+    inner, x = int(str(case.options["window"])), case.width
     outer = case.ranks // inner
     hops = 2 * ((inner - 1) * outer + outer - 1)  # of K and V, in both passes
     return case.pair * (x * hops + 4 * inner + x * inner * (outer - 1) + x * outer)
@@ -123,8 +122,8 @@ def _name(*parts: object) -> str:
     return "-".join(map(str, parts))
 
 
-SYSTEMS: Mapping[str, System] = {
-    "torch_ring": System(
+SYSTEMS: Mapping[str, SystemCases] = {
+    "torch_ring": SystemCases(
         package="",
         title="torch context_parallel",
         kernel=TORCH_KERNEL,
@@ -144,7 +143,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "ring_flash_attn": System(
+    "ring_flash_attn": SystemCases(
         package="ring_flash_attn",
         title="ring-flash-attention",
         kernel=STAND_IN,
@@ -159,7 +158,7 @@ SYSTEMS: Mapping[str, System] = {
             for ranks, dtype in _each()
         ),
     ),
-    "yunchang": System(
+    "yunchang": SystemCases(
         package="yunchang",
         title="yunchang (USP)",
         kernel=STAND_IN,
@@ -184,7 +183,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "loongtrain": System(
+    "loongtrain": SystemCases(
         package="loongtrain",
         title="LoongTrain's double ring",
         kernel=STAND_IN,
@@ -208,7 +207,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "deepspeed": System(
+    "deepspeed": SystemCases(
         package="deepspeed",
         title="DeepSpeed DistributedAttention",
         kernel=TORCH_KERNEL,
@@ -226,7 +225,7 @@ SYSTEMS: Mapping[str, System] = {
             ),
         ),
     ),
-    "ulysses_sp": System(
+    "ulysses_sp": SystemCases(
         package="deepspeed",
         title="DeepSpeed UlyssesSPAttentionHF",
         kernel=TORCH_KERNEL,

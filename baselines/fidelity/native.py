@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,32 @@ from engine.settings import TrialSettings
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Positions, tensors and bytes of this rank."""
-    settings: TrialSettings = from_json(TrialSettings, case["settings"])
+class NativeCase(TypedDict):
+    """One case of a request."""
+
+    settings: object  # `TrialSettings` as JSON
+    module: str  # of the method
+    node_size: int
+    inputs: str  # file of the whole tensors
+    left: str  # start of the names of the files that ranks leave
+
+
+class RankResult(TypedDict, total=False):
+    """What a rank leaves of one case."""
+
+    positions: list[int]  # of its tokens
+    tensors: dict[str, torch.Tensor]  # out, dq, dk, dv of these tokens
+    sent: dict[str, int]  # bytes by operation
+    expected: int  # bytes, by the engine's arithmetic
+    counted: int  # bytes, by the engine's counters
+    error: str  # the exception's class, where a system raised one; then only these three are there
+    text: str  # its message
+    where: str  # the function that raised it
+
+
+def run_case(case: NativeCase) -> RankResult:
+    """Attention of one case on this rank, forward and backward. Collective."""
+    settings = from_json(TrialSettings, case["settings"])
     method: Any = importlib.import_module(case["module"]).METHOD
     cp = ContextParallel(layout=method.layout(settings), node_size=case["node_size"])
     whole = torch.load(case["inputs"])
@@ -46,7 +69,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    request = read_json(Path(sys.argv[1]))
+    request = cast(dict[str, Any], read_json(Path(sys.argv[1])))
     if os.environ["RANK"] == "0":
         serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group("gloo")

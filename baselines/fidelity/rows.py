@@ -14,7 +14,7 @@ TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Error:
+class FidelityError:
     """How far a tensor is from its float64 counterpart."""
 
     relative: float  # norm of the difference over the counterpart's norm
@@ -36,12 +36,12 @@ class Row:
     heads: int = 0
     kv_heads: int = 0
     found: str = ""  # one sentence where the verdict needs one
-    errors: dict[str, Error] = field(default_factory=dict)  # of out, dq, dk, dv; of training, of gradients
+    errors: dict[str, FidelityError] = field(default_factory=dict)  # of out, dq, dk, dv; of training, of gradients
     sent_bytes: int | None = None  # by the rank that sends most
     sent_formula: str = ""
     sent_expected: int | None = None  # by that formula
     native: str = ""  # our method of the same algorithm
-    native_errors: dict[str, Error] = field(default_factory=dict)
+    native_errors: dict[str, FidelityError] = field(default_factory=dict)
     native_sent_bytes: int | None = None  # counted from outside, in the same way
     native_sent_expected: int | None = None  # by the engine's own arithmetic
     loss: float | None = None  # of the last step
@@ -73,7 +73,7 @@ class Result:
     rows: list[Row] = field(default_factory=list)
 
 
-def verdict_of(errors: Mapping[str, Error], dtype: str) -> tuple[Verdict, str]:
+def verdict_of(errors: Mapping[str, FidelityError], dtype: str) -> tuple[Verdict, str]:
     """Whether these tensors are the float64 ones, to what `dtype` allows; and which are not."""
     wrong = [name for name, error in errors.items() if not error.relative <= TOLERANCE[dtype]]
     if not wrong:

@@ -11,12 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 from baselines.fidelity.attention import attention_rows
-from baselines.fidelity.cases import SYSTEMS, Case, System
+from baselines.fidelity.cases import SYSTEMS, Case, SystemCases
 from baselines.fidelity.rows import Result, Row
 from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training import training_rows
 from baselines.fidelity.training_cases import TRAINING, TrainingCase, TrainingSystem
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import load_pin
 from cluster.files.errors import UsageError, nearest
 from engine.atomic import write_atomic
@@ -66,7 +66,7 @@ def run_system(name: str, commit: str, cases: Sequence[str] = (), keep: Path | N
             raise UsageError(f"{name} has no case {case}; {nearest(case, known)}")
     with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         folder = Path(scratch) if keep is None else keep.absolute()
-        if isinstance(system, System):
+        if isinstance(system, SystemCases):
             chosen = [case for case in system.cases if not cases or case.name in cases]
             rows = attention_rows(name, system, chosen, place, _release(place), folder)
         else:
@@ -102,7 +102,7 @@ def write_table(out: Path) -> list[Row]:
     return rows
 
 
-def absent_row(name: str, place: Place) -> Row:
+def absent_row(name: str, place: InstallPlace) -> Row:
     """The row of a system that is not installed: the line that installs it."""
     system = system_named(name)
     condition, sentence = place.condition()
@@ -119,7 +119,7 @@ def read_results(out: Path) -> dict[str, Result]:
     found: dict[str, Result] = {}
     try:
         for line in read_regular(path).splitlines():
-            result: Result = from_json(Result, parse_json(line))
+            result = from_json(Result, parse_json(line))
             if result.name not in NAMES or result.name in found:
                 raise ValueError(f"{result.name} is no system, or stands twice")
             found[result.name] = result
@@ -132,20 +132,20 @@ def read_results(out: Path) -> dict[str, Result]:
     return found
 
 
-def system_named(name: str) -> System | TrainingSystem:
+def system_named(name: str) -> SystemCases | TrainingSystem:
     """Raises UsageError with the nearest name."""
     if name not in NAMES:
         raise UsageError(f"there are no cases for {name}; {nearest(name, NAMES)}")
     return SYSTEMS[name] if name in SYSTEMS else TRAINING[name]
 
 
-def place_of(name: str) -> Place | None:
+def place_of(name: str) -> InstallPlace | None:
     """The installation that is compared: a release before the paper's copy; None of torch itself."""
     package = system_named(name).package
-    return Place(system=package, flavour=load_pin(package).flavours[-1]) if package else None
+    return InstallPlace(system=package, flavour=load_pin(package).flavours[-1]) if package else None
 
 
-def _release(place: Place | None) -> str:
+def _release(place: InstallPlace | None) -> str:
     """Package and version, or commit."""
     if place is None:
         return f"torch {metadata.version('torch')}"
@@ -155,7 +155,7 @@ def _release(place: Place | None) -> str:
     return next(iter(place.pinned.packages)).replace("==", " ")
 
 
-def _is_of(result: Result, name: str, place: Place | None) -> bool:
+def _is_of(result: Result, name: str, place: InstallPlace | None) -> bool:
     """Whether the result is of this pin and of these cases."""
     cases: Sequence[Case | TrainingCase] = system_named(name).cases
     torch = metadata.version("torch") if place is None else result.torch

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from baselines.fidelity.rows import TOLERANCE, Error, Result, Row
+from baselines.fidelity.rows import TOLERANCE, FidelityError, Result, Row
 
 TENSORS = ("out", "dq", "dk", "dv")
 _PLAIN = (
@@ -42,7 +42,7 @@ def as_markdown(results: Sequence[Result], rows: Sequence[Row]) -> str:
     faults = [row for row in rows if row.verdict != "equal"]
     tolerance = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
     parts = [
-        "### Compared systems on CPU ranks, unmodified, beside float64 and beside our native forms",
+        "### Compared systems on CPU ranks, unmodified, beside float64 and beside our native baselines",
         "Errors are relative to the norm of the float64 tensor, with the largest absolute error in brackets. Equal is "
         f"at most {tolerance}. Bytes are those that the rank which sends most has sent in one forward and backward.",
         "#### Attention",
@@ -57,9 +57,9 @@ def as_markdown(results: Sequence[Result], rows: Sequence[Row]) -> str:
                 for row in attention
             ],
         ),
-        "#### The same, beside our native form",
+        "#### The same, beside our native baseline",
         _table(
-            ["system", "form", "ranks", "dtype", "worst error", "bytes sent", "native form", "its worst error",
+            ["system", "form", "ranks", "dtype", "worst error", "bytes sent", "native baseline", "its worst error",
              "its bytes", "by the engine's arithmetic", "bytes, native over system"],
             [
                 [
@@ -127,7 +127,7 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return "\n".join([*head, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)])
 
 
-def _error(error: Error | None) -> str:
+def _error(error: FidelityError | None) -> str:
     return "" if error is None else f"{error.relative:.1e} ({error.largest:.1e})"
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from baselines.called import REQUEST_FILE, render_program, training_request
 from baselines.fidelity.attention import error_of
 from baselines.fidelity.ranks import run_ranks
-from baselines.fidelity.rows import Error, Row, verdict_of
+from baselines.fidelity.rows import FidelityError, Row, verdict_of
 from baselines.fidelity.training_cases import TrainingCase, TrainingSystem
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from engine.models.architecture import architecture_named
 from engine.settings import ModelShape, TrialSettings
 
@@ -32,7 +32,7 @@ Tensors = dict[str, "Tensor"]
 
 
 def training_rows(
-    name: str, system: TrainingSystem, cases: Sequence[TrainingCase], place: Place, release: str, scratch: Path
+    name: str, system: TrainingSystem, cases: Sequence[TrainingCase], place: InstallPlace, release: str, scratch: Path
 ) -> list[Row]:
     """A row for each case; see `baselines.fidelity.attention.attention_rows`."""
     import torch
@@ -55,7 +55,7 @@ def training_rows(
     return rows
 
 
-def _run(system: TrainingSystem, case: TrainingCase, place: Place, scratch: Path) -> str:
+def _run(system: TrainingSystem, case: TrainingCase, place: InstallPlace, scratch: Path) -> str:
     """Run the system's program; see `run_ranks`."""
     settings = TrialSettings(
         task="train", method=system.package, model=SHAPE, seq_len=_SEQ_LEN, batch_size=_BATCH, cp_size=case.ranks,
@@ -81,7 +81,10 @@ def _compared(row: Row, system: TrainingSystem, left: Sequence[Mapping[str, Any]
     found = names(left, "gradients")
     flat = [torch.cat([one[name].double().flatten() for name in gradients]) for one in (found, gradients)]
     apart = abs(left[0]["loss"][-1] - losses[-1])
-    errors = {"loss": Error(relative=apart / abs(losses[-1]), largest=apart), "gradients": error_of(flat[0], flat[1])}
+    errors = {
+        "loss": FidelityError(relative=apart / abs(losses[-1]), largest=apart),
+        "gradients": error_of(flat[0], flat[1]),
+    }
     verdict, sentence = verdict_of(errors, row.dtype)
     sent = max(sum(each["sent"].values()) for each in left) if "sent" in left[0] else None
     return replace(

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from baselines.checkout import write_source
-from baselines.install.bundle import Given, opened
+from baselines.install.bundle import InstallSources, opened
 from baselines.install.interpreter import (
     Interpreter,
     clean_environment,
@@ -25,8 +25,8 @@ from baselines.install.interpreter import (
 )
 from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
 from baselines.install.packages import fetch, install, install_folder
-from baselines.install.places import BORROWED, STATE_FILE, Installed, Place, beside_torch, locked
-from baselines.install.verify import Verdict, verify
+from baselines.install.places import BORROWED, STATE_FILE, Installation, InstallPlace, beside_torch, locked
+from baselines.install.verify import InstallCheck, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
 from engine.measurement import write_json
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 def install_system(
-    place: Place,
+    place: InstallPlace,
     *,
     python: Path | None = None,
     given: Path | None = None,
@@ -47,7 +47,7 @@ def install_system(
     borrow: bool = False,
     builds: Sequence[OtherBuild] = (),
     say: Say = print,
-) -> Verdict:
+) -> InstallCheck:
     """Make the installation, or finish it. One that is whole and of this pin is only compared with it.
 
     `python` provides Python and torch (default: the one that runs this); `given` is a folder or archive that `bundle`
@@ -88,7 +88,7 @@ def install_system(
                 f"{place.system} ({place.flavour}) was installed and is not as its pin says: {verdict.problems[0]}; "
                 f"correct that, then {place.install_command} --anew"
             )
-        state = Installed(
+        state = Installation(
             pin=pinned.digest,
             python=verdict.python,
             torch=verdict.torch,
@@ -104,7 +104,12 @@ def install_system(
 
 
 def _build(
-    place: Place, interpreter: Interpreter, given: Given, builds: Sequence[OtherBuild], borrow: bool, say: Say
+    place: InstallPlace,
+    interpreter: Interpreter,
+    given: InstallSources,
+    builds: Sequence[OtherBuild],
+    borrow: bool,
+    say: Say,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the packages that were taken from beside torch, and those that are another build."""
     pinned, wheels = place.pinned, place.folder / "wheels"
@@ -146,7 +151,7 @@ def _build(
     return borrowed, other
 
 
-def _unpacked(builds: Sequence[OtherBuild], place: Place) -> dict[str, str]:
+def _unpacked(builds: Sequence[OtherBuild], place: InstallPlace) -> dict[str, str]:
     """Unpacked before anything is fetched, so that a wrong archive is refused at once."""
     folder = place.folder / _BUILDS
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +162,7 @@ def _unpacked(builds: Sequence[OtherBuild], place: Place) -> dict[str, str]:
     return unpack(builds, place.pinned, folder)
 
 
-def _prepare(place: Place) -> None:
+def _prepare(place: InstallPlace) -> None:
     """Run the pin's own step. A compilation that was killed has left a lock, which the next one would wait on for
     ever."""
     shutil.rmtree(place.extensions, ignore_errors=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from baselines.checkout import LISTINGS, SOURCE, write_source
 from baselines.install.interpreter import look_at, this_interpreter
 from baselines.install.packages import fetch
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import Checkout, allows, canonical, name_of, without
 from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError
@@ -28,7 +28,7 @@ WHEELS, SOURCES = "wheels", "sources"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class InstallSources:
     """What an installation may use instead of the network. Without `wheels` pip asks its index."""
 
     wheels: Path | None = None
@@ -59,11 +59,11 @@ class _Repositories(dict[str, Path]):
 
 
 @contextlib.contextmanager
-def opened(given: Path | None, scratch: Path) -> Iterator[Given]:
+def opened(given: Path | None, scratch: Path) -> Iterator[InstallSources]:
     """The files of a bundle, or of a folder; an archive is unpacked below `scratch` for the block. Raises
     UsageError."""
     if given is None:
-        yield Given()
+        yield InstallSources()
         return
     if given.is_dir():
         yield _of_folder(given.absolute())
@@ -77,15 +77,15 @@ def opened(given: Path | None, scratch: Path) -> Iterator[Given]:
         yield _of_folder(Path(folder))
 
 
-def _of_folder(folder: Path) -> Given:
+def _of_folder(folder: Path) -> InstallSources:
     wheels = folder / WHEELS
-    return Given(
+    return InstallSources(
         wheels=wheels if wheels.is_dir() else folder, repositories=_Repositories(folder), sources=folder / SOURCES
     )
 
 
 def make_bundle(
-    place: Place,
+    place: InstallPlace,
     out: Path,
     *,
     python: Path | None = None,

@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import Flavour, canonical
 from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError, shown_value
@@ -78,23 +79,23 @@ def unpack(builds: Sequence[OtherBuild], pinned: Flavour, into: Path) -> dict[st
     return found
 
 
-def write_files(names: Collection[str], folder: Path, place: Place) -> None:
+def write_files(names: Collection[str], folder: Path, place: InstallPlace) -> None:
     """Note what was unpacked into `folder`, before it is moved: the packages, and the SHA-256 of each file."""
     files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     write_json(place.folder / FILES, {"packages": sorted(names), "files": files})
 
 
-def read_files(place: Place) -> list[str]:
+def read_files(place: InstallPlace) -> list[str]:
     """The packages of an installation that are another build."""
     path = place.folder / FILES
-    return list(read_json(path)["packages"]) if path.exists() else []
+    return list(cast(dict[str, list[str]], read_json(path))["packages"]) if path.exists() else []
 
 
-def changed_files(packages: Collection[str], place: Place) -> list[str]:
+def changed_files(packages: Collection[str], place: InstallPlace) -> list[str]:
     """Files of other builds that are missing or are not as in their archive."""
     if not packages:
         return []
-    files: dict[str, str] = read_json(place.folder / FILES)["files"]
+    files = cast(dict[str, dict[str, str]], read_json(place.folder / FILES))["files"]
     paths = {name: place.packages / name for name in files}
     return [f"{name}: it is not as its archive had it" for name, path in paths.items() if _sha256(path) != files[name]]
 

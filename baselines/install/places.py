@@ -26,7 +26,7 @@ Condition = Literal["installed", "not installed", "half-finished", "outdated", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
+class Installation:
     """`installed.json`: the pin that was followed, and what was found around it."""
 
     pin: str  # digest of the flavour
@@ -42,7 +42,7 @@ class Installed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class InstallPlace:
     """One flavour of one system, installed or not."""
 
     system: str  # its folder below baselines/
@@ -119,10 +119,10 @@ class Place:
         """The line that a user types."""
         return f"burst baselines install {self.system} --flavour {self.flavour}"
 
-    def state(self) -> Installed | None:
+    def state(self) -> Installation | None:
         """What `installed.json` says; None where there is none. Raises ValueError for one that cannot be read."""
         try:
-            found: Installed = from_json(Installed, read_json(self.folder / STATE_FILE))
+            found = from_json(Installation, read_json(self.folder / STATE_FILE))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -156,16 +156,18 @@ def beside_torch(provided: Iterable[str]) -> list[str]:
     return [name for one in provided for name in (one, *INSTEAD.get(one, ()))]
 
 
-def places(system: str | None = None, base: Path = FOLDER) -> list[Place]:
+def places(system: str | None = None, base: Path = FOLDER) -> list[InstallPlace]:
     """Every flavour of every pinned system, or of one. Raises UsageError for an unknown one."""
     systems = pinned_systems(base) if system is None else [system]
     return [
-        Place(system=name, flavour=flavour, base=base) for name in systems for flavour in load_pin(name, base).flavours
+        InstallPlace(system=name, flavour=flavour, base=base)
+        for name in systems
+        for flavour in load_pin(name, base).flavours
     ]
 
 
 @contextlib.contextmanager
-def locked(place: Place) -> Iterator[None]:
+def locked(place: InstallPlace) -> Iterator[None]:
     """Hold a place against other installations; the kernel drops the lock when its holder ends.
 
     Raises UsageError when another program holds it.

@@ -12,7 +12,7 @@ from typing import Any
 from baselines.checkout import compared
 from baselines.install.interpreter import clean_environment
 from baselines.install.other_build import changed_files, read_files
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.pin import Flavour, allows, canonical, without
 from baselines.programs import PROGRAMS
 
@@ -21,7 +21,7 @@ _MARK = "BASELINE "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class InstallCheck:
     """What was found in an environment, and everything that is not as the pin says."""
 
     python: str
@@ -31,7 +31,7 @@ class Verdict:
     problems: list[str]
 
 
-def verify(place: Place, borrowed: Collection[str] | None = None) -> Verdict:
+def verify(place: InstallPlace, borrowed: Collection[str] | None = None) -> InstallCheck:
     """Compare an installation with its pin: git's hashes of the source, versions and hashes of the packages,
     imports. `borrowed` packages are not its own; by default those that `installed.json` names. Other builds are
     compared with the archive they came from."""
@@ -51,7 +51,7 @@ def verify(place: Place, borrowed: Collection[str] | None = None) -> Verdict:
         for name, versions in (("python", pinned.python), ("torch", pinned.torch)):
             if not allows(versions, found[name]):
                 problems.append(f"{name} is {found[name] or 'absent'}, the pin says {versions}")
-    return Verdict(
+    return InstallCheck(
         python=found.get("python", ""),
         torch=found.get("torch", ""),
         cuda=found.get("cuda", ""),
@@ -72,7 +72,7 @@ def _package_problems(pinned: Flavour, found: dict[str, Any], borrowed: set[str]
     return problems
 
 
-def _look(place: Place) -> tuple[dict[str, Any], str]:
+def _look(place: InstallPlace) -> tuple[dict[str, Any], str]:
     """What the environment's interpreter tells, and a problem when it tells nothing."""
     python = place.python
     command = [str(python), str(PROGRAMS / "look.py"), "torch", *place.pinned.imports]

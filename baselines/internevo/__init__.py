@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.handicaps import applied_model, applied_values
-from baselines.install.places import Place
-from baselines.upstream import Printed, Rendered, Upstream
+from baselines.install.places import InstallPlace
+from baselines.upstream import PrintedSteps, Rendered, Upstream
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class InternEvo(Upstream):
             )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         model, values = applied_model(settings), applied_values(settings)
         head_ranks, context_ranks, window = placement(settings)
         selective = bool(settings.checkpoint.every and settings.checkpoint.tail)
@@ -163,13 +163,13 @@ class InternEvo(Upstream):
             files={CONFIG_FILE: config},
         )
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         lines = [
             dict((name.strip(), float(value)) for name, value in _FIELD.findall(one)) for one in _LINE.findall(output)
         ]
         last = lines[-1] if lines else {}
         names = ("tflops", _TGS, "tgs/last_tgs_1", "tgs/tgs_all", "fwd_bwd_time")
-        return Printed(
+        return PrintedSteps(
             tokens_per_gpu_per_second=[one[_TGS] for one in lines if one.get(_TGS)],
             loss=[one["loss"] for one in lines if "loss" in one],
             grad_norm=[one["grad_norm"] for one in lines if "grad_norm" in one],

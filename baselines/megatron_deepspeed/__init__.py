@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.handicaps import applied_model, applied_values
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.megatron_log import parse_iterations
-from baselines.upstream import Printed, Rendered, Upstream, arguments
+from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class MegatronDeepSpeed(Upstream):
             )
         return split_unsupported_reason("contiguous", settings.seq_len, settings.cp_size)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         global_batch = settings.batch_size * settings.dp_size * settings.gradient_accumulation
         model, values = applied_model(settings), applied_values(settings)
         dtype = values.get("dtype", "bf16")
@@ -105,7 +105,7 @@ class MegatronDeepSpeed(Upstream):
             },
         )
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         return parse_iterations(output)
 
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from baselines.called import head_ranks, heads_reason
 from baselines.handicaps import applied_model, applied_options
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.megatron_log import parse_iterations
 from baselines.programs import PROGRAMS
 from baselines.stand_ins import python_path
 from baselines.tokens import FOLDER, prefixes
 from baselines.transformer_engine import COMM_TYPES
-from baselines.upstream import Printed, Rendered, Upstream, arguments
+from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class MegatronLM(Upstream):
             )
         return heads_reason(self, settings, schedule)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         release = place.flavour == "current"
         model = settings.model if release else applied_model(settings)
         multiple = 128 * settings.tp_size if model.vocab % (128 * settings.tp_size) == 0 else settings.tp_size
@@ -169,10 +169,10 @@ class MegatronLM(Upstream):
             files={_NO_MAKE: "#!/bin/sh\nexit 0\n"} if release else {},
         )
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         return parse_iterations(output)
 
-    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
         if place.flavour == "current":  # --attention-backend fused switches the others off
             return "cudnn"
         # TransformerEngine takes its backends from variables, and all of them where none is set.

@@ -75,10 +75,10 @@ class TensorParallel(WholeMatrices):
     def set(self, model: Decoder, attend: Attend) -> None:
         """As the engine asks; `attend` is for this rank's heads, and all tokens."""
         settings = self._settings
-        model.embedding = _Embedding(model.embedding, self)
+        model.embedding = _VocabParallelEmbedding(model.embedding, self)
         for block in model.blocks:
             block.attend, block.project, block.add_mlp = attend, self._project, self._add_mlp
-            block.attention.output = _Output(block.attention.output, self)
+            block.attention.output = _RowParallelOutput(block.attention.output, self)
         model.head.loss_sum = functools.partial(self._loss_sum, z_loss=settings.z_loss, tiled=settings.lm_head_fusion)
 
     def gathered(self, x_BLE: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Embedding(nn.Module):
+class _VocabParallelEmbedding(nn.Module):
     """Rows of this rank's words, of all tokens; the ranks' rows are summed."""
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorParallel) -> None:
@@ -175,7 +175,7 @@ class _Embedding(nn.Module):
         return self._ranks.summed(rows_BSE.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
 
-class _Output(nn.Module):
+class _RowParallelOutput(nn.Module):
     """The output projection of this rank's heads; the ranks' results are summed."""
 
     def __init__(self, linear: nn.Linear, ranks: TensorParallel) -> None:

@@ -31,7 +31,7 @@ def prepare(request, group):
     def block_backward(grad_out, query, key, value, out, logsumexp, is_causal=False, **_):
         return BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
 
-    class Ring(torch.autograd.Function):
+    class RingFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
             out, lse, *_ = ring._templated_ring_attention(group, 2, block, q, k, v, is_causal=True)
@@ -48,7 +48,7 @@ def prepare(request, group):
 
     def attend(q, k, v):
         q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
-        return Ring.apply(q, k, v).transpose(1, 2)
+        return RingFunction.apply(q, k, v).transpose(1, 2)
 
     return attend
 

@@ -123,7 +123,7 @@ def train_with_trl(request):
     # With a name, because the library would otherwise hash all of it to make one.
     data = Dataset(InMemoryTable.from_pydict({"input_ids": sequences}), fingerprint="trial")
 
-    class Clock(TrainerCallback):
+    class StepPrinter(TrainerCallback):
         """Prints each step; the trainer logs after it, so that loss and norm are there."""
 
         start = 0.0
@@ -172,7 +172,7 @@ def train_with_trl(request):
         ),
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[Clock()],
+        callbacks=[StepPrinter()],
     )
     trainer.train()
     finish(rank, world)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.algorithms.saved import SavedOutput, save_suffix
-from engine.attention.comm_volume import Sent
+from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import CAUSAL, FULL
 from engine.attention.kernels import BackwardInputs, Kernel, KernelProblem, choose_kernel
@@ -41,7 +41,7 @@ class TorchRing:
         self.causal = settings.mask == "causal"
         self._settings = settings
         self.kernel: Kernel | None = None
-        self._sent: tuple[Sent, Sent] | None = None
+        self._sent: tuple[SentBytes, SentBytes] | None = None
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class TorchRing:
         self.kernel = self._kernel(q_BLND, k_BLKD)
         self._sent = self._volume(k_BLKD)
         whole = saved.tensors if saved is not None and saved.cut == 0 else (None, None)
-        out_BLND, lse_BNL = _Ring.apply(laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD), self, *whole)
+        out_BLND, lse_BNL = _TorchRingFunction.apply(laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD), self, *whole)
         return out_BLND, lse_BNL
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
@@ -76,7 +76,7 @@ class TorchRing:
             "grad_comm_dtype": "fp32",
         }
 
-    def computed_sent(self) -> Sent | None:
+    def computed_sent(self) -> SentBytes | None:
         """Bytes this rank sends in one forward and backward; None before the first call."""
         return None if self._sent is None else self._sent[0] + self._sent[1]
 
@@ -93,15 +93,15 @@ class TorchRing:
         )
         return choose_kernel(settings.kernel, problem)
 
-    def _volume(self, k_BLKD: Tensor) -> tuple[Sent, Sent]:
+    def _volume(self, k_BLKD: Tensor) -> tuple[SentBytes, SentBytes]:
         """Of a forward and of a backward: K and V gathered in each; dK and dV sent to the next rank at every step,
         the last of which returns them to their owner."""
         cp, keys = self.cp, 2 * k_BLKD.numel() * k_BLKD.itemsize
-        gathered = Sent(keys * (cp.node_size - 1), keys * (cp.size - cp.node_size))
+        gathered = SentBytes(keys * (cp.node_size - 1), keys * (cp.size - cp.node_size))
         grads = 2 * k_BLKD.numel() * accumulation_dtype(k_BLKD.dtype).itemsize * cp.size
         following = (cp.rank + 1) % cp.size
         near = following // cp.node_size == cp.rank // cp.node_size
-        return gathered, gathered + (Sent(grads, 0) if near else Sent(0, grads))
+        return gathered, gathered + (SentBytes(grads, 0) if near else SentBytes(0, grads))
 
     def count(self, backward: bool) -> None:
         """Add the bytes of one pass to the context's traffic: torch's own transfers do not pass through it."""
@@ -120,7 +120,7 @@ class TorchRing:
             options.enable_load_balance, options.convert_to_f32 = before
 
 
-class _Ring(torch.autograd.Function):
+class _TorchRingFunction(torch.autograd.Function):
     """(q, k, v, the ring, saved out and LSE or none) -> (out_BLND, lse_BNL); out is differentiable."""
 
     @staticmethod

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baselines.called import REQUEST_FILE, parse_program, training_request
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.programs import PROGRAMS
-from baselines.upstream import Printed, Rendered, Upstream, arguments
+from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TorchTitan(Upstream):
             )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         words = arguments(
             _OPTIONS,
             seq_len=settings.seq_len,
@@ -84,10 +84,10 @@ class TorchTitan(Upstream):
             },
         )
 
-    def parse(self, output: str) -> Printed:
+    def parse(self, output: str) -> PrintedSteps:
         steps = _STEP.findall(_COLOUR.sub("", output))
         last = steps[-1] if steps else ()
-        return Printed(
+        return PrintedSteps(
             tokens_per_gpu_per_second=[float(one[3].replace(",", "")) for one in steps],
             loss=[float(one[0]) for one in steps],
             grad_norm=[float(one[1]) for one in steps],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import InWorker, Parts, head_ranks, heads_reason
+from baselines.called import InWorker, ShardParts, head_ranks, heads_reason
 from engine.attention.geometry.layout import Layout, Zigzag
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Yunchang(InWorker):
         return super().request(settings, source) | {"head_ranks": head_ranks(settings, self.schedule_of(settings))}
 
     def shards(self, settings: TrialSettings) -> Layout:
-        return Parts(Zigzag(), head_ranks(settings, self.schedule_of(settings)))
+        return ShardParts(Zigzag(), head_ranks(settings, self.schedule_of(settings)))
 
     def arrangement(self, settings: TrialSettings) -> str:
         across = head_ranks(settings, self.schedule_of(settings))

@@ -110,14 +110,14 @@ def _unavailable(device: Device) -> str:
 def _speeds(kind: Device, seconds: float) -> NodeSpeeds:
     import torch
 
-    from cluster.active import collective, kernels
+    from cluster.active import measure
 
     sizes = SIZES[kind]
-    found = kernels.devices(kind)
-    host = [kernels.host_gb_per_second(device, sizes) for device in found]
-    gemm = [kernels.gemm_tflops(device, sizes) for device in found]
-    hbm = [kernels.hbm_gb_per_second(device, sizes) for device in found]
-    peers = kernels.peer_gb_per_second(found, sizes)
+    found = measure.devices(kind)
+    host = [measure.host_gb_per_second(device, sizes) for device in found]
+    gemm = [measure.gemm_tflops(device, sizes) for device in found]
+    hbm = [measure.hbm_gb_per_second(device, sizes) for device in found]
+    peers = measure.peer_gb_per_second(found, sizes)
     if kind == "cuda":
         torch.cuda.empty_cache()  # the ranks of the all-reduce are processes of their own
     return NodeSpeeds(
@@ -127,14 +127,14 @@ def _speeds(kind: Device, seconds: float) -> NodeSpeeds:
         to_device_gb_per_second=[to_device for to_device, _ in host],
         from_device_gb_per_second=[from_device for _, from_device in host],
         peer_gb_per_second=peers,
-        all_reduce_gb_per_second=collective.all_reduce_gb_per_second(kind, seconds),
+        all_reduce_gb_per_second=measure.all_reduce_gb_per_second(kind, seconds),
     )
 
 
 def _exchange(kind: Device, node: int, peer: str, store: str, seconds: float) -> float:
     import torch.distributed as dist
 
-    from cluster.active import collective
+    from cluster.active import measure
 
     # By default, both libraries may choose a bridge or loopback.
     towards = socket.gethostbyname(peer)
@@ -142,10 +142,9 @@ def _exchange(kind: Device, node: int, peer: str, store: str, seconds: float) ->
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-    ranks = collective.ranks_per_node(kind)
     if node == 1:
         place, _, port = store.rpartition(":")
-        return collective.exchange_gb_per_second(kind, place, int(port), 1, ranks, seconds)
+        return measure.exchange_gb_per_second(kind, place, int(port), 1, seconds)
     # A socket of ours, because torch's own listens on all interfaces.
     with socket.create_server((source_towards(towards), 0)) as listening:
         own, number = listening.getsockname()
@@ -154,7 +153,7 @@ def _exchange(kind: Device, node: int, peer: str, store: str, seconds: float) ->
             master_listen_fd=listening.detach(),
         )  # fmt: skip
     print(line("port", {"port": f"{own}:{served.port}"}), flush=True)
-    return collective.exchange_gb_per_second(kind, own, served.port, 0, ranks, seconds)
+    return measure.exchange_gb_per_second(kind, own, served.port, 0, seconds)
 
 
 def _rails(node: int, ours: Sequence[rails.Rail], peer: str, ports: str | None) -> None:

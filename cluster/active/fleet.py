@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.active.judge import judge_pairs, judge_speeds
+from cluster.active.judge import Pair, Speed, judge_pairs, judge_speeds, rounds, second_pass, worked
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
-from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
-from cluster.profiles import Profile
+from cluster.profiles import Profiles
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Runner, Unreachable
 
@@ -31,7 +30,7 @@ class Plan:
     """How the active tests are run."""
 
     connect: Connect
-    profiles: Mapping[str, Profile]
+    profiles: Profiles
     device: Device = "cuda"
     node_seconds: float = 300.0
     pair_seconds: float = 120.0
@@ -40,10 +39,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """Verdicts by node, then by test; and the speed of every pair that was tried, None where it failed."""
+    """Verdicts by node, then by test; and the speed of every pair that was tried."""
 
     verdicts: Mapping[str, Mapping[str, Verdict]]
-    pairs: Mapping[Pair, float | None]
+    pairs: Mapping[Pair, Speed]
 
 
 def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
@@ -55,16 +54,15 @@ def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
         answers[node.name] = Unavailable(reason=str(answer)) if isinstance(answer, Unreachable) else answer
     verdicts = {node: dict(tests) for node, tests in judge_speeds(answers, plan.profiles).items()}
     able = [node.name for node in nodes if isinstance(answers[node.name], NodeSpeeds)]
-    pairs: dict[Pair, float | None] = {}
-    reasons: dict[Pair, str] = {}
+    pairs: dict[Pair, Speed] = {}
     for number, group in enumerate(steps := rounds(able), start=1):
         plan.say(f"active tests: pairs, round {number} of {len(steps)}")
-        _exchange_all(plan, by_name, group, pairs, reasons)
-    again: dict[Pair, float | None] = {}
-    for group in second_pass({pair: speed is not None for pair, speed in pairs.items()}):
+        pairs |= _exchange_all(plan, by_name, group)
+    again: dict[Pair, Speed] = {}
+    for group in second_pass(worked(pairs)):
         plan.say("active tests: nodes that failed, each with one that did not")
-        _exchange_all(plan, by_name, group, again, reasons)
-    for name, verdict in judge_pairs(pairs, again, reasons).items():
+        again |= _exchange_all(plan, by_name, group)
+    for name, verdict in judge_pairs(pairs, again, plan.profiles.limits).items():
         verdicts[name]["active_pairs"] = verdict
     return Findings(verdicts=verdicts, pairs=pairs)
 
@@ -93,24 +91,13 @@ def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
     return read_speeds(done.stdout) or Unavailable(reason=_why(done.stdout, done.stderr))
 
 
-def _exchange_all(
-    plan: Plan,
-    by_name: Mapping[str, Node],
-    group: Sequence[Pair],
-    speeds: dict[Pair, float | None],
-    reasons: dict[Pair, str],
-) -> None:
+def _exchange_all(plan: Plan, by_name: Mapping[str, Node], group: Sequence[Pair]) -> dict[Pair, Speed]:
     """One round: all its pairs side by side."""
-    work = partial(exchange, plan, by_name)
-    for pair, answer in on_each(group, work, plan.pair_seconds + _START_SECONDS):
-        if isinstance(answer, float):
-            speeds[pair] = answer
-        else:
-            speeds[pair] = None
-            reasons[pair] = str(answer)
+    answers = on_each(group, partial(exchange, plan, by_name), plan.pair_seconds + _START_SECONDS)
+    return {pair: answer if isinstance(answer, float) else str(answer) for pair, answer in answers}
 
 
-def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
+def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> Speed:
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     conversation = Conversation(

@@ -1,4 +1,4 @@
-"""Rails of a fleet, measured between two nodes, or within a node that has no partner; and the verdict on each node."""
+"""Rails of a fleet, the adapters that NCCL would use: found, measured between two nodes or within one, and judged."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from functools import partial
 
 from cluster.active import rails as node_rails
 from cluster.active.fleet import Conversation, Plan, converse
-from cluster.active.pairing import Pair, rounds
+from cluster.active.judge import Pair, Speed, rounds
 from cluster.active.rails import Rail
+from cluster.discovery.facts import NodeFacts, Port
+from cluster.discovery.hcas import choose_hcas, common_depth
+from cluster.discovery.read import read_node
 from cluster.files.errors import counted
 from cluster.inventory.nodes import Node
-from cluster.probing.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.verdict import Verdict, ok, unknown, warn
+from cluster.profiles import NodeLimits
 from cluster.transport.fleet import on_each
+from cluster.transport.runner import Connect, Unreachable
 
 TEST = "active_rails"
-_TOLERANCE = 0.10  # below the median of the fleet's rails, by this project's judgement
-_OF_RATE = 0.90  # of the port's rate: Azure/azurehpc-health-checks expects 360 of 400 Gb/s
-
-Speed = float | str  # Gb/s, or the reason why there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,40 @@ class RailSpeed:
     rail: Rail
     other: str  # the node, and its port
     speed: Speed | None  # None: that node has no adapter to measure it with
+
+
+def find_rails(nodes: Sequence[Node], connect: Connect, seconds: float) -> dict[str, tuple[Rail, ...]]:
+    """Rails by node; a node that does not answer has none."""
+
+    def work(node: Node) -> tuple[Rail, ...]:
+        with connect(node.host, seconds) as runner:
+            facts = read_node(node.name, runner, node.site, head=None, deadline_seconds=seconds)
+        return rails_of(facts, node.site)
+
+    answers = {node.name: answer for node, answer in on_each(nodes, work, seconds)}
+    return {name: answer for name, answer in answers.items() if not isinstance(answer, Unreachable)}
+
+
+def rails_of(facts: NodeFacts, site: Site) -> tuple[Rail, ...]:
+    """Rails in natural order of their ports. GPUs equally near to several ports are shared out evenly."""
+    kept = choose_hcas(facts, wanted=site.network.hcas, rate_gbps=site.network.port_rate_gbps).kept
+    rails: list[Rail] = []
+    for name in kept:
+        for port in (port for port in facts.ports if name in (port.name, port.hca)):
+            gpu = _nearest_gpu(facts, port, [rail.gpu for rail in rails])
+            rails.append(Rail(port=port.name, gpu=gpu, rate_gbps=port.rate_gbps))
+    return tuple(rails)
+
+
+def _nearest_gpu(facts: NodeFacts, port: Port, taken: Sequence[int | None]) -> int | None:
+    """Of the nearest GPUs, the one that the fewest rails have; None on a node without any."""
+
+    def farness(index: int) -> tuple[int, bool, int, int]:
+        device = facts.gpus[index].device
+        other_socket = device.numa_node != port.device.numa_node
+        return -common_depth(device, port.device), other_socket, taken.count(index), index
+
+    return min(range(len(facts.gpus)), key=farness, default=None)
 
 
 def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
@@ -53,7 +89,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
                 speeds.setdefault(node, []).append(speed)
         else:
             missing |= dict.fromkeys(pair, str(answer))
-    return judge_rails(speeds, missing)
+    return judge_rails(speeds, missing, plan.profiles.limits)
 
 
 def _measure_pair(
@@ -97,24 +133,23 @@ def facing_rails(
     return [*same, *zip(own, others, strict=False)], (own[len(others) :], others[len(own) :])
 
 
-def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
+def judge_rails(
+    speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str], limits: NodeLimits
+) -> dict[str, Verdict]:
     """Warns on rails far below the fleet's median or their own rate, and on those without a result.
 
     `missing`: nodes without a measured rail, with the reason; a program that is not installed is no fault.
     """
     good = [one.speed for rails in speeds.values() for one in rails if isinstance(one.speed, float)]
     median = statistics.median(good) if good else None
-    verdicts = {node: _judge_node(rails, median) for node, rails in speeds.items()}
+    verdicts = {node: _judge_node(rails, median, limits) for node, rails in speeds.items()}
     for node, reason in missing.items():
         summary = f"adapters were not measured one by one ({reason})"
-        absent = node_rails.ABSENT in reason
-        verdicts[node] = Verdict(
-            level="ok" if absent else "warn", summary=summary, action="none" if absent else "monitor"
-        )
+        verdicts[node] = ok(summary) if node_rails.ABSENT in reason else warn(summary)
     return verdicts
 
 
-def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
+def _judge_node(rails: Sequence[RailSpeed], median: float | None, limits: NodeLimits) -> Verdict:
     facts = {
         "gbps": {one.rail.port: one.speed if isinstance(one.speed, float) else None for one in rails},
         "fleet_median": median,
@@ -123,20 +158,21 @@ def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
     slow = [
         f"{one.rail.port} {one.speed:.4g} with {one.other}"
         for one in rails
-        if isinstance(one.speed, float) and median is not None and _is_slow(one.speed, median, one.rail.rate_gbps)
+        if isinstance(one.speed, float) and median is not None and _is_slow(one.speed, median, one.rail, limits)
     ]
     parts = [f"slow: {', '.join(slow)} Gb/s; the fleet's median is {median:.4g}"] if slow and median else []
     parts += [f"no result: {', '.join(silent)}"] if silent else []
     lacking = [f"{one.rail.port}, which {one.other} lacks" for one in rails if one.speed is None]
     without = f"; not measured: {'; '.join(lacking)}" if lacking else ""
     if parts:
-        return Verdict(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
+        return warn("; ".join(parts) + without, facts=facts)
     measured = [one.speed for one in rails if isinstance(one.speed, float)]
     if not measured:
-        return Verdict(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
-    summary = f"{min(measured):.4g} Gb/s or more over each of {counted(len(measured), 'adapter')}{without}"
-    return Verdict(level="ok", summary=summary, facts=facts)
+        return unknown(f"no adapter was measured{without}", facts=facts)
+    least = f"{min(measured):.4g} Gb/s or more over each of {counted(len(measured), 'adapter')}"
+    return ok(f"{least}{without}", facts=facts)
 
 
-def _is_slow(speed: float, median: float, rate: float | None) -> bool:
-    return speed < median * (1 - _TOLERANCE) or (rate is not None and speed < rate * _OF_RATE)
+def _is_slow(speed: float, median: float, rail: Rail, limits: NodeLimits) -> bool:
+    rate = rail.rate_gbps
+    return speed < median * (1 - limits.rail_below) or (rate is not None and speed < rate * limits.of_rate)

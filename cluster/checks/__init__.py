@@ -1,7 +1,7 @@
-"""Health checks, one file each: a probe that runs on the node and a pure judgement of its output.
+"""Health checks, one file a subject: each is a probe that runs on the node and a pure judgement of its output.
 
-Every module of the folders here, one per subject, defines one `CHECK`; its file name is the check's name. Checks with
-the same probe share its run.
+`@check` over a judge makes it the check of its name. Checks with the same probe share its run; thresholds stand in
+`profiles`, and what a site expects in `inventory`.
 Imports `probing`, `profiles`, `inventory` and `files`: a check neither opens a connection nor imports another check.
 """
 
@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from cluster.files.errors import UsageError, nearest
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
-from cluster.probing.verdict import Action, Level, Verdict
-from cluster.profiles import NO_GPUS, Board
+from cluster.probing.verdict import Action, Level, Verdict, unknown
+from cluster.profiles import Board
+
+Judge = Callable[[Output, Site, Board], Verdict]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,68 +40,70 @@ class Rise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A probe of a node and its judgement. `judge` sees only outputs of probes that ended by themselves, and is pure.
+    """A probe of a node and its judgement, which sees only outputs of probes that ended by themselves, and is pure.
 
     Counters that a judge puts into the fact `counters` (a mapping of names to whole numbers) are kept from run to run.
     """
 
+    name: str
     source: str  # the document or project that the check or its thresholds are from
     probe: Callable[[Site], Probe]
-    judge: Callable[[Output, Site], Verdict]
+    judgement: Judge
+    unreadable: str = ""  # of a probe that prints `end` last: what could not be read where that line is missing
     rise: Rise | None = None
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoardCheck:
-    """A check whose thresholds, or whose whole point, depend on the GPUs of the node."""
-
-    source: str
-    probe: Callable[[Site], Probe]
-    judge: Callable[[Output, Site, Board], Verdict]
-    rise: Rise | None = None
+    def judge(self, output: Output, site: Site, board: Board | None = None) -> Verdict:
+        """The verdict on this output; `board` None: a node without GPUs, with the thresholds of this project."""
+        if self.unreadable and "end" not in output.lines:
+            return unknown(f"{self.unreadable} ({output.first_line})")
+        return self.judgement(output, site, board or Board())
 
 
-AnyCheck = Check | BoardCheck
+def check(
+    probe: Probe | Callable[[Site], Probe], source: str, *, unreadable: str = "", rise: Rise | None = None
+) -> Callable[[Judge], Check]:
+    """Makes the judge below it the check of its name."""
+    always = (lambda site: probe) if isinstance(probe, Probe) else probe
+
+    def made(judge: Judge) -> Check:
+        name = judge.__name__
+        return Check(name=name, source=source, probe=always, judgement=judge, unreadable=unreadable, rise=rise)
+
+    return made
 
 
-def discover() -> dict[str, AnyCheck]:
+def discover() -> dict[str, Check]:
     """Every check by name, in alphabetical order."""
-    checks: dict[str, AnyCheck] = {}
-    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if not module.ispkg:
-            name = module.name.rpartition(".")[2]
-            check = importlib.import_module(module.name).CHECK
-            assert isinstance(check, Check | BoardCheck), module.name
-            assert name not in checks, f"two checks are named {name}"
-            checks[name] = check
+    checks: dict[str, Check] = {}
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for found in vars(importlib.import_module(module.name)).values():
+            if isinstance(found, Check):
+                assert found.name not in checks, f"two checks are named {found.name}"
+                checks[found.name] = found
     return dict(sorted(checks.items()))
 
 
-def select(only: Collection[str], skip: Collection[str]) -> dict[str, AnyCheck]:
-    """The checks named by `only` (empty: all of them) without those in `skip`. Raises UsageError for unknown names."""
+def select(only: Collection[str], skip: Collection[str], others: Collection[str] = ()) -> dict[str, Check]:
+    """The checks named by `only` (empty: all of them) without those in `skip`; `others` are names of verdicts that no
+    check here gives. Raises UsageError for unknown names, and where nothing is left."""
     checks = discover()
+    known = [*checks, *others]
     for name in (*only, *skip):
-        if name not in checks:
-            raise UsageError(f"there is no check {name!r}; {nearest(name, checks)}")
-    chosen = {name: check for name, check in checks.items() if (not only or name in only) and name not in skip}
-    if not chosen:
+        if name not in known:
+            raise UsageError(f"there is no check {name!r}; {nearest(name, known)}")
+    if not {name for name in known if (not only or name in only) and name not in skip}:
         raise UsageError("--only and --skip leave no check; name at least one")
-    return chosen
+    return {name: check for name, check in checks.items() if (not only or name in only) and name not in skip}
 
 
-def conclude(
-    check: AnyCheck, probe: Probe, output: Output | None, complaint: str, site: Site, board: Board = NO_GPUS
-) -> Verdict:
+def conclude(check: Check, probe: Probe, output: Output | None, complaint: str, site: Site, board: Board) -> Verdict:
     """The verdict on a probe however it went: judged when it ended, unknown when it hung or left nothing.
 
     `complaint` is the message of a node's shell that did not run the probes, or "".
     """
     if output is None:
-        return Verdict(level="unknown", summary=f"the probe did not run ({complaint or 'no output'})")
+        return unknown(f"the probe did not run ({complaint or 'no output'})")
     if output.timed_out:
-        return Verdict(
-            level="unknown",
-            summary=f"the probe did not end within {probe.seconds:g} s; look for a hanging device or mount",
-            action="monitor",
-        )
-    return check.judge(output, site, board) if isinstance(check, BoardCheck) else check.judge(output, site)
+        summary = f"the probe did not end within {probe.seconds:g} s; look for a hanging device or mount"
+        return unknown(summary, "monitor")
+    return check.judge(output, site, board)

@@ -26,6 +26,7 @@ _COMPARED: tuple[tuple[str, str, str, Level, Action], ...] = (
     ("interface", "mtu", "MTU of the interface", "warn", "monitor"),
     ("pkey", "pkeys", "partition keys", "warn", "monitor"),
 )
+READS = tuple(dict.fromkeys(check for check, *_ in _COMPARED))  # the checks that must have run
 _MAX_NAMES = 6
 
 

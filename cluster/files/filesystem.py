@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cluster.files.errors import UsageError, shown_value
 
@@ -73,7 +73,7 @@ def _unreadable(path: Path, what: str, problem: str | None) -> UsageError:
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
-def try_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> bool | None:
+def try_lock(file: IO[bytes] | IO[str] | int, *, shared: bool = False, wait: bool = False) -> bool | None:
     """Lock a file; returns whether it is ours now, or None where the file system has no locks.
 
     Without `wait` a lock that another program holds is not waited for. Raises OSError for a file system that fails.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.checks import AnyCheck
+from cluster.checks import Check
 from cluster.files.filesystem import state_folder, try_lock
 from cluster.health.nodes import NodeReport
 from cluster.probing.verdict import Verdict, merge
@@ -54,7 +54,7 @@ def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
 
 
-def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> Verdict:
+def judge(before: Entry | None, now: Entry, checks: Mapping[str, Check]) -> Verdict:
     """A verdict on the growth since the last entry, by the `rise` of each check."""
     if before is None:
         return Verdict(level="ok", summary="first check of this node, so nothing to compare with")

@@ -16,8 +16,8 @@ from cluster.inventory.hosts import Host, parse_hosts
 from cluster.inventory.site import RayPorts, Site
 
 SLURM = "slurm"  # the word that stands for the nodes of the allocation wherever nodes are named
-# Jobs on one node share its ports, so Ray takes free ones (0). The cluster of a job runs without Ray's dashboard.
-ALLOCATED = Site(name=SLURM, ray=RayPorts(head_port=0, client_port=0, dashboard=False, dashboard_port=0))
+# Jobs on one node share its ports, so Ray takes free ones (0).
+ALLOCATED = Site(name=SLURM, ray=RayPorts(head_port=0))
 
 _JOB = re.compile(r"\d+")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 2(x3),1

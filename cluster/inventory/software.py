@@ -81,8 +81,7 @@ class RayPorts:
     """Ports and folders of `burst cluster up`. 0 lets the node choose a free port."""
 
     head_port: int = 6379
-    client_port: int = 10001
-    dashboard: bool = True  # on the head's loopback only
+    dashboard: bool = False  # on the head's loopback only; needs ray[default]
     dashboard_port: int = 8265
     node_manager_port: int = 0
     object_manager_port: int = 0
@@ -93,7 +92,7 @@ class RayPorts:
     ready_seconds: float = 120.0  # until every node must have joined
 
     def __post_init__(self) -> None:
-        for name in ("head_port", "client_port", "dashboard_port", "node_manager_port", "object_manager_port"):
+        for name in ("head_port", "dashboard_port", "node_manager_port", "object_manager_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ValueError(f"ray.{name} is {getattr(self, name)}; expected 0 to 65535")
         if not 1024 <= self.worker_port_first <= self.worker_port_last < 65536:
@@ -103,7 +102,6 @@ class RayPorts:
             )
         fixed = (
             self.head_port,
-            self.client_port,
             self.dashboard_port,
             self.node_manager_port,
             self.object_manager_port,

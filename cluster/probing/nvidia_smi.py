@@ -1,15 +1,21 @@
-"""Reading nvidia-smi: queries as shell text, rows as dictionaries, and the meaning of its exit status.
+"""Reading nvidia-smi: queries as shell text and rows, the whole report of `-q`, and the meaning of its exit status.
 
 Exit statuses: the nvidia-smi manual, "Return value"; the actions follow Azure/azurehpc-health-checks where it has one.
+Old and new drivers share the text form of `-q`: a field that a driver lacks is absent or `N/A`, while one unknown field
+makes a whole `--query-gpu` fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from cluster.files.errors import counted
 from cluster.inventory.site import Site
-from cluster.probing.probe import Output
-from cluster.probing.verdict import Action, Verdict
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Action, Verdict, fail, merge, ok, unknown
 
 ABSENT = 127  # the shell's status for a program it cannot find
 NO_DEVICES = 6
@@ -68,21 +74,13 @@ def trouble(output: Output) -> Verdict | None:
     status = output.exit_status
     if status in _EXITS:
         meaning, action = _EXITS[status]
-        return Verdict(
-            level="unknown" if action == "none" else "fail",
-            summary=f"nvidia-smi {meaning} (exit status {status}: {output.first_line})",
-            action=action,
-        )
+        summary = f"nvidia-smi {meaning} (exit status {status}: {output.first_line})"
+        return unknown(summary) if action == "none" else fail(summary, action)
     for message, action in _MESSAGES:
-        if message in output.text:
-            line = next(line for line in output.text.splitlines() if message in line)
-            found = Output(text=line).first_line
-            return Verdict(level="fail", summary=f"nvidia-smi cannot read a GPU ({found})", action=action)
+        if found := next((line for line in output.lines if message in line), None):
+            return fail(f"nvidia-smi cannot read a GPU ({Output(text=found).first_line})", action)
     if status:
-        return Verdict(
-            level="unknown",
-            summary=f"nvidia-smi ended with status {status} ({output.first_line}); run it on the node",
-        )
+        return unknown(f"nvidia-smi ended with status {status} ({output.first_line}); run it on the node")
     return None
 
 
@@ -92,9 +90,99 @@ def blocked(output: Output, site: Site) -> Verdict | None:
     The check `gpus` names the fault and its remedy; the other checks are unknown, so that one fault is one failure.
     """
     if has_no_gpu(output):
-        if site.gpus.count:
-            return Verdict(level="unknown", summary="nvidia-smi finds no GPU; see gpus")
-        return Verdict(level="ok", summary="no GPU")
-    if trouble(output):
-        return Verdict(level="unknown", summary=f"nvidia-smi has trouble ({output.first_line}); see gpus")
-    return None
+        return unknown("nvidia-smi finds no GPU; see gpus") if site.gpus.count else ok("no GPU")
+    return unknown(f"nvidia-smi has trouble ({output.first_line}); see gpus") if trouble(output) else None
+
+
+# Top-level entries of a GPU that some check reads; the rest of some 300 lines per GPU stays on the node.
+_SECTIONS = (
+    "Product Name|Persistence Mode|VBIOS Version|GPU Recovery Action|ECC |Remapped Rows|Temperature|GPU Power Readings|"
+    "Power Readings|Clocks Event Reasons|Clocks Throttle Reasons|Max Clocks|Applications Clocks|"
+    "Default Applications Clocks|Fabric"
+)
+REPORT = Probe(
+    script=f"""{REQUIRE}
+report=$(nvidia-smi -q) || {{ status=$?; printf '%s\\n' "$report" | head -n 50; exit "$status"; }}
+printf '%s\\n' "$report" | awk '/^[^ ]/ {{ print; next }} /^    [^ ]/ {{ keep = $0 ~ /^    ({_SECTIONS})/ }} keep' |
+    sed 's/  *: /: /'
+""",
+    seconds=SECONDS,
+)
+_GPU_LINE = re.compile(r"GPU ([0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f]+\.[0-9A-Fa-f]+)")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReport:
+    """One GPU's entries, by their path: `ECC Errors/Volatile/DRAM Uncorrectable`."""
+
+    index: int
+    bus_id: str
+    entries: Mapping[str, str]
+
+    def text(self, *paths: str) -> str | None:
+        """The first of these entries that has a value."""
+        for path in paths:
+            value = self.entries.get(path, "")
+            if value and value not in ("N/A", "[N/A]", "Unknown Error", "Requested functionality has been deprecated"):
+                return value
+        return None
+
+    def number(self, *paths: str) -> float | None:
+        """The first of these entries that begins with a number, without its unit."""
+        for path in paths:
+            match = _NUMBER.match(self.entries.get(path, ""))
+            if match:
+                return float(match[0])
+        return None
+
+    def below(self, path: str) -> dict[str, str]:
+        """The entries under a path, by the rest of theirs."""
+        return {
+            name.removeprefix(f"{path}/"): value for name, value in self.entries.items() if name.startswith(f"{path}/")
+        }
+
+
+@functools.lru_cache(maxsize=64)  # eight checks read the same report, and nodes are judged side by side
+def parse_report(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
+    """The report's entries for the node (`Driver Version`, `CUDA Version`), and for each GPU in order."""
+    node: dict[str, str] = {}
+    gpus: list[tuple[str, dict[str, str]]] = []
+    parents: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        content = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if match := _GPU_LINE.match(line):
+            gpus.append((match[1], {}))
+            parents = []
+            continue
+        key, colon, value = (part.strip() for part in content.partition(": "))
+        if not indent:
+            node |= {key: value} if colon else {}
+            continue
+        if not gpus or not content:
+            continue
+        while parents and parents[-1][0] >= indent:
+            parents.pop()
+        parents.append((indent, key.removesuffix(" :")))
+        if colon:
+            gpus[-1][1]["/".join(name for _, name in parents)] = value
+    reports = (GpuReport(index=index, bus_id=bus, entries=entries) for index, (bus, entries) in enumerate(gpus))
+    return node, tuple(reports)
+
+
+def judge_each(output: Output, site: Site, findings: Callable[[GpuReport], Iterable[Verdict]], healthy: str) -> Verdict:
+    """All GPUs of a report judged one by one; `findings` returns nothing for a healthy one.
+
+    Sentences about a GPU begin with its index; `healthy` is the summary when there are none, with {gpus} for how many
+    were judged.
+    """
+    nothing = blocked(output, site)
+    if nothing:
+        return nothing
+    _, reports = parse_report(output.text)
+    if not reports:
+        return unknown(f"nvidia-smi -q lists no GPU ({output.first_line}); run it on the node")
+    found = [(gpu.index, verdict) for gpu in reports for verdict in findings(gpu)]
+    verdicts = [replace(verdict, summary=f"GPU {index} {verdict.summary}") for index, verdict in found]
+    return merge(verdicts) if verdicts else ok(healthy.format(gpus=counted(len(reports), "GPU")))

@@ -18,6 +18,25 @@ _PROBE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _BEGIN, _END = "@begin", "@end"  # no probe's name
 _KILLED = (124, 137)  # exit statuses of timeout(1) when it ended its command with TERM, or with KILL
 
+# Shell text for probes that read the kernel's files below /sys and /proc.
+# `value FILE` leaves the file's first line in $v; `?` where it cannot be read.
+VALUE = """
+value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
+"""
+# `gpus` prints the folder of each GPU: 0x10de is NVIDIA, classes 0x0300 and 0x0302 are its GPUs.
+GPUS = f"""{VALUE}
+gpus() {{
+    for device in /sys/bus/pci/devices/*; do
+        value "$device/vendor"; [ "$v" = 0x10de ] || continue
+        value "$device/class"; case $v in 0x0300* | 0x0302*) printf '%s\\n' "$device" ;; esac
+    done
+}}
+"""
+# Prints the line `machine virtual` or `machine real`.
+MACHINE = """
+grep -qw hypervisor /proc/cpuinfo && echo 'machine virtual' || echo 'machine real'
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
@@ -38,6 +57,20 @@ class Output:
     def timed_out(self) -> bool:
         """True when the probe did not end by itself."""
         return self.exit_status is None or self.exit_status in _KILLED
+
+    @property
+    def lines(self) -> list[str]:
+        """Its lines, without their line breaks."""
+        return self.text.splitlines()
+
+    @property
+    def said(self) -> dict[str, str]:
+        """By the first word of each line, the rest of it; the last line of a word wins."""
+        return dict(line.partition(" ")[::2] for line in self.lines)
+
+    def rows(self, tag: str) -> list[str]:
+        """The lines that begin with this word, without it."""
+        return [line.removeprefix(f"{tag} ") for line in self.lines if line.startswith(f"{tag} ")]
 
     @property
     def first_line(self) -> str:

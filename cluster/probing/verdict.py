@@ -27,6 +27,26 @@ class Verdict:
     facts: Mapping[str, object] = field(default_factory=dict)  # JSON values, for machines and for comparing nodes
 
 
+def ok(summary: str, *, facts: Mapping[str, object] | None = None) -> Verdict:
+    """Nothing to do."""
+    return Verdict(level="ok", summary=summary, facts=facts or {})
+
+
+def warn(summary: str, action: Action = "monitor", *, facts: Mapping[str, object] | None = None) -> Verdict:
+    """The node can be used, and somebody should look at it."""
+    return Verdict(level="warn", summary=summary, action=action, facts=facts or {})
+
+
+def fail(summary: str, action: Action = "isolate", *, facts: Mapping[str, object] | None = None) -> Verdict:
+    """The node must not be used before `action`."""
+    return Verdict(level="fail", summary=summary, action=action, facts=facts or {})
+
+
+def unknown(summary: str, action: Action = "none", *, facts: Mapping[str, object] | None = None) -> Verdict:
+    """Nothing was found out, so the node must not be used."""
+    return Verdict(level="unknown", summary=summary, action=action, facts=facts or {})
+
+
 def worst_level(levels: Iterable[Level]) -> Level:
     """The most serious of them; ok when there is none."""
     return max(levels, key=LEVELS.index, default="ok")

@@ -19,7 +19,7 @@ from cluster.transport.reach import LocalRunner, address_of
 from cluster.transport.runner import Runner
 
 THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
-HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 becomes a free one
+HEAD_PORTS = ("head_port", "dashboard_port")  # of the site's; 0 becomes a free one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,11 @@ from cluster.inventory.software import RAY_SETTINGS
 MAX_DIRECTORY_CHARACTERS = 40
 SUPERVISORS_PER_NODE = 1  # Ray's one CPU of a node; ranks are not Ray workers
 
+# `ray start --head` opens port 10001 for Ray Client wherever grpc can be imported, and no option turns that off.
+_WITHOUT_CLIENT_SERVER = (
+    "import ray.scripts.scripts as ray; ray.get_ray_client_dependency_error = lambda: True; ray.main()"
+)
+
 SETTINGS: Mapping[str, str] = {
     **RAY_SETTINGS,
     # A node that is cut off without closing its connections is noticed after period x threshold + timeout: 11 s in
@@ -38,7 +43,6 @@ def head_command(python: str, ports: RayPorts, *, address: str, name: str, direc
         *_start(python, ports, address=address, directory=directory),
         "--head",
         f"--port={ports.head_port}",
-        f"--ray-client-server-port={ports.client_port}",
         f"--include-dashboard={'true' if ports.dashboard else 'false'}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={ports.dashboard_port}",
@@ -64,7 +68,7 @@ def fixed_ports(ports: RayPorts, *, head: bool) -> dict[str, int]:
     """Ports that must be free on a node before Ray starts there, by the name of their setting."""
     names = ["node_manager_port", "object_manager_port"]
     if head:
-        names += ["head_port", "client_port", *(["dashboard_port"] if ports.dashboard else [])]
+        names += ["head_port", *(["dashboard_port"] if ports.dashboard else [])]
     return {name: port for name in names if (port := getattr(ports, name))}
 
 
@@ -72,7 +76,7 @@ def _start(python: str, ports: RayPorts, *, address: str, directory: str) -> lis
     # A remote shell may not have `ray` on its PATH.
     return [
         # -u: of a start that hangs, the output so far is in its log.
-        *(python, "-u", "-m", "ray.scripts.scripts", "start"),
+        *(python, "-u", "-c", _WITHOUT_CLIENT_SERVER, "start"),
         f"--node-ip-address={address}",
         f"--node-manager-port={ports.node_manager_port}",
         f"--object-manager-port={ports.object_manager_port}",

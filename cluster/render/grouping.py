@@ -1,11 +1,13 @@
-"""Findings of many nodes in few lines: the part to show, nodes with the same findings together, faults first."""
+"""Findings of many nodes in few lines: the part to show, nodes with the same finding together, faults first."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.health.nodes import NodeReport
+from cluster.inventory.hosts import Host
 from cluster.inventory.ranges import fold
 from cluster.probing.verdict import LEVELS, Verdict, worst_level
 
@@ -61,14 +63,25 @@ class Group:
 
 
 def faults(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[Group]:
-    """Everything that is not ok, the worst first; nodes with exactly the same faults stand together."""
-    groups: dict[tuple[tuple[str, str, str, str], ...], tuple[list[str], list[tuple[str, Verdict]]]] = {}
+    """Everything that is not ok, the worst first. A finding of many nodes is one row, whatever else each of them has;
+    findings of the same nodes stand together. A node's own name in a sentence does not make it another finding."""
+    found: dict[tuple[str, str, str, str], list[tuple[str, Verdict]]] = {}
     for report, verdicts in selection.shown(reports):
-        bad = [(name, verdict) for name, verdict in verdicts if verdict.level != "ok"]
-        if bad:
-            key = tuple((name, verdict.level, verdict.action, verdict.summary) for name, verdict in bad)
-            groups.setdefault(key, ([], bad))[0].append(report.host.name)
-    return [Group(nodes=tuple(nodes), rows=tuple(rows)) for nodes, rows in groups.values()]
+        for name, verdict in verdicts:
+            if verdict.level != "ok":
+                key = (name, verdict.level, verdict.action, _nameless(verdict.summary, report.host))
+                found.setdefault(key, []).append((report.host.name, verdict))
+    groups: dict[tuple[str, ...], list[tuple[str, Verdict]]] = {}
+    for (name, _, _, summary), cases in found.items():
+        shown = cases[0][1] if len(cases) == 1 else replace(cases[0][1], summary=summary)
+        groups.setdefault(tuple(node for node, _ in cases), []).append((name, shown))
+    return [Group(nodes=nodes, rows=tuple(rows)) for nodes, rows in groups.items()]
+
+
+def _nameless(summary: str, host: Host) -> str:
+    """The sentence with `<node>` for the node's own name, address and target."""
+    own = sorted({host.target, host.address, host.name} - {""}, key=len, reverse=True)
+    return re.sub(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, own))})(?![\w-]|\.\w)", "<node>", summary)
 
 
 def well(reports: Iterable[NodeReport], selection: Selection = EVERYTHING) -> list[Group]:

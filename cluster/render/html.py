@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.active.pairing import Pair, nodes_of
+from cluster.active.judge import Pair, Speed, nodes_of
 from cluster.files.errors import UsageError, quantity
 from cluster.health.nodes import NodeReport
 from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
@@ -49,10 +49,10 @@ def html_page(
     )
 
 
-def pair_map(speeds: Mapping[Pair, float | None]) -> HeatMap:
+def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
     """The exchanges between nodes, each beside the median of all."""
-    good = [speed for speed in speeds.values() if speed is not None]
-    by_pair = {frozenset(pair): speed for pair, speed in speeds.items()}
+    by_pair = {frozenset(pair): speed if isinstance(speed, float) else None for pair, speed in speeds.items()}
+    good = [speed for speed in by_pair.values() if speed is not None]
     title = "Send and receive between two nodes, GB/s both ways together"
     return heat_map(title, nodes_of(speeds), by_pair, statistics.median(good) if good else None)
 

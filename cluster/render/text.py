@@ -16,6 +16,7 @@ from cluster.probing.probe import printable
 from cluster.probing.verdict import LEVELS, Level, worst_level
 from cluster.render.grouping import EVERYTHING, Group, Selection, faults, of_sites, well, worst_first
 
+SCHEMA = 1  # of a line of JSON; keys may be added to a version, another meaning or a lost key is a new one
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
 
 
@@ -66,16 +67,17 @@ def why_not(report: NodeReport) -> str:
     reasons = [
         f"{name} {verdict.level}: {verdict.summary}"
         for name, verdict in worst_first(report)
-        if verdict.busy or verdict.level in ("fail", "unknown")
+        if verdict.busy or report.decides(name)
     ]
     return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))
 
 
 def json_line(report: NodeReport, selection: Selection = EVERYTHING) -> str:
-    """One node as one line of JSON, with the checks that are shown; keys are only ever added."""
+    """One node as one line of JSON, with the checks that are shown: node.schema.json, whose version `schema` names."""
     host = report.host
     shown = {name for name, _ in selection.verdicts(report)}
     node: dict[str, Any] = {
+        "schema": SCHEMA,
         "node": host.name,
         "target": host.target or None,
         "site": report.site or None,

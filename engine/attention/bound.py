@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_suffix
-from engine.attention.comm_volume import Sent
+from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
@@ -60,7 +60,7 @@ class BoundAttention:
             return {}
         return plan.resolved() | {"grad_comm_dtype": self._choices.grad_comm_dtype} | self._tail_shares(plan)
 
-    def computed_sent(self) -> Sent | None:
+    def computed_sent(self) -> SentBytes | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
         if plan is None:

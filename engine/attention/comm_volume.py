@@ -57,7 +57,7 @@ ALL_COUNTED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     """Bytes a rank sends."""
 
     near: int = 0  # to ranks of its node
@@ -67,19 +67,19 @@ class Sent:
     def total(self) -> int:
         return self.near + self.far
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.near + other.near, self.far + other.far)
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(self.near + other.near, self.far + other.far)
 
-    def times(self, count: int) -> Sent:
-        return Sent(self.near * count, self.far * count)
+    def times(self, count: int) -> SentBytes:
+        return SentBytes(self.near * count, self.far * count)
 
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
     """Bytes a rank sends in one call."""
 
-    forward: Sent = field(default_factory=Sent)
-    backward: Sent = field(default_factory=Sent)
+    forward: SentBytes = field(default_factory=SentBytes)
+    backward: SentBytes = field(default_factory=SentBytes)
 
     @property
     def total(self) -> int:
@@ -93,7 +93,7 @@ class CallBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class GradientWidths:
     """Bytes per element of a gradient that crosses a link."""
 
     unreduced: int  # as the kernel wrote it
@@ -103,7 +103,7 @@ class Widths:
         return self.unreduced if unreduced else self.summed
 
 
-class Narrowed(NamedTuple):
+class NarrowedGradients(NamedTuple):
     """Where gradients are sent in the inputs' dtype; elsewhere sums are sent in fp32 or wider."""
 
     first_ring: bool  # inside a node, of the node's own chunks: the only inner ring of a flat ring
@@ -115,15 +115,15 @@ class Narrowed(NamedTuple):
         return self.across if nodes > 1 else self.first_ring
 
 
-def narrowed(grad_comm_dtype: str) -> Narrowed:
+def narrowed(grad_comm_dtype: str) -> NarrowedGradients:
     """What the setting means."""
     everywhere, after = grad_comm_dtype == "input", grad_comm_dtype == "input_after_first"
-    return Narrowed(everywhere, everywhere or after, grad_comm_dtype != "fp32")
+    return NarrowedGradients(everywhere, everywhere or after, grad_comm_dtype != "fp32")
 
 
-def gradient_widths(narrow: Sequence[bool], item: int, written: int) -> tuple[Widths, ...]:
-    """Of gradients of inputs of `item` bytes, of which the kernel writes `written`: for each place of `Narrowed`."""
-    return tuple(Widths(item, item) if each else Widths(written, max(4, item)) for each in narrow)
+def gradient_widths(narrow: Sequence[bool], item: int, written: int) -> tuple[GradientWidths, ...]:
+    """One per field of `NarrowedGradients`: inputs have `item` bytes, kernels write `written` of their gradients."""
+    return tuple(GradientWidths(item, item) if each else GradientWidths(written, max(4, item)) for each in narrow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +136,12 @@ class Shards:
     kv_heads: int
     head_dim: int
     input_bytes: int  # per element of Q, K, V and dO
-    intra_node: Widths  # of gradients inside a node
-    inter_node: Widths  # and between nodes
-    later_rings: Widths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
+    intra_node: GradientWidths  # of gradients inside a node
+    inter_node: GradientWidths  # and between nodes
+    later_rings: GradientWidths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
 
     @classmethod
-    def of(cls, problem: Problem, widths: Sequence[Widths], *, shared_by: int = 1, chunks: int = 1) -> Shards:
+    def of(cls, problem: Problem, widths: Sequence[GradientWidths], *, shared_by: int = 1, chunks: int = 1) -> Shards:
         """Those of one head chunk on a rank that divides the heads among `shared_by` ranks and holds their tokens, at
         least one head of each kind; `widths` as from `gradient_widths`."""
         first, later, across = widths
@@ -157,7 +157,7 @@ class Shards:
             later_rings=later,
         )
 
-    def inside(self, outer_step: int) -> Widths:
+    def inside(self, outer_step: int) -> GradientWidths:
         """Of gradients inside a node, in the inner ring of that outer step."""
         return self.later_rings if outer_step and self.later_rings is not None else self.intra_node
 
@@ -197,7 +197,7 @@ class RingVolume:
     node_size: int  # consecutive ranks that share a node: on a flat ring perhaps fewer than its ranks
     exchange: str  # relay, direct or copy_engine
 
-    def chunks(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
+    def chunks(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> SentBytes:
         """Bytes of chunks that `cp_rank` sends, its own and those it forwards; `tokens` are those of a shard."""
         tables, ring = work.tables, self.ring
         outer_steps, own = chunks_held(ring, cp_rank)
@@ -217,7 +217,7 @@ class RingVolume:
         counts[(cp_rank + ring.node_size) % ring.cp_size] += sum(map(length, work.leaving))
         return self._counted(cp_rank, counts * token_bytes)
 
-    def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
+    def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> SentBytes:
         """Bytes of gradients that `cp_rank` sends to the ranks that own the chunks."""
         tables, ring = work.tables, self.ring
         outer_steps, own = chunks_held(ring, cp_rank)
@@ -244,7 +244,7 @@ class RingVolume:
         size = self.ring.node_size
         return cp_ranks // size * size + np.arange(size)
 
-    def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
+    def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> SentBytes:
         """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
@@ -269,11 +269,11 @@ class RingVolume:
         )
         return self.call_bytes(forward, backward, rank, shards, sends_queries)
 
-    def _counted(self, cp_rank: int, nbytes: Integers) -> Sent:
+    def _counted(self, cp_rank: int, nbytes: Integers) -> SentBytes:
         """Bytes by the rank that they are sent to, as those of this node and of others."""
         node, total = cp_rank // self.node_size, int(nbytes.sum())
         near = int(nbytes[node * self.node_size : (node + 1) * self.node_size].sum())
-        return Sent(near, total - near)
+        return SentBytes(near, total - near)
 
 
 def all_to_all_bytes(
@@ -297,7 +297,7 @@ def all_to_all_bytes(
     backward = message(query + row if gathered else inputs + query + 2 * row, part.row_bytes) + gradients
     near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
     far = len(members) - 1 - near
-    return CallBytes(Sent(near * forward, far * forward), Sent(near * backward, far * backward))
+    return CallBytes(SentBytes(near * forward, far * forward), SentBytes(near * backward, far * backward))
 
 
 def gather_bytes(cp_size: int, node_size: int, shards: Shards) -> CallBytes:
@@ -309,7 +309,7 @@ def gather_bytes(cp_size: int, node_size: int, shards: Shards) -> CallBytes:
     keys = 2 * shards.key * shards.tokens
     summed = shards.intra_node.summed if far == 0 else shards.inter_node.summed
     backward = keys + shards.gradient(False, summed) * shards.tokens
-    return CallBytes(Sent(near * keys, far * keys), Sent(near * backward, far * backward))
+    return CallBytes(SentBytes(near * keys, far * keys), SentBytes(near * backward, far * backward))
 
 
 def head_slot_bytes(part: Shards, recompute: bool) -> int:
@@ -368,7 +368,7 @@ def _bytes_of_nodes(schedule: str, problem: Problem) -> Iterator[list[CallBytes]
     nodes = range(problem.nodes) if problem.cp_size <= ALL_COUNTED else (0, problem.nodes // 2, last)
     ranks_of = [range(node * problem.node_size, (node + 1) * problem.node_size) for node in nodes]
     division = divided(schedule, problem.layout, problem.cp_size, problem.node_size)
-    narrow = Widths(unreduced=problem.input_bytes, summed=problem.input_bytes)
+    narrow = GradientWidths(unreduced=problem.input_bytes, summed=problem.input_bytes)
     part = Shards.of(problem, (narrow,) * 3, shared_by=division.shared_by)
     if schedule in ("ulysses", "usp_transposed"):
         yield [_sum(_exchanged(division, problem, part, rank) for rank in ranks) for ranks in ranks_of]

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
 MAX_PLANS = 64  # of a context: layers share one, and masks that differ every step pass through
 _MESH_DIM = "cp"  # of a mesh of several dimensions
+
+Plan = TypeVar("Plan")
 
 _numbers = itertools.count()
 
@@ -85,7 +87,7 @@ class ContextParallel:
         self.traffic = self.comms.traffic  # bytes that this rank has sent
         self.collective = self.comms.collective  # around steps that all ranks take together
         self.name = f"context {next(_numbers)}"  # of this process alone
-        self.plans = PlanCache()  # of attention among these ranks
+        self.plans: PlanCache[Any] = PlanCache()  # `AttentionPlan`s among these ranks, of a higher layer
         self.plan_number = 0  # of the plan that this context is part of
 
     def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
@@ -208,7 +210,7 @@ class ContextParallel:
         return received.to(accumulation_dtype(whole.dtype)).sum(dim=0).to(whole.dtype)
 
 
-class PlanCache:
+class PlanCache(Generic[Plan]):
     """The plans used last, by everything that decided them: shapes, dtype, device, mask and choices.
 
     A plan holds no tensors and nothing of a stream, so calls under `no_grad`, on several streams and from several
@@ -219,13 +221,13 @@ class PlanCache:
 
     def __init__(self, size: int = MAX_PLANS) -> None:
         self._size = size
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, key: Hashable) -> Any:
+    def get(self, key: Hashable) -> Plan | None:
         """The plan of `key`, or None."""
         with self._lock:
             plan = self._plans.get(key)
@@ -233,7 +235,7 @@ class PlanCache:
                 self._plans.move_to_end(key)
             return plan
 
-    def put(self, key: Hashable, plan: Any) -> Any:
+    def put(self, key: Hashable, plan: Plan) -> Plan:
         """Keep `plan`, and drop the one that was not used for longest. Returns the plan that is kept: another thread's
         where that came first."""
         with self._lock:

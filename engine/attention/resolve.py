@@ -20,9 +20,9 @@ from typing import NamedTuple
 from engine.attention.comm_plan import comm_plan
 from engine.attention.comm_volume import (
     CallBytes,
-    Narrowed,
+    NarrowedGradients,
     RingVolume,
-    Sent,
+    SentBytes,
     Shards,
     all_to_all_bytes,
     gather_bytes,
@@ -111,11 +111,11 @@ class Resolved:
         return cheaper_backward(problem.mask, division.layout, self.volume, problem.seq_len, self.shards, self.hardware)
 
     @property
-    def narrow_grads(self) -> Narrowed:
+    def narrow_grads(self) -> NarrowedGradients:
         """Where gradients are sent in the inputs' dtype; all_gather sends all as at its slowest links."""
         found = narrowed(self.choices.grad_comm_dtype)
         if self.schedule == ALL_GATHER:
-            return Narrowed(*(found.at_slowest(self.problem.nodes),) * 3)
+            return NarrowedGradients(*(found.at_slowest(self.problem.nodes),) * 3)
         return found
 
     @property
@@ -311,14 +311,14 @@ def cheaper_backward(
 @lru_cache(maxsize=256)
 def group_backward_bytes(
     mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, sends_queries: bool
-) -> Sent:
+) -> SentBytes:
     """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
 
     The same on every rank. Ranks are added up because with contiguous causal shards the first rank sends most with one
     side and the last rank with the other, and both finish at the same time.
     """
     size = volume.ring.cp_size
-    total = Sent()
+    total = SentBytes()
     for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
         work = comm_plan(mask, layout, volume.ring, seq_len, rank, sends_queries)
         total += volume.backward(work, rank, shards, sends_queries)

@@ -290,14 +290,14 @@ class Recompute:
         passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
         once = AttendOnce(attend, self._settings.tail, self.attention, passed)
         place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
-        source = _Source(x_BLE, self._group, place)
+        source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:
             self._group = None  # from here on only the graph holds the saved tensors
         # No dropout anywhere, so no random state to restore.
         return checkpoint(_layer_from, source, layer, rotary, once, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Source:
+class _LayerInput:
     """Input of a layer: once the forward's own tensor, afterwards the one its group computes."""
 
     def __init__(self, given_BLE: Tensor, group: LayerGroup, place: int) -> None:
@@ -324,6 +324,6 @@ def _passed(group: weakref.ref[LayerGroup], place: int) -> None:
         found.passed(place)
 
 
-def _layer_from(source: _Source, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:
+def _layer_from(source: _LayerInput, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:
     with record_function(RECOMPUTE) if source.again else nullcontext():
         return layer(source(), rotary, attend)

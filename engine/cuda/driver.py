@@ -64,7 +64,7 @@ class _Box(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StridedCopy:
     """Equally long rows to copy, in equally many of one or more layers."""
 
     source: int  # bytes from the start of the tensor it is cut from
@@ -157,14 +157,14 @@ def _launch(stream: int, operations: Any, value: int) -> None:
         _check(code, "a stream's counter operation")
 
 
-class Copies:
+class CopyBatch:
     """Copies between any GPUs by copy engine, planned once and launched with other addresses each time.
 
     Each entry is a block, the index of its source tensor, and that of its target place. They may run at the
     same time and in any order. Rows of 512 bytes cross between GPUs as fast as one long run.
     """
 
-    def __init__(self, entries: Sequence[tuple[Block, int, int]]) -> None:
+    def __init__(self, entries: Sequence[tuple[StridedCopy, int, int]]) -> None:
         self.nbytes = sum(block.nbytes for block, _tensor, _place in entries)
         self._tensors = np.array([tensor for _block, tensor, _place in entries])
         self._places = np.array([place for _block, _tensor, place in entries])
@@ -199,7 +199,7 @@ class Copies:
 
 
 def _box(words: list[int]) -> _Box:
-    """One of the copies of `Copies` in the older call's format."""
+    """One of the copies of `CopyBatch` in the older call's format."""
     box = _Box(source_type=DEVICE_MEMORY, target_type=DEVICE_MEMORY)
     box.source, box.source_pitch, box.source_height = words[1], words[2], words[3] or words[11]
     box.target, box.target_pitch, box.target_height = words[6], words[7], words[8] or words[11]

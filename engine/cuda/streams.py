@@ -31,7 +31,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ class _OwnStream(torch.cuda.ExternalStream):
         self._give_back()
 
 
-def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
+def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
     """A stream of `device`, the current one when None, that neither torch, NCCL nor an earlier caller whose stream is
     still referenced uses. A lower `priority` runs first, -1 before 0. Devices that are no GPUs have no such pool:
     their stream is torch's."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.data.store import Header, TokenStore
+    from engine.data.store import StoreHeader, TokenStore
 
 
 class Sequences(ABC):
@@ -32,7 +32,7 @@ class Sequences(ABC):
         """Every token id is below it."""
 
     @abstractmethod
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Origin of the tokens, as plain values."""
 
     def batch(self, step: int, replica: int, dp_size: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ VALIDATION = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `stop` (exclusive) of a store."""
 
     start: int
@@ -63,11 +63,11 @@ class Span:
         return max(0, self.stop - self.start - 1) // seq_len
 
 
-def spans(header: Header, *, built: bool) -> tuple[Span, Span]:
+def spans(header: StoreHeader, *, built: bool) -> tuple[TokenSpan, TokenSpan]:
     """(training, validation) of the tokens of a store. One that `burst data` built has the split chosen
     there, which may hold out nothing; of a text read without a store of its own the last 1% is held out."""
     edge = header.count - (header.validation if built else int(header.count * VALIDATION))
-    return Span(start=0, stop=edge), Span(start=edge, stop=header.count)
+    return TokenSpan(start=0, stop=edge), TokenSpan(start=edge, stop=header.count)
 
 
 class ShuffledSequences(Sequences):
@@ -76,7 +76,7 @@ class ShuffledSequences(Sequences):
     The order is a function of seed and sequence number alone, so a resumed run needs no state of it.
     """
 
-    def __init__(self, store: TokenStore, span: Span, seed: int) -> None:
+    def __init__(self, store: TokenStore, span: TokenSpan, seed: int) -> None:
         self._store, self._span, self._seed = store, span, seed
 
     def sequence(self, number: int, seq_len: int) -> Tensor:
@@ -88,7 +88,7 @@ class ShuffledSequences(Sequences):
     def vocabulary(self) -> int:
         return self._store.vocabulary
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return self._store.describe()
 
 

@@ -1,7 +1,7 @@
 """A token store: one memory-mapped file of token ids, and a header with their origin.
 
 DIR/tokens.bin    one unsigned integer per token: uint8, uint16 or uint32, little-endian
-DIR/header.json   `Header`
+DIR/header.json   `StoreHeader`
 
 A store is written aside, flushed and renamed, so that it appears whole or not at all. A text without a store of its own
 gets one on first use, of bytes as tokens, in <cache>/tokens/<name>; ranks that build one at the same time build equal
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict, cast
 
 import numpy as np
 
@@ -40,8 +40,16 @@ _NEXT_STEP = "remove it; that of a text is built again when it is next read, any
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
+class Document(TypedDict):
+    """One text of a store."""
+
+    name: str
+    sha256: str
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class StoreHeader:
     """Origin of a store's tokens. Defaults are those of byte stores written before a field existed."""
 
     origin: str  # names of the tokenized texts
@@ -54,7 +62,7 @@ class Header:
     validation: int = 0  # tokens held out, at the end
     tokenizer_sha256: str = ""  # of the tokenizer's file; empty for bytes
     end_of_text: int | None = None  # token after each document
-    documents: list[dict[str, Any]] = field(default_factory=list)  # per text: name, sha256, tokens
+    documents: list[Document] = field(default_factory=list)
 
 
 class TokenStore(Sequences):
@@ -74,7 +82,7 @@ class TokenStore(Sequences):
                 f"{_NEXT_STEP}"
             )
 
-    def numbers(self, start: int, count: int) -> NDArray[Any]:
+    def numbers(self, start: int, count: int) -> NDArray[np.unsignedinteger]:
         """`count` consecutive tokens from position `start` of the endless sequence, as they are stored."""
         first = start % self.header.count
         return np.take(self._tokens, np.arange(first, first + count), mode="wrap")
@@ -92,7 +100,7 @@ class TokenStore(Sequences):
     def vocabulary(self) -> int:
         return self.header.vocabulary
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """The header as plain values, for the record."""
         return asdict(self.header)
 
@@ -102,10 +110,10 @@ def is_store(path: Path) -> bool:
     return os.path.isfile(path / HEADER_FILE)  # which no name is too long for
 
 
-def read_header(directory: Path) -> Header:
+def read_header(directory: Path) -> StoreHeader:
     """The header of a store. Raises ValueError."""
     try:
-        header = Header(**read_json(directory / HEADER_FILE))
+        header = StoreHeader(**cast(dict[str, Any], read_json(directory / HEADER_FILE)))
         np.dtype(header.dtype)
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(directory, error) from error
@@ -116,7 +124,7 @@ def _unreadable(directory: Path, error: Exception) -> ValueError:
     return ValueError(f"token store {directory} cannot be read ({error}); {_NEXT_STEP}")
 
 
-def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0) -> Header:
+def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0) -> StoreHeader:
     """Tokenize texts, each one document, into a new store at `directory`.
 
     Args:
@@ -148,7 +156,7 @@ def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, v
                 f"{validation:g} of {count} tokens is less than one token; "
                 "give `burst data` a larger --validation, or 0"
             )
-        header = Header(
+        header = StoreHeader(
             origin=", ".join(document["name"] for document in documents),
             python=platform.python_version(),
             sha256=digest.hexdigest(),
@@ -178,7 +186,7 @@ def token_type(vocabulary: int) -> TokenType:
     return "uint32"
 
 
-def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> dict[str, Any]:
+def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> Document:
     """Append one text's tokens; returns its name, sha256 and number of tokens. `digest` is of all texts together."""
     own, size, tokens = hashlib.sha256(), 0, 0
     saved = np.dtype(dtype).newbyteorder("<")

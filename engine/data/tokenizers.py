@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def _named_ends(path: Path) -> Iterator[str]:
     beside = path.with_name("tokenizer_config.json")
     if beside.is_file():
         try:
-            token = read_json(beside).get("eos_token")
+            token = cast(dict[str, object], read_json(beside)).get("eos_token")
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(f"{beside} cannot be read ({error}); repair it, or move it away") from error
         if isinstance(token, dict):  # written with the token's properties

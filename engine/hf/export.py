@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.atomic import flush_to_disk
-from engine.hf.shards import INDEX, safetensors
+from engine.hf.safetensors_folder import INDEX, safetensors
 from engine.models.architecture import Stored, architecture_named, config_of
 from engine.settings import ModelShape
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.hf.shards import Shards, read_json, safetensors
+from engine.hf.safetensors_folder import SafetensorsFolder, read_json, safetensors
 from engine.models.architecture import Stored, architecture_named, shape_of
 from engine.settings import ModelShape
 
@@ -52,10 +52,10 @@ def configured_shape(directory: Path) -> ModelShape:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _checked(directory: Path) -> tuple[ModelShape, Shards, list[Stored]]:
+def _checked(directory: Path) -> tuple[ModelShape, SafetensorsFolder, list[Stored]]:
     """The model's shape, its files, and the tensors that fill its parameters. Raises ValueError unless all fit and none
     is left over."""
-    shape, shards = configured_shape(directory), Shards(directory)
+    shape, shards = configured_shape(directory), SafetensorsFolder(directory)
     if shape.layers > len(shards.names):  # before a damaged file makes this list very many layers
         raise ValueError(
             f"{directory}: has {len(shards.names)} tensors, too few for {shape.layers} layers; fetch it again"
@@ -89,7 +89,7 @@ def _checked(directory: Path) -> tuple[ModelShape, Shards, list[Stored]]:
     return shape, shards, stored
 
 
-def _tensors(shape: ModelShape, shards: Shards, stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shape: ModelShape, shards: SafetensorsFolder, stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
     import torch
 
     sizes = shape.parameter_sizes()

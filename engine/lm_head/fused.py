@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import IGNORE, Tile, choose_tile, runs_with_labels
+from engine.lm_head.plain import IGNORE, LogitTile, choose_tile, runs_with_labels
 from engine.ops.autograd import accumulation_dtype, kernels_for, refuse_second_derivative
 from engine.ops.runs import add_product, runs
 
@@ -27,7 +27,7 @@ def fused_loss_sum(
     weight_VE: Tensor,
     labels_T: Tensor,
     z_loss: float = 0.0,
-    tile: Tile | None = None,
+    tile: LogitTile | None = None,
     tiles: int = 0,
 ) -> Tensor:
     """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is one of so many `tiles`, or with 0 of
@@ -60,7 +60,9 @@ class _FusedLossSum(torch.autograd.Function):
     """(hidden_TE, weight_VE, labels_T, z_loss, tile) -> loss sum; forward computes both gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, tile: Tile) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, tile: LogitTile
+    ) -> Tensor:
         loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
         dhidden_TE = torch.empty_like(hidden_TE)
         dweight_VE = (

@@ -51,7 +51,7 @@ def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
+class LogitTile:
     """The logits that exist at one time: those of `tokens` tokens for `words` words of the vocabulary."""
 
     tokens: int
@@ -62,7 +62,7 @@ class Tile:
             raise ValueError(f"a tile of {self.tokens} tokens x {self.words} words holds no logit; give at least 1 x 1")
 
 
-def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
+def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> LogitTile:
     """The tile for these hidden states.
 
     With `tiles`: the whole vocabulary, and one of so many runs of the tokens. Without: the whole vocabulary, unless
@@ -73,7 +73,7 @@ def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
     bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
     """
     if tiles:
-        return Tile(tokens=max(1, -(-hidden_TE.shape[0] // tiles)), words=vocabulary)
+        return LogitTile(tokens=max(1, -(-hidden_TE.shape[0] // tiles)), words=vocabulary)
     device = hidden_TE.device.type
     if device == "cuda":
         budget = max(TILE_BYTES[device], hidden_TE.nbytes)
@@ -82,9 +82,9 @@ def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
     else:
         whole = enough = TILE_BYTES[device] // 4
     if whole >= FEWEST_TOKENS[device] * vocabulary:
-        return Tile(tokens=min(whole // vocabulary, enough), words=vocabulary)
+        return LogitTile(tokens=min(whole // vocabulary, enough), words=vocabulary)
     side = math.isqrt(TILE_BYTES[device] // 4) // _STEP * _STEP  # in fp32
-    return Tile(tokens=side, words=min(side, vocabulary))
+    return LogitTile(tokens=side, words=min(side, vocabulary))
 
 
 def check_labels(labels_T: Tensor, vocabulary: int) -> None:

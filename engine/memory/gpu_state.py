@@ -50,7 +50,7 @@ class HostGpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class GpuReading:
     """One GPU at one moment."""
 
     digest: str  # tells GPUs apart without naming one; empty where it is not known
@@ -58,7 +58,7 @@ class Gpu:
     state: GpuState
 
 
-def read_gpu(device: torch.device) -> Gpu | None:
+def read_gpu(device: torch.device) -> GpuReading | None:
     """The GPU of this rank now; None for a CPU. Never raises for what the machine cannot tell."""
     if device.type != "cuda":
         return None
@@ -66,16 +66,16 @@ def read_gpu(device: torch.device) -> Gpu | None:
 
     # torch's own view: CUDA_VISIBLE_DEVICES renumbers devices, nvidia-smi does not follow it.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return Gpu(digest="", state=GpuState()) if uuid is None else read_gpu_named(f"GPU-{uuid}")
+    return GpuReading(digest="", state=GpuState()) if uuid is None else read_gpu_named(f"GPU-{uuid}")
 
 
-def read_gpu_named(uuid: str) -> Gpu:
+def read_gpu_named(uuid: str) -> GpuReading:
     """The GPU with this UUID, `GPU-...`, now. Never raises for what the machine cannot tell."""
     for reasons in _REASONS:
         if (line := _asked(uuid, (*_FIELDS, reasons))) is not None:
             driver, state = parse(line)
-            return Gpu(digest=digest_of(uuid), driver=driver, state=state)
-    return Gpu(digest=digest_of(uuid), state=GpuState())
+            return GpuReading(digest=digest_of(uuid), driver=driver, state=state)
+    return GpuReading(digest=digest_of(uuid), state=GpuState())
 
 
 def query_gpus() -> tuple[list[HostGpu], str]:

@@ -31,7 +31,7 @@ SHARED = ("architecture", "decoder")  # files of this folder that are no archite
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 
 # Keys that may change the function computed, in every architecture, and the only values with which they do not.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None,),  # code that comes with the weights
 }
@@ -64,7 +64,7 @@ class Config:
     """A `config.json`, read key by key. Every method raises ValueError that gives the key, its value and the expected
     one."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, object]) -> None:
         self.content = content
 
     def whole(self, key: str, least: int = 1, most: int = LARGEST_DIMENSION) -> int:
@@ -80,8 +80,8 @@ class Config:
     def number(self, key: str) -> float:
         value = self.content.get(key)
         try:
-            number = math.nan if value is None or isinstance(value, bool | str) else float(value)
-        except (TypeError, OverflowError):
+            number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        except OverflowError:
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(f"{key} is {_shown(value)}; expected a number")
@@ -94,18 +94,18 @@ class Config:
             raise _unsupported(key, value, (False, True))
         return default if value is None else value
 
-    def expect(self, key: str, *accepted: Any) -> None:
+    def expect(self, key: str, *accepted: object) -> None:
         """The key is missing or has one of these values."""
         if key in self.content and self.content[key] not in accepted:
             raise _unsupported(key, self.content[key], accepted)
 
-    def windows(self, default: Sequence[str], *, in_use: bool = True) -> dict[str, Any]:
+    def windows(self, default: Sequence[str], *, in_use: bool = True) -> dict[str, object]:
         """Fields of a shape with the layers that `layer_types` names, else those of `default`, one for each layer.
         No field where no layer has a window."""
         named = self.content.get("layer_types")
         kinds = default if named is None else named
         known = isinstance(kinds, list) and all(kind in (FULL, WINDOWED) for kind in kinds)
-        if not known or len(kinds) != len(default):
+        if not isinstance(kinds, list) or not known or len(kinds) != len(default):
             raise ValueError(f"layer_types is {_shown(named)[:80]}; expected {len(default)} of {FULL}, {WINDOWED}")
         some = WINDOWED in kinds
         if some and not in_use:
@@ -175,10 +175,10 @@ class Architecture:
 
     class_name: str  # under `architectures` of config.json
     model_type: str
-    read: Callable[[Config], Mapping[str, Any]]  # fields of the shape beyond those that all architectures share
-    write: Callable[[ModelShape], Mapping[str, Any]]  # keys of the configuration beyond the shared ones; the inverse
+    read: Callable[[Config], Mapping[str, object]]  # fields of the shape beyond those that all architectures share
+    write: Callable[[ModelShape], Mapping[str, object]]  # keys of the configuration beyond the shared ones; the inverse
     # Values of keys with which the function computed is the decoder's; other values are refused.
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Names of weights that differ from Llama's. Modules under one name are one tensor, one above another.
     names: Mapping[str, str] = field(default_factory=dict)
     offsets: Mapping[str, float] = field(default_factory=dict)  # of norms whose weight is stored without its 1
@@ -246,7 +246,7 @@ def architectures() -> Mapping[str, Architecture]:
     return {name: importlib.import_module(f"engine.models.{name}").ARCHITECTURE for name in names if name not in SHARED}
 
 
-def shape_of(content: Mapping[str, Any], name: str) -> ModelShape:
+def shape_of(content: Mapping[str, object], name: str) -> ModelShape:
     """The shape that a `config.json` describes, under the given name. Raises ValueError for an unknown feature."""
     config = Config(content)
     architecture_name, architecture = _architecture_of(content)
@@ -279,7 +279,7 @@ def head_dim_of(config: Config, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[str, Any]:
+def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[str, object]:
     """The configuration that makes transformers build this shape. Keys are those that releases 4 and 5 both read.
 
     Args:
@@ -315,7 +315,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
     return config
 
 
-def _architecture_of(content: Mapping[str, Any]) -> tuple[str, Architecture]:
+def _architecture_of(content: Mapping[str, object]) -> tuple[str, Architecture]:
     named = content.get("architectures")
     by_class = {each.class_name: (name, each) for name, each in architectures().items()}
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in by_class:
@@ -323,10 +323,10 @@ def _architecture_of(content: Mapping[str, Any]) -> tuple[str, Architecture]:
     return by_class[named[0]]
 
 
-def _unsupported(key: str, value: Any, accepted: Iterable[Any]) -> ValueError:
+def _unsupported(key: str, value: object, accepted: Iterable[object]) -> ValueError:
     expected = " or ".join(_shown(one) for one in accepted)
     return ValueError(f"{key} is {value!r}, which this model does not have; expected {expected}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)

@@ -7,7 +7,6 @@ without the 1 that is added to them. The embedding is scaled by the square root 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.rope import read_rope
@@ -17,7 +16,7 @@ BASE, WINDOW_BASE = 1_000_000.0, 10_000.0  # of configurations that name none
 PATTERN = 6  # layers, of which the last one has no window; configurations before `layer_types` may give another number
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     bias, head_dim = config.flag("attention_bias"), config.whole("head_dim")
     scaled_by = config.number("query_pre_attn_scalar")
     if scaled_by <= 0:
@@ -38,7 +37,7 @@ def read(config: Config) -> dict[str, Any]:
     }
 
 
-def _windows(config: Config) -> dict[str, Any]:
+def _windows(config: Config) -> dict[str, object]:
     """Fields of the layers with a window, none where no layer has one."""
     every, content = PATTERN, config.content
     if content.get("layer_types") is None and "sliding_window_pattern" in content:
@@ -58,7 +57,7 @@ def _windows(config: Config) -> dict[str, Any]:
     return windows | {"rope_base_window": base}
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": shape.qkv_bias,

@@ -7,8 +7,6 @@ columns of gate and up in turn.
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.rope import read_rope
 from engine.settings import ModelShape
@@ -18,7 +16,7 @@ BASE = 150_000.0  # of configurations that name none
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     bias, content = config.flag("attention_bias", True), dict(config.content)
     if content.get("rope_parameters") is None and content.get("rope_scaling") is None:
         content["rope_scaling"] = YARN
@@ -39,7 +37,7 @@ def read(config: Config) -> dict[str, Any]:
     }
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     return {
         "hidden_act": "silu",
         "attention_bias": shape.qkv_bias,

@@ -5,19 +5,17 @@ From 3.1 on RoPE is scaled (`llama3`); the small models of 3.2 have one matrix f
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.architecture import FULL, Architecture, Config
 from engine.settings import ModelShape
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     bias = config.flag("attention_bias")
     config.windows([FULL] * config.layers, in_use=False)  # raises where layer_types names one
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": config.flag("mlp_bias")}
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     if shape.hidden % shape.heads:
         raise ValueError(
             f"model {shape.name}: hidden {shape.hidden} is not divisible by {shape.heads} heads, which "

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.architecture import Architecture, Config
 from engine.settings import ModelShape
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     bias = config.flag("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias, "norms": "after", "qk_norm": True, "qk_norm_whole": True}
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     return {"hidden_act": "silu", "attention_bias": shape.qkv_bias}
 
 

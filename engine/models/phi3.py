@@ -5,18 +5,16 @@ A file holds q, k and v as one tensor, and so gate and up, each one above anothe
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.settings import ModelShape
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     in_use = config.content.get("sliding_window") is not None
     return config.windows(layer_kinds([in_use] * config.layers), in_use=in_use)
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     # Without a padding token: transformers' default is a word that a smaller vocabulary lacks, and it refuses that.
     return {"hidden_act": "silu", "sliding_window": shape.window or None, "pad_token_id": None}
 

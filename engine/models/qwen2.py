@@ -5,21 +5,19 @@ With `use_sliding_window` the layers from `max_window_layers` on have a window; 
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.settings import ModelShape
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     return {"qkv_bias": True, **read_windows(config)}
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     return {"hidden_act": "silu", **write_windows(shape)}
 
 
-def read_windows(config: Config) -> dict[str, Any]:
+def read_windows(config: Config) -> dict[str, object]:
     """Fields of the windows of Qwen2.5 and Qwen3."""
     in_use = config.flag("use_sliding_window") and config.content.get("sliding_window") is not None
     first = config.layers
@@ -28,7 +26,7 @@ def read_windows(config: Config) -> dict[str, Any]:
     return config.windows(layer_kinds(layer >= first for layer in range(config.layers)), in_use=in_use)
 
 
-def write_windows(shape: ModelShape) -> dict[str, Any]:
+def write_windows(shape: ModelShape) -> dict[str, object]:
     """Keys of the windows of Qwen2.5 and Qwen3."""
     if not any(shape.windowed):
         return {"use_sliding_window": False}

@@ -5,14 +5,12 @@ Windows of its layers follow `use_sliding_window`, as in Qwen2.5.
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models import qwen2
 from engine.models.architecture import Architecture, Config
 from engine.settings import ModelShape
 
 
-def read(config: Config) -> dict[str, Any]:
+def read(config: Config) -> dict[str, object]:
     bias = config.flag("attention_bias")
     return {
         "qk_norm": True,
@@ -23,7 +21,7 @@ def read(config: Config) -> dict[str, Any]:
     }
 
 
-def write(shape: ModelShape) -> dict[str, Any]:
+def write(shape: ModelShape) -> dict[str, object]:
     return {"hidden_act": "silu", "attention_bias": shape.qkv_bias, **qwen2.write_windows(shape)}
 
 

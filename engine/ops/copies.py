@@ -101,11 +101,11 @@ def linear(x: Tensor, matrices_OI: list[Tensor], biases_O: Sequence[Tensor] = ()
     bias_O = torch.cat([computed(bias) for bias in biases_O]) if biases_O else None
     if copy_of(matrices_OI[0]) is None:
         return F.linear(x, matrices_OI[0] if len(matrices_OI) == 1 else torch.cat(matrices_OI), bias_O)
-    out = _Linear.apply(x, len(matrices_OI), *matrices_OI, *map(values_of, matrices_OI))
+    out = _CopiedLinear.apply(x, len(matrices_OI), *matrices_OI, *map(values_of, matrices_OI))
     return out if bias_O is None else out.add_(bias_O)
 
 
-class _Linear(torch.autograd.Function):
+class _CopiedLinear(torch.autograd.Function):
     """(x, number of matrices, matrices_OI, their copies) -> x @ copies^T."""
 
     @staticmethod

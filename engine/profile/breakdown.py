@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from engine.ops import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 
@@ -82,7 +82,19 @@ def category_of(name: str, ranges: Set[str] = frozenset()) -> Category:
     return "merge" if _MERGE.match(name) else "other_compute"
 
 
-Event = Mapping[str, Any]  # of a trace, as JSON has it
+class Event(TypedDict, total=False):
+    """Of a trace, as JSON has it; times in microseconds. Of one that took time `ph` is X, and all but `args` exist."""
+
+    name: str
+    ph: str
+    cat: str
+    ts: float
+    dur: float
+    pid: object
+    tid: object
+    args: Mapping[str, object]
+
+
 Thread = tuple[object, object]  # process and thread id of the host
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -93,7 +105,7 @@ _TRANSFER = "gloo:"  # marks a transfer for as long as it takes
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedOp:
     """An operation that ran from `start` to `end`, microseconds."""
 
     start: float
@@ -120,7 +132,7 @@ def breakdown_of(events: Sequence[Event]) -> Breakdown:
     return Breakdown(on="gpu" if on_device else "cpu", span_seconds=sum(seconds.values()), seconds=seconds)
 
 
-def seconds_by_category(spans: Iterable[Span]) -> dict[Category, float]:
+def seconds_by_category(spans: Iterable[TimedOp]) -> dict[Category, float]:
     """Seconds by category: each instant from the first start to the last end counts for one, the first by precedence
     of those that run then, and for idle where nothing runs."""
     order = {category: place for place, category in enumerate(CATEGORIES)}
@@ -162,7 +174,7 @@ class Ranges:
         return found
 
 
-def _device_spans(on_device: Iterable[Event], events: Sequence[Event]) -> list[Span]:
+def _device_spans(on_device: Iterable[Event], events: Sequence[Event]) -> list[TimedOp]:
     """Events of the GPU. A kernel belongs to the ranges in which the host launched it: the call has its correlation."""
     ranges = Ranges(events)
     launches = {
@@ -174,11 +186,11 @@ def _device_spans(on_device: Iterable[Event], events: Sequence[Event]) -> list[S
     for event in on_device:
         launch = launches.get(event.get("args", {}).get("correlation"))
         inside = ranges.around(_thread(launch), launch["ts"]) if launch is not None else frozenset()
-        spans.append(Span(event["ts"], event["ts"] + event["dur"], category_of(event["name"], inside)))
+        spans.append(TimedOp(event["ts"], event["ts"] + event["dur"], category_of(event["name"], inside)))
     return spans
 
 
-def _operator_spans(events: Sequence[Event]) -> list[Span]:
+def _operator_spans(events: Sequence[Event]) -> list[TimedOp]:
     """Events of the CPU: operators, where their thread is inside none that they called, and Gloo's transfers."""
     ranges = Ranges(events)
     threads: dict[Thread, list[Event]] = defaultdict(list)
@@ -186,13 +198,13 @@ def _operator_spans(events: Sequence[Event]) -> list[Span]:
         if event.get("cat") == "cpu_op" and event["name"].startswith(_OPERATORS):
             threads[_thread(event)].append(event)
     transfers = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFER)]
-    spans = [Span(event["ts"], event["ts"] + event["dur"], "communication") for event in transfers]
+    spans = [TimedOp(event["ts"], event["ts"] + event["dur"], "communication") for event in transfers]
     gloos = set(map(_thread, transfers))
     for thread, operators in threads.items():
         if thread in gloos and not any(event["name"].startswith(_POSTS) for event in operators):
             continue  # Gloo's own thread, which computes for its transfers alone
         for event, start, end in _own_times(operators):
-            spans.append(Span(start, end, category_of(event["name"], ranges.around(thread, event["ts"]))))
+            spans.append(TimedOp(start, end, category_of(event["name"], ranges.around(thread, event["ts"]))))
     return spans
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.atomic import write_atomic
 from engine.distributed import World
-from engine.measurement import TRACE_FILE, Of, Profile
+from engine.measurement import TRACE_FILE, Of, StepProfile
 from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.settings import TrialSettings
 
@@ -63,7 +63,7 @@ class StepProfiler:
             with self._noting_errors():
                 running.close()
 
-    def summary(self) -> Profile:
+    def summary(self) -> StepProfile:
         """The breakdown of the traced step, as recorded; rank 0 writes the trace.
 
         `of` names the step, `rank` the rank whose events span the longest time, `span_seconds`; `seconds` by category

@@ -88,9 +88,11 @@ class AttentionTask:
             self.cp,
             before,
             after,
-            step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
-            forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
-            chosen=self.attend.resolved(),
+            Measurement(
+                step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
+                forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
+                chosen=self.attend.resolved(),
+            ),
         )
         self.attend.annotate(figures)
         if (computed := self.attend.computed_sent()) is not None:

@@ -36,7 +36,7 @@ _GIB = 1 << 30
 _REPEATS = 5
 _CHECKED_KERNELS = tuple(name for name in KERNELS if name != "reference")
 
-Figures = dict[str, dict[str, Any]]
+Figures = dict[str, dict[str, object]]
 
 
 def main(words: list[str]) -> int:

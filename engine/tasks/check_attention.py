@@ -79,7 +79,7 @@ def attention_errors(
     seq_len = q_BLND.shape[1] * cp.size
     rows = checked_rows(cp, seq_len)
     try:
-        truth = agree(world, lambda: _Truth(cp, mask, rows, (q_BLND, k_BLKD, v_BLKD, dout_BLND)))
+        truth = agree(world, lambda: _DenseAttention64(cp, mask, rows, (q_BLND, k_BLKD, v_BLKD, dout_BLND)))
         if len(rows) < seq_len:
             # In place: a second gradient may not fit beside a step's tensors.
             dout_BLND.mul_(truth.checked_L[:, None, None])
@@ -96,7 +96,9 @@ def attention_errors(
     return extra
 
 
-def _compared(world: World, cp: ContextParallel, truth: _Truth, found: Sequence[Tensor]) -> list[dict[str, Seen]]:
+def _compared(
+    world: World, cp: ContextParallel, truth: _DenseAttention64, found: Sequence[Tensor]
+) -> list[dict[str, TensorError]]:
     """What each rank found of each tensor, in rank order. Collective."""
     out_BLND, dq_BLND, dk_BLKD, dv_BLKD = found
     cp_sum(cp, truth.q, truth.dout)
@@ -108,7 +110,7 @@ def _compared(world: World, cp: ContextParallel, truth: _Truth, found: Sequence[
     scales = [sums[name].scale_sums() for name in TENSORS]
     cp_sum(cp, *scales)
     mine = {name: sums[name].seen(*scale.tolist()) for name, scale in zip(TENSORS, scales, strict=True)}
-    return cast(list[dict[str, Seen]], world.gather(mine))
+    return cast(list[dict[str, TensorError]], world.gather(mine))
 
 
 def agree(world: World, work: Callable[[], Result]) -> Result:
@@ -127,7 +129,7 @@ def cp_sum(cp: ContextParallel, *tensors: Tensor) -> None:
             dist.all_reduce(tensor, group=cp.group)
 
 
-class _Truth:
+class _DenseAttention64:
     """Dense float64 attention of some query rows over all keys, of which this rank holds some.
 
     R: rows that are compared. G: rows times the query heads of one KV head, which share its keys. M: keys of a block.
@@ -244,7 +246,7 @@ class _Truth:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TensorError:
     """What one rank found of one tensor: sums of squares, and the run of its tokens with the largest error."""
 
     difference: float
@@ -281,7 +283,7 @@ class Sums:
         """Sum of the squared sizes, and the number of tokens that have one."""
         return torch.stack([self._scale.sum(), (self._scale > 0).sum().double()])
 
-    def seen(self, scale: float, tokens: float) -> Seen:
+    def seen(self, scale: float, tokens: float) -> TensorError:
         """What this rank found. `scale` and `tokens` are `scale_sums` of all ranks: a token without terms, which has to
         be 0, is measured by the mean size of the others."""
         usual = scale / tokens if tokens else 1.0
@@ -302,10 +304,10 @@ class Sums:
                 error = min(float(of_tokens.max()) ** 0.5, _LARGEST_ERROR)
                 places.append((error / TOKEN_FACTOR, token, token, error))
         truth = max(self._truth.sum().item(), _LEAST_OF_SCALE**2 * self._scale.sum().item())
-        return Seen(self._difference.sum().item(), truth, max(places))
+        return TensorError(self._difference.sum().item(), truth, max(places))
 
 
-def combined(ranks: Sequence[dict[str, Seen]]) -> Extra:
+def combined(ranks: Sequence[dict[str, TensorError]]) -> Extra:
     """The entries `error` and `error_at` from what the ranks found, in rank order."""
     errors: dict[str, float] = {}
     worst: dict[str, ErrorPlace] = {}

@@ -233,7 +233,7 @@ class RandomTokens(Sequences):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"origin": "random tokens"}
 
 
@@ -250,7 +250,7 @@ def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _PassTensors:
     """What one model's passes leave beside its gradients: a tensor [B, tokens, E] per micro-batch."""
 
     hidden: list[Tensor] = field(default_factory=list)  # of the final norm
@@ -258,9 +258,9 @@ class _Seen:
 
 
 @contextmanager
-def _seen_in(model: Decoder) -> Iterator[_Seen]:
+def _seen_in(model: Decoder) -> Iterator[_PassTensors]:
     """Collect from the passes of `model` within the context."""
-    seen = _Seen()
+    seen = _PassTensors()
 
     def keep_gradient(_module: nn.Module, _inputs: object, x_BLE: Tensor) -> None:
         x_BLE.register_hook(lambda grad_BLE: seen.dinput.append(grad_BLE.detach()))
@@ -321,7 +321,7 @@ class _CheckedStep:
                 scale[name] = finite_error(product / true - 1)
         return {"error": error, "error_scale": scale, "error_at": at, "checked": {"tokens": self.problem.seq_len}}
 
-    def _dense(self) -> tuple[Tensor, dict[str, Tensor], _Seen]:
+    def _dense(self) -> tuple[Tensor, dict[str, Tensor], _PassTensors]:
         """Loss and gradients of the whole step in float64, on every rank, and what was seen of this replica's
         sequences, [B, S, E] each. The first rank of each replica computes them. Collective."""
         problem, world, device = self.problem, self.world, self.world.device
@@ -335,7 +335,7 @@ class _CheckedStep:
         count = problem.batch_size * problem.gradient_accumulation  # sequences of a replica
         loss = torch.zeros((), dtype=torch.float64, device=device)
         shape = (count, problem.seq_len, problem.model.hidden)
-        seen = _Seen(*([torch.zeros(shape, dtype=torch.float64, device=device)] for _ in range(2)))
+        seen = _PassTensors(*([torch.zeros(shape, dtype=torch.float64, device=device)] for _ in range(2)))
         if self.cp.rank == 0:
             positions_S = torch.arange(problem.seq_len, device=device)
             tokens_BS, labels_BS = self.sequences.batch(world.replica, 0, 1, count, problem.seq_len)
@@ -344,7 +344,7 @@ class _CheckedStep:
                     part = model(tokens_S[None], positions_S, labels_S[None]) / (labels_BS.numel() * problem.dp_size)
                     part.backward()
                     loss += part.detach()
-            seen = _Seen([torch.cat(own.hidden)], [torch.cat(own.dinput)])
+            seen = _PassTensors([torch.cat(own.hidden)], [torch.cat(own.dinput)])
         if self.cp.size > 1:
             assert self.cp.group is not None
             first = dist.get_global_rank(self.cp.group, 0)

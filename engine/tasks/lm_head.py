@@ -72,12 +72,14 @@ class HeadTask:
             self.cp,
             before,
             after,
-            step_seconds=self.world.slowest([step for _, step in counted]),
-            forward_seconds=self.world.slowest([forward for forward, _ in counted]),
-            loss=self._summed(losses),
-            grad_norm=[square**0.5 for square in self._summed([norm.square() for norm in norms])],
-            chosen=self._chosen(),
-            extra={"held_gib": self._held_bytes() / _GIB},
+            Measurement(
+                step_seconds=self.world.slowest([step for _, step in counted]),
+                forward_seconds=self.world.slowest([forward for forward, _ in counted]),
+                loss=self._summed(losses),
+                grad_norm=[square**0.5 for square in self._summed([norm.square() for norm in norms])],
+                chosen=self._chosen(),
+                extra={"held_gib": self._held_bytes() / _GIB},
+            ),
         )
         return figures
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.algorithms.saved import AttentionFn, SavedOutput
-from engine.attention.comm_volume import Sent
+from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
-from engine.memory.gpu_state import Gpu, read_gpu
+from engine.memory.gpu_state import GpuReading, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
@@ -33,7 +34,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16} 
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 REPORT_SECONDS = 10.0  # between two lines; the first comes so long after the step began
 
-OnProgress = Callable[[dict[str, Any]], None]
+OnProgress = Callable[[dict[str, object]], None]
 Result = TypeVar("Result")
 AroundStep = Callable[[], AbstractContextManager[None]]
 
@@ -92,7 +93,7 @@ class RefusingAttention:
         """The value of every `auto`; empty before the first call."""
         return self._attend.resolved()
 
-    def computed_sent(self) -> Sent | None:
+    def computed_sent(self) -> SentBytes | None:
         """Bytes this rank sends in one forward and backward, from methods that compute them beforehand; else None."""
         compute = getattr(self._attend, "computed_sent", None)
         return compute() if compute else None
@@ -106,28 +107,28 @@ class RefusingAttention:
 def progress_to(trial_dir: Path) -> OnProgress:
     """Append each step as one JSON line to the trial's progress file."""
 
-    def append(step: dict[str, Any]) -> None:
+    def append(step: dict[str, object]) -> None:
         with open(trial_dir / PROGRESS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(step, allow_nan=False) + "\n")
 
     return append
 
 
-def read_gpus(world: World) -> list[Gpu]:
+def read_gpus(world: World) -> list[GpuReading]:
     """Every rank's GPU as it is now, in rank order; empty on CPUs. Collective. For use outside of timed steps."""
-    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, Gpu)]
+    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, GpuReading)]
 
 
 def measured(
     world: World,
     cp: ContextParallel,
-    before: Sequence[Gpu],
-    after: Sequence[Gpu],
+    before: Sequence[GpuReading],
+    after: Sequence[GpuReading],
+    figures: Measurement,
     *,
     captured_bytes: int = 0,
-    **figures: Any,
 ) -> Measurement:
-    """The trial's measurement: `figures`, and memory and sent bytes of each rank since the last resets. Collective.
+    """The task's figures with memory and sent bytes of each rank since the last resets. Collective.
 
     `before` and `after` are the GPUs before the warm-up and right after the last measured step, `captured_bytes` the
     peak of a step that CUDA graphs replayed.
@@ -136,7 +137,8 @@ def measured(
     driver = next((gpu.driver for gpu in after if gpu.driver), "")
     used = usage(world.device, traffic.sent_bytes, traffic.window_bytes, captured_bytes)
     ranks = cast(list[Usage], world.gather(used))
-    found = Measurement(
+    found = replace(
+        figures,
         peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],
         peak_reserved_bytes=[rank.reserved_bytes for rank in ranks if rank.reserved_bytes is not None],
         peak_rss_bytes=[rank.rss_bytes for rank in ranks],
@@ -146,7 +148,6 @@ def measured(
         gpus=[gpu.digest for gpu in after],
         gpus_before=[gpu.state for gpu in before],
         gpus_after=[gpu.state for gpu in after],
-        **figures,
     )
     retries = [rank.retries for rank in ranks]
     if any(retries):

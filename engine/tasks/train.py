@@ -147,12 +147,14 @@ class TrainTask:
             self.cp,
             before,
             after,
-            step_seconds=self.world.slowest([step.step_seconds for step in timed]),
-            forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
-            loss=[step.loss for step in steps],
-            grad_norm=[step.grad_norm for step in steps],
-            chosen=self._chosen(),
-            data=self.store.describe(),
+            Measurement(
+                step_seconds=self.world.slowest([step.step_seconds for step in timed]),
+                forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
+                loss=[step.loss for step in steps],
+                grad_norm=[step.grad_norm for step in steps],
+                chosen=self._chosen(),
+                data=self.store.describe(),
+            ),
             captured_bytes=self.captured_bytes,
         )
         # Last, because each would raise every peak.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
@@ -110,7 +109,7 @@ class Order:
     plan: Forecast | None = None  # of `checkpoint: auto`
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Settings that steps depend on beyond data: a run cannot resume from a checkpoint made with other values."""
         settings = self.config.settings
         shape = {name: getattr(settings.model, name) for name in settings.model.__dataclass_fields__}

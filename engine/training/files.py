@@ -45,7 +45,7 @@ class MetricsWriter:
         """Removes lines after `from_step`, whose steps will be repeated. Raises ValueError when TensorBoard is
         configured and not installed."""
         self._path = run / METRICS_FILE
-        kept = [line for line in read_metrics(run) if line["step"] <= from_step]
+        kept = [line for line in read_metrics(run) if float(line["step"]) <= from_step]
         write_atomic(self._path, "".join(map(_line, kept)))
         self._events: Any = None
         if tensorboard:
@@ -77,7 +77,7 @@ class MetricsWriter:
             self._events.close()
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, float | str]]:
     """Lines of metrics.jsonl; none where there is no file. An unfinished last line does not count."""
     path = run / METRICS_FILE
     if not path.exists():
@@ -86,5 +86,5 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _line(values: dict[str, Any]) -> str:
+def _line(values: dict[str, float | str]) -> str:
     return json.dumps(values, allow_nan=False) + "\n"

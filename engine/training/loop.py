@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.data.sequences import ShuffledSequences, Span
+from engine.data.sequences import ShuffledSequences, TokenSpan
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
 from engine.lm_head.loss_kernel import loss_sum_of
@@ -71,7 +71,7 @@ def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
     """The run, after all checks of its order. Raises Refused."""
     try:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
-        order = cast(Order, from_json(Order, data))
+        order = from_json(Order, data)
         method = cast(NativeMethod, importlib.import_module(order.method).METHOD)
         # torchrun starts ranks again with the same store, which still has the addresses of those that failed.
         start = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -260,7 +260,7 @@ def start_from(model: Decoder, directory: Path) -> None:
 class Evaluator:
     """Always the same sequences: the first ones of the held-out span."""
 
-    def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
+    def __init__(self, task: TrainTask, store: TokenStore, span: TokenSpan, sequences: int) -> None:
         """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
         assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
         self._task, self._store, self._span, self._sequences = task, store, span, sequences
@@ -325,9 +325,9 @@ def agreed(world: World, check: Callable[[], _Found]) -> _Found:
     return cast(_Found, found)
 
 
-def check_same(world: World, facts: dict[str, Any]) -> None:
+def check_same(world: World, facts: dict[str, object]) -> None:
     """Raises ValueError on every rank when a host's facts about the run differ from those of the first. Collective."""
-    answers = cast(list[tuple[str, dict[str, Any]]], world.gather((socket.gethostname(), facts)))
+    answers = cast(list[tuple[str, dict[str, object]]], world.gather((socket.gethostname(), facts)))
     first, expected = answers[0]
     for host, found in answers[1:]:
         for name, value in expected.items():

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from engine.atomic import flush_to_disk, write_atomic
 from engine.reader import from_json, read_json
@@ -39,8 +38,8 @@ class Manifest:
     """Content of a checkpoint, and the facts it was made with."""
 
     step: int  # optimizer steps done
-    facts: dict[str, Any]  # that must be equal for a run to resume from it
-    model: dict[str, Any]  # the model's shape
+    facts: dict[str, object]  # that must be equal for a run to resume from it
+    model: dict[str, object]  # the model's shape
     files: dict[str, FileFacts]
     software: dict[str, str]
 
@@ -70,7 +69,7 @@ def checkpoints(directory: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Raises ValueError when the checkpoint at `path` was not finished, or was written by another program."""
     try:
-        return cast(Manifest, from_json(Manifest, read_json(path / MANIFEST_FILE)))
+        return from_json(Manifest, read_json(path / MANIFEST_FILE))
     except OSError as error:
         raise ValueError(f"its {MANIFEST_FILE} cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -126,7 +125,7 @@ def is_complete(path: Path, manifest: Manifest) -> bool:
         return False
 
 
-def difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def difference(made: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
     for name in {**made, **now}:
         before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from engine.data import is_built, open_tokens
-from engine.data.sequences import Span, spans
-from engine.data.store import Header, TokenStore
+from engine.data.sequences import TokenSpan, spans
+from engine.data.store import StoreHeader, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason
 from engine.training.config import Order, TrainingConfig
@@ -20,7 +19,7 @@ from engine.training.files import checkpoints_directory
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
 
 
-def check_start(order: Order) -> dict[str, Any]:
+def check_start(order: Order) -> dict[str, object]:
     """Raises ValueError when a run cannot start with its data, or not from the weights of `init_from`.
 
     The store of a text that has none is built here, once for all ranks. Returns the facts of the run that its
@@ -32,7 +31,7 @@ def check_start(order: Order) -> dict[str, Any]:
     return facts_of(order, store.header, held_out)
 
 
-def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> None:
+def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> None:
     """Raises ValueError when the run can resume from no checkpoint, judged by manifests and sizes."""
     found = checkpoints(checkpoints_directory(run))
     if not found:
@@ -48,7 +47,7 @@ def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> No
             return
 
 
-def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
+def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenSpan]:
     """The run's tokens, and which of them are for training and held out.
 
     Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens.
@@ -73,7 +72,7 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
     return store, training, held_out
 
 
-def check_weights(config: TrainingConfig, header: Header) -> None:
+def check_weights(config: TrainingConfig, header: StoreHeader) -> None:
     """Raises ValueError when `init_from` is no whole model, one of another shape, or one of another tokenizer."""
     from engine.hf import hugging_face_shape
 
@@ -101,7 +100,7 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
     )
 
 
-def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
+def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str, object]:
     """Facts that a run must share with the checkpoint it resumes from.
 
     Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands
@@ -116,7 +115,7 @@ def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
     }
 
 
-def check_facts(checkpoint: Path, made: dict[str, Any], now: dict[str, Any]) -> None:
+def check_facts(checkpoint: Path, made: dict[str, object], now: dict[str, object]) -> None:
     """Raises ValueError when the facts of a checkpoint differ from those of the run that resumes from it."""
     if found := difference(made, now):
         raise ValueError(

@@ -63,7 +63,7 @@ KEEPERS = 2  # directories that keep a whole checkpoint each, so that the loss o
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
+class CheckpointFolders:
     """The directories of all ranks. A directory is named by its leader, the first rank that sees it."""
 
     rank: int
@@ -100,7 +100,7 @@ class Storage:
         return names[mine.index(self.rank) :: len(mine)]
 
 
-def find_storage(directory: Path, world: World) -> Storage:
+def find_storage(directory: Path, world: World) -> CheckpointFolders:
     """Find out by small files which ranks see the same `directory`; it is made where it is missing. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     own = f".seen-{secrets.token_hex(8)}" if os.environ.get("LOCAL_RANK", "0") == "0" else ""
@@ -112,13 +112,13 @@ def find_storage(directory: Path, world: World) -> Storage:
     leaders = cast(list[int], world.gather(leader))
     if own:
         (directory / own).unlink()
-    return Storage(rank=world.rank, leaders=tuple(leaders))
+    return CheckpointFolders(rank=world.rank, leaders=tuple(leaders))
 
 
-class Courier:
+class CheckpointCopier:
     """Copies files of a checkpoint from the ranks that have them to other directories."""
 
-    def __init__(self, storage: Storage, world: World) -> None:
+    def __init__(self, storage: CheckpointFolders, world: World) -> None:
         """Collective."""
         self._storage, self._world = storage, world
         # Files are in host memory, which NCCL does not send; on CPUs too they must not queue between collectives.
@@ -202,7 +202,7 @@ class Checkpoints:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         *,
-        facts: dict[str, Any],
+        facts: dict[str, object],
         keep: int,
     ) -> None:
         """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay.
@@ -212,7 +212,7 @@ class Checkpoints:
         self._directory, self._world, self._facts, self._keep = directory, world, facts, keep
         self._model, self._optimizer = model, optimizer
         self.storage = find_storage(directory, world)
-        self._courier = None if self.storage.shared else Courier(self.storage, world)
+        self._courier = None if self.storage.shared else CheckpointCopier(self.storage, world)
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps; it counts only once it is whole. Collective."""
@@ -345,7 +345,7 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
     Raises ValueError when the checkpoint is not whole.
     """
     manifest = read_whole(path)
-    shape = cast(ModelShape, from_json(ModelShape, manifest.model))
+    shape = from_json(ModelShape, manifest.model)
     with torch.device("meta"):
         sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
     dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32

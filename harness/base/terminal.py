@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -24,11 +24,11 @@ LONG_TABLE_ROWS = 500  # beyond which a table is no longer fitted to the termina
 class SafeConsole(Console):
     """A console on which no text controls the terminal: neither a record's, nor a node's, nor a file name."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*map(_safe, objects), **options)
+    def print(self, *objects: object, **options: object) -> None:
+        super().print(*map(_safe, objects), **cast(dict[str, Any], options))
 
 
-def _safe(thing: Any) -> Any:
+def _safe(thing: object) -> object:
     if isinstance(thing, str):
         return shown(thing)
     if isinstance(thing, Text):

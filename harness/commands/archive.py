@@ -10,7 +10,7 @@ from cluster.files.errors import shown
 from harness.base.errors import UsageError
 
 
-class Archive:
+class ArchiveCommand:
     help = "pack a run into one file: an archive with figures and environment (.tar.gz), or its records alone (.jsonl)"
     forwards = False
 
@@ -53,4 +53,4 @@ class Archive:
         return 0
 
 
-COMMAND = Archive()
+COMMAND = ArchiveCommand()

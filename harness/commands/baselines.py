@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from baselines.install.places import Place
+    from baselines.install.places import InstallPlace
 
 ALL_WELL, NOT_ALL = 0, 1
 _MAX_NODES = 4096
 
 
-class Baselines:
+class BaselinesCommand:
     help = "install upstream systems, unmodified, and compare what is installed with its pin"
     forwards = False
 
@@ -128,15 +128,15 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flavour", choices=FLAVOURS, help="paper or current (default: current, where there is one)")
 
 
-def _place(arguments: argparse.Namespace) -> Place:
+def _place(arguments: argparse.Namespace) -> InstallPlace:
     """The place that a command line names. Raises UsageError for a system or flavour that is not pinned."""
-    from baselines.install.places import Place
+    from baselines.install.places import InstallPlace
     from baselines.pin import load_pin
 
     pin = load_pin(arguments.system)
     flavour = arguments.flavour or pin.flavours[-1]
     pin.flavour(flavour)
-    return Place(system=arguments.system, flavour=flavour)
+    return InstallPlace(system=arguments.system, flavour=flavour)
 
 
 def _add_show(actions: Any) -> None:
@@ -232,7 +232,7 @@ def _list(*, as_json: bool) -> int:
     return ALL_WELL
 
 
-def _what(place: Place) -> str:
+def _what(place: InstallPlace) -> str:
     """The release or commit, in a few words."""
     pinned = place.pinned
     if pinned.checkout is not None:
@@ -311,4 +311,4 @@ def _show(rows: list[dict[str, str]], columns: list[str], *, as_json: bool) -> N
     print_table(stdout_console(), table)
 
 
-COMMAND = Baselines()
+COMMAND = BaselinesCommand()

@@ -12,7 +12,7 @@ from harness.base.errors import UsageError
 TIMEOUT_SECONDS = 900.0
 
 
-class Calibrate:
+class CalibrateCommand:
     help = "measure GEMMs, attention kernels, memory and links of this machine; writes a hardware file"
     forwards = False
 
@@ -80,4 +80,4 @@ class Calibrate:
         return 0
 
 
-COMMAND = Calibrate()
+COMMAND = CalibrateCommand()

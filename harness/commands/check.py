@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 
-class Check:
+class CheckCommand:
     help = "check the health of nodes; see burst check --help"
     forwards = True
 
@@ -18,4 +18,4 @@ class Check:
         return main(arguments.rest, prog="burst check")
 
 
-COMMAND = Check()
+COMMAND = CheckCommand()

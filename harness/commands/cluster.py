@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALL_WELL, NOT_ALL = 0, 1
 
 
-class Cluster:
+class ClusterCommand:
     help = "start Ray on an inventory's healthy nodes over SSH, look at it, end it"
     forwards = False
 
@@ -169,4 +169,4 @@ def _say(sentence: str) -> None:
     print(shown(sentence), file=sys.stderr, flush=True)
 
 
-COMMAND = Cluster()
+COMMAND = ClusterCommand()

@@ -16,14 +16,14 @@ from harness.report.variants import OWN_METHOD
 
 if TYPE_CHECKING:
     from harness.compare.pairs import Comparison
-    from harness.compare.sources import Member
+    from harness.compare.sources import ComparedRecord
 
 FORMATS = "md,csv,tex"
 REGRESSED = 1
 _MOST_VALUES = 4  # of a setting, or settings, that a refusal lists
 
 
-class Compare:
+class CompareCommand:
     help = (
         "compare two runs, or the methods, settings or commits of runs, trial by trial; exit code 1 for a worse or "
         "wrong one"
@@ -172,7 +172,7 @@ def _of_own_method(arguments: argparse.Namespace) -> list[Comparison]:
     return [comparison for comparison in found if _has_figures(comparison)]
 
 
-def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...], list[list[Member]]]:
+def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...], list[list[ComparedRecord]]]:
     """Labels and members of both sides, each of one value of the settings `across`: of two runs, or of one run cut in
     two. Raises UsageError for an unknown setting and for other numbers of values."""
     from harness.compare.pairs import is_across, values_of
@@ -190,9 +190,9 @@ def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...]
         for name in sorted(known)
         if is_across(name, across) and len({one.settings.get(name) for one in members}) > 1
     ] or across
-    by_value: list[dict[str, list[Member]]] = []
+    by_value: list[dict[str, list[ComparedRecord]]] = []
     for side in sides:
-        found: dict[str, list[Member]] = {}
+        found: dict[str, list[ComparedRecord]] = {}
         for member in side:
             found.setdefault(values_of(member, varying), []).append(member)
         by_value.append(found)
@@ -220,7 +220,7 @@ def _listed(values: Iterable[str]) -> str:
     return f"{len(found)} value{'' if len(found) == 1 else 's'} ({shown_few})"
 
 
-def _differing(sides: list[list[Member]], across: list[str]) -> str:
+def _differing(sides: list[list[ComparedRecord]], across: list[str]) -> str:
     """What the most alike trials of both sides differ in, with the option that pairs them; empty where that is much."""
     from harness.compare.pairs import closest, values_of
 
@@ -235,7 +235,7 @@ def _differing(sides: list[list[Member]], across: list[str]) -> str:
     return f"the most alike are {values_of(first, names)} and {values_of(second, names)}: {options} pairs such trials"
 
 
-def _of_all(directories: list[Path]) -> list[Member]:
+def _of_all(directories: list[Path]) -> list[ComparedRecord]:
     from harness.compare.sources import of_directory
     from harness.records.stored import resolved
 
@@ -243,7 +243,7 @@ def _of_all(directories: list[Path]) -> list[Member]:
     return [member for directory in unique for member in of_directory(directory)]
 
 
-def _of_method(members: list[Member], method: str) -> list[Member]:
+def _of_method(members: list[ComparedRecord], method: str) -> list[ComparedRecord]:
     found = [member for member in members if member.row["method"] == method]
     if not found:
         known = sorted({member.row["method"] for member in members})
@@ -263,4 +263,4 @@ def _formats(arguments: argparse.Namespace) -> list[str]:
     return formats
 
 
-COMMAND = Compare()
+COMMAND = CompareCommand()

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.base.errors import UsageError
 
 
-class Data:
+class DataCommand:
     help = "turn text files into a token store for `data:` of experiments and training configurations"
     forwards = False
 
@@ -101,4 +101,4 @@ def _moved_aside(directory: Path) -> Iterator[Path | None]:
         raise
 
 
-COMMAND = Data()
+COMMAND = DataCommand()

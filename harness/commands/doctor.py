@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 
-class Doctor:
+class DoctorCommand:
     help = "say what this machine can run: devices, kernels, launchers, methods, and why not"
     forwards = False
 
@@ -41,4 +41,4 @@ class Doctor:
         return 0
 
 
-COMMAND = Doctor()
+COMMAND = DoctorCommand()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.environment.rendering import NodeEnvironment
 
 
-class Env:
+class EnvCommand:
     help = "render each node's environment (interfaces, adapters, per-method values) with reasons, or import an env.sh"
     forwards = False
 
@@ -127,4 +127,4 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Env()
+COMMAND = EnvCommand()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import cast
 
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
@@ -13,7 +14,7 @@ from harness.base.writable import make_writable
 DTYPES = ("fp32", "bf16")
 
 
-class Export:
+class ExportCommand:
     help = "write the model of a training run as config.json and safetensors, which transformers loads"
     forwards = False
 
@@ -34,7 +35,7 @@ class Export:
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
         try:
-            seq_len = read_manifest(checkpoint).facts["seq_len"]
+            seq_len = cast(int, read_manifest(checkpoint).facts["seq_len"])
             shape, parameters = whole_parameters(checkpoint)
             export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
         except ValueError as error:
@@ -61,4 +62,4 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
     return path
 
 
-COMMAND = Export()
+COMMAND = ExportCommand()

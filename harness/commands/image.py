@@ -27,7 +27,7 @@ CONTAINERS_CONF = (Path("/etc/containers/containers.conf"), Path("~/.config/cont
 _ENGINE_SECONDS = 60.0
 
 
-class Image:
+class ImageCommand:
     help = "build and try the container image, or send it to every node of an inventory"
     forwards = False
 
@@ -331,4 +331,4 @@ def _check_name(name: str, option: str) -> None:
         raise UsageError(f"{option} is {name!r}; expected an image's name such as {DEFAULT_TAG}")
 
 
-COMMAND = Image()
+COMMAND = ImageCommand()

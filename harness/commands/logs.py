@@ -16,7 +16,7 @@ from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
 LISTED = 5  # ids that one sentence names
 
 
-class Logs:
+class LogsCommand:
     help = "print the logs of one trial, rank by rank"
     forwards = False
 
@@ -106,4 +106,4 @@ def _next_step(name: str, directories: list[Path]) -> str:
     return f"`burst status DIR` lists the trials of a run, such as {one_of(names[:2])}"
 
 
-COMMAND = Logs()
+COMMAND = LogsCommand()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cluster.inventory.nodes import Inventory, Node
 
 
-class Nodes:
+class NodesCommand:
     help = "expand an inventory, or turn an /etc/hosts style file or a plain list into one"
     forwards = False
 
@@ -127,4 +127,4 @@ def _row(node: Node) -> tuple[str, ...]:
     )
 
 
-COMMAND = Nodes()
+COMMAND = NodesCommand()

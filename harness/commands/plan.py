@@ -19,10 +19,13 @@ from harness.spec.repetition import Repetition
 from harness.spec.search import Search
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from harness.plan.forecast import Cost
+    from harness.report.results import Row
 
 
-class Plan:
+class PlanCommand:
     help = "print the trials of an experiment and why some cannot run; starts nothing"
     forwards = False
 
@@ -205,7 +208,7 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
     console.print(f"{counted(len(rows), 'trial')}, {runnable} can run on {where}{often}", markup=False, highlight=False)
 
 
-def origin_lines(rows: list[dict[str, Any]]) -> list[str]:
+def origin_lines(rows: Sequence[Row]) -> list[str]:
     """For each method that settings were filled for, which came from the table and which from the experiment."""
     from harness.report.results import cell
 
@@ -242,4 +245,4 @@ def _say(sentence: str) -> None:
     print(shown(sentence), file=sys.stderr, flush=True)
 
 
-COMMAND = Plan()
+COMMAND = PlanCommand()

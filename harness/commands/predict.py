@@ -16,14 +16,14 @@ from harness.base.errors import UsageError, nearest
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
     from harness.metrics.hardware import Hardware
-    from harness.plan.forecast import Forecast
+    from harness.plan.forecast import TrialForecast
     from harness.spec.experiment import Experiment
     from harness.spec.trial import Trial
 
 _MOST = 1000  # combinations that are printed
 
 
-class Predict:
+class PredictCommand:
     help = "predict step time by phase, memory and the bottleneck of trials on a kind of GPU; starts nothing"
     forwards = False
 
@@ -169,19 +169,19 @@ def question(arguments: argparse.Namespace) -> Experiment:
         raise UsageError(str(error)) from error
 
 
-def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
+def _without_length(settings: TrialSettings, hardware: Hardware) -> TrialForecast:
     """The row of a combination for which no sequence is known to fit, with the reason."""
-    from harness.plan.forecast import Forecast
+    from harness.plan.forecast import TrialForecast
     from harness.plan.predict import memory_is_modelled
 
     reason = "no sequence fits; give a larger --cp-size, or keep less with --set checkpoint.tail=0"
     if not memory_is_modelled(settings):
         of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
         reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"
-    return Forecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)
+    return TrialForecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)
 
 
-def _no_length(found: Forecast) -> bool:
+def _no_length(found: TrialForecast) -> bool:
     return not found.nodes
 
 
@@ -211,7 +211,7 @@ def _change(text: str) -> tuple[str, Any]:
     return name, read_setting(parse_yaml(value, place, lambda _line: place), name, Path())
 
 
-def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
+def _row(trial: Trial, found: TrialForecast) -> dict[str, Any]:
     from harness.plan.predict import memory_by_moment
 
     settings, time = found.settings, found.time
@@ -234,7 +234,7 @@ def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
     return row | ({"plan": found.plan_words} if found.plan else {})
 
 
-def _print(found: list[Forecast], *, phases: bool) -> None:
+def _print(found: list[TrialForecast], *, phases: bool) -> None:
     from rich import box
     from rich.table import Table
 
@@ -286,4 +286,4 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
     print("From and to: nine of ten published configurations that were held out lay within (docs/plan.md).")
 
 
-COMMAND = Predict()
+COMMAND = PredictCommand()

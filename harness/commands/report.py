@@ -36,7 +36,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, of, run: bar.update(task, completed=done, total=of, run=run)
 
 
-class Report:
+class ReportCommand:
     help = "write tables, plots and one HTML file from the records of one or more runs"
     forwards = False
 
@@ -128,4 +128,4 @@ def _formats(given: str | None, default: str) -> list[str]:
     return formats
 
 
-COMMAND = Report()
+COMMAND = ReportCommand()

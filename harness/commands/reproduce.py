@@ -17,15 +17,15 @@ from harness.commands.run import add_run_arguments
 
 if TYPE_CHECKING:
     from harness.report.tables.table import Table
-    from harness.reproduce.beside import Beside
-    from harness.reproduce.claims import Judged
+    from harness.reproduce.claims import JudgedClaim
+    from harness.reproduce.comparison import FigureComparison
     from harness.reproduce.figures import PaperFigure
-    from harness.reproduce.measured import Run
+    from harness.reproduce.measured import MeasuredRun
 
 CLAIMS, AUDIT = "claims", "audit"
 
 
-class Reproduce:
+class ReproduceCommand:
     help = "the paper's figures and claims beside our records; run a figure again and draw it beside the published one"
     forwards = False
 
@@ -94,7 +94,7 @@ def _scale_here() -> str:
 
 def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: Path) -> None:
     from harness.metrics.hardware import hardware_named
-    from harness.reproduce.beside import beside, points_table, verdict
+    from harness.reproduce.comparison import beside, points_table, verdict
     from harness.reproduce.measured import PLACES, runs_in
     from harness.reproduce.page import FOLDER, write_figure
     from harness.reproduce.predicted import predicted_entries, predicted_for_paper
@@ -122,8 +122,8 @@ def _tables(arguments: argparse.Namespace) -> int:
     """The list of figures, the claims or the audit; with --out files and a page of everything."""
     from harness.metrics.hardware import hardware_named
     from harness.reproduce.audit import audit_table, recomputed_rows, systems_table
-    from harness.reproduce.beside import list_table
     from harness.reproduce.claims import claims_table, judged, statements
+    from harness.reproduce.comparison import list_table
     from harness.reproduce.measured import all_rows, runs_in
     from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
     from harness.reproduce.printed import printed_by_systems, printed_table
@@ -160,9 +160,9 @@ def _tables(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _all_figures(runs: Sequence[Run]) -> list[tuple[Beside, str]]:
+def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, str]]:
     """Every figure with its numbers, and the words on what is predicted."""
-    from harness.reproduce.beside import beside
+    from harness.reproduce.comparison import beside
     from harness.reproduce.figures import paper_figures
     from harness.reproduce.predicted import predicted_for_paper, predicted_words
 
@@ -173,13 +173,13 @@ def _all_figures(runs: Sequence[Run]) -> list[tuple[Beside, str]]:
     return found
 
 
-def _say_bad(runs: Sequence[Run]) -> None:
+def _say_bad(runs: Sequence[MeasuredRun]) -> None:
     for run in runs:
         for bad in run.bad:
             print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)
 
 
-def _claim_text(claim: Judged) -> str:
+def _claim_text(claim: JudgedClaim) -> str:
     """A claim as lines of a terminal, which a table with whole sentences does not fit."""
     lines = [f"{claim.verdict}: {claim.claim} ({claim.said_in})", f"  {claim.why}"]
     return "\n".join([*lines, *(f"  {path}" for path in claim.records)]) + "\n"
@@ -231,4 +231,4 @@ def _print_table(table: Table) -> None:
         console.print(table.note, markup=False, highlight=False, soft_wrap=True)
 
 
-COMMAND = Reproduce()
+COMMAND = ReproduceCommand()

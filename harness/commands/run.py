@@ -28,7 +28,7 @@ CPU_SCALE = "smoke"  # the scale of an experiment that CPUs run in seconds
 PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
 
 
-class Run:
+class RunCommand:
     help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
     forwards = False
 
@@ -45,9 +45,9 @@ class Run:
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
-        from harness.run.attempt import Host
+        from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, stop_time
-        from harness.run.execution import Resume, Ways
+        from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
         from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
@@ -100,7 +100,7 @@ class Run:
                 resume = dataclasses.replace(resume, again=frozenset(trial.id for trial in chosen))
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
-            host = Host(
+            host = RunContext(
                 machine=machine,
                 launcher=launcher,
                 commit=code_commit,
@@ -117,7 +117,7 @@ class Run:
                 run_dir,
                 view=view_for(console),
                 say=say,
-                ways=Ways(
+                options=ExecutionOptions(
                     repetition=experiment.repetition,
                     search=experiment.search,
                     bounds=bounds,
@@ -234,4 +234,4 @@ def _count(text: str) -> int:
     return number
 
 
-COMMAND = Run()
+COMMAND = RunCommand()

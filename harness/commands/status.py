@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from harness.run.state import RunState, TrialState
 
 
-class Status:
+class StatusCommand:
     help = "print the progress of a run, also while it runs: failures first, counts, the time that is left"
     forwards = False
 
@@ -109,4 +109,4 @@ def _end(state: RunState) -> datetime | None:
         return None
 
 
-COMMAND = Status()
+COMMAND = StatusCommand()

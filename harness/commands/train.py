@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.training.file import TrainingFile
 
 
-class Train:
+class TrainCommand:
     help = "train a model on real data; Ctrl-C saves first, and --resume continues"
     forwards = False
 
@@ -130,4 +130,4 @@ def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.
     return interruptible(announce)
 
 
-COMMAND = Train()
+COMMAND = TrainCommand()

@@ -11,7 +11,7 @@ from cluster.files.errors import shown
 from harness.commands import parse_tolerance
 
 
-class Verify:
+class VerifyCommand:
     help = "check a run, all runs below a directory, or an archive: records, figures, tables, provenance"
     forwards = False
 
@@ -34,7 +34,7 @@ class Verify:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.records.packed import SUFFIX
-        from harness.verify.history import History
+        from harness.verify.history import CommitHistory
         from harness.verify.summary import as_json, lines
         from harness.verify.unpacking import unpacked
         from harness.verify.verdict import verify
@@ -46,7 +46,7 @@ class Verify:
                 return place if place.is_dir() or place.suffix == SUFFIX else stack.enter_context(unpacked(place))
 
             reference = readable(arguments.reference) if arguments.reference else None
-            verdicts = verify(readable(arguments.place), History(), reference, tolerance)
+            verdicts = verify(readable(arguments.place), CommitHistory(), reference, tolerance)
         if arguments.json:
             print(json.dumps(as_json(verdicts), indent=1))
         else:
@@ -55,4 +55,4 @@ class Verify:
         return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
-COMMAND = Verify()
+COMMAND = VerifyCommand()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.compare.sources import Member, latest
+from harness.compare.sources import ComparedRecord, latest
 from harness.metrics.intervals import Ratio
 from harness.report.results import given_names, in_order, setting_names
 from harness.report.speedup import compared
@@ -24,11 +24,11 @@ _MOST_HELD = 100  # trials of each side that are held against each other to find
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class TrialPair:
     """Two trials of equal settings."""
 
-    reference: Member
-    candidate: Member
+    reference: ComparedRecord
+    candidate: ComparedRecord
     times: Ratio | None  # of the median step; None unless both trials were measured
     paired: bool  # whether rounds were drawn in pairs
     apart: tuple[int, ...] = ()  # rounds of one run that the two ran on two machines: left out, or no pairs
@@ -103,20 +103,20 @@ class Comparison:
     """All pairs, in the order of tables, and the trials that have no partner."""
 
     labels: tuple[str, str]  # what A and B are
-    pairs: list[Pair]
-    only_reference: list[Member]
-    only_candidate: list[Member]
+    pairs: list[TrialPair]
+    only_reference: list[ComparedRecord]
+    only_candidate: list[ComparedRecord]
     tolerance: float
     across: tuple[str, ...] = ()  # the settings in which the two of a pair may differ
     one_run: bool = False  # whether both sides are of the same runs
     repeated: int = 0  # records passed over, since a later one has the same settings
 
     @property
-    def regressions(self) -> list[Pair]:
+    def regressions(self) -> list[TrialPair]:
         return [pair for pair in self.pairs if pair.regression(self.tolerance)]
 
     @property
-    def wrong(self) -> list[tuple[str, Member]]:
+    def wrong(self) -> list[tuple[str, ComparedRecord]]:
         """The trials that compute something else, with or without a partner, each after its side."""
         sides = (
             ("A", [*(pair.reference for pair in self.pairs), *self.only_reference]),
@@ -155,8 +155,8 @@ class Comparison:
 
 def compare(
     labels: tuple[str, str],
-    reference: Sequence[Member],
-    candidate: Sequence[Member],
+    reference: Sequence[ComparedRecord],
+    candidate: Sequence[ComparedRecord],
     *,
     tolerance: float,
     across: Sequence[str] = (),
@@ -170,7 +170,7 @@ def compare(
     """
     experiments = max(len({member.record.experiment for member in side}) for side in (reference, candidate))
 
-    def key(member: Member) -> tuple[Any, ...]:
+    def key(member: ComparedRecord) -> tuple[Any, ...]:
         row = member.row
         settings = tuple(
             (name, row[name])
@@ -199,29 +199,33 @@ def compare(
     )
 
 
-def _by_key(members: Sequence[Member], key: Callable[[Member], tuple[Any, ...]]) -> dict[tuple[Any, ...], Member]:
-    groups: dict[tuple[Any, ...], list[Member]] = {}
+def _by_key(
+    members: Sequence[ComparedRecord], key: Callable[[ComparedRecord], tuple[Any, ...]]
+) -> dict[tuple[Any, ...], ComparedRecord]:
+    groups: dict[tuple[Any, ...], list[ComparedRecord]] = {}
     for member in members:
         groups.setdefault(key(member), []).append(member)
     return {one: latest(found) for one, found in groups.items()}
 
 
-def _ordered(members: Sequence[Member]) -> list[Member]:
+def _ordered(members: Sequence[ComparedRecord]) -> list[ComparedRecord]:
     places = {id(member.row): member for member in members}
     return [places[id(row)] for row in in_order(member.row for member in members)]
 
 
-def _pair(reference: Member, candidate: Member, one_run: bool) -> Pair:
+def _pair(reference: ComparedRecord, candidate: ComparedRecord, one_run: bool) -> TrialPair:
     found = compared([candidate.row], [reference.row], one_run=one_run)
     if found is None:
-        return Pair(reference=reference, candidate=candidate, times=None, paired=False)
-    return Pair(reference=reference, candidate=candidate, times=found.times, paired=found.paired, apart=found.apart)
+        return TrialPair(reference=reference, candidate=candidate, times=None, paired=False)
+    return TrialPair(
+        reference=reference, candidate=candidate, times=found.times, paired=found.paired, apart=found.apart
+    )
 
 
 _FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")
 
 
-def _facts(member: Member) -> dict[str, str]:
+def _facts(member: ComparedRecord) -> dict[str, str]:
     """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS."""
     record, row = member.record, member.row
     software = record.measurement.software if record.measurement else {}
@@ -243,12 +247,14 @@ def is_across(name: str, across: Sequence[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in across)
 
 
-def values_of(member: Member, across: Sequence[str]) -> str:
+def values_of(member: ComparedRecord, across: Sequence[str]) -> str:
     """The values of the settings `across` in words: `dtype bf16, checkpoint.kind full`."""
     return ", ".join(setting_text(name, value) for name, value in member.settings.items() if is_across(name, across))
 
 
-def closest(reference: Sequence[Member], candidate: Sequence[Member]) -> tuple[Member, Member]:
+def closest(
+    reference: Sequence[ComparedRecord], candidate: Sequence[ComparedRecord]
+) -> tuple[ComparedRecord, ComparedRecord]:
     """The two of both sides that differ in the fewest settings."""
     sides = (reference[:_MOST_HELD], candidate[:_MOST_HELD])
     return min(

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any, get_args
 
 from harness.base.lengths import format_length
-from harness.compare.pairs import Comparison, Pair, is_across
-from harness.compare.sources import Member
+from harness.compare.pairs import Comparison, TrialPair, is_across
+from harness.compare.sources import ComparedRecord
 from harness.metrics.intervals import Interval, TwoRounds, Verdict
 from harness.records.stored import stored_run
 from harness.report.digits import spread_text
@@ -203,7 +203,7 @@ def pair_lines(comparison: Comparison, names: dict[int, str]) -> list[str]:
     return [*lines, note + (" !: regression." if comparison.regressions else "")]
 
 
-def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, Any]:
+def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, object]:
     """The comparison as JSON values; ratios are B over A, intervals [low, high], absent figures null."""
     return {
         "schema": SCHEMA,
@@ -225,7 +225,7 @@ def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
-def _pair_to_plain(pair: Pair, tolerance: float, names: dict[int, str]) -> dict[str, Any]:
+def _pair_to_plain(pair: TrialPair, tolerance: float, names: dict[int, str]) -> dict[str, Any]:
     times = pair.times
     return {
         "name": names[id(pair.reference)],
@@ -253,14 +253,14 @@ def _pair_to_plain(pair: Pair, tolerance: float, names: dict[int, str]) -> dict[
     }
 
 
-def _member_to_plain(member: Member) -> dict[str, Any]:
+def _member_to_plain(member: ComparedRecord) -> dict[str, Any]:
     row = member.row
     columns = ("trial_id", "status", "reason", "samples", "rounds", "step_seconds_median", "peak_memory_gib",
                "peak_rss_gib", "gpu", "driver", "commit")  # fmt: skip
     return {"record": str(member.place), **{name: row[name] for name in columns}}
 
 
-def _cells(pair: Pair, tolerance: float) -> tuple[str, ...]:
+def _cells(pair: TrialPair, tolerance: float) -> tuple[str, ...]:
     """What a terminal shows of a pair; an empty text where there is nothing."""
     times, memory = pair.times, pair.memory
     spread = (times.interval or times.by_round) if times else None
@@ -280,25 +280,25 @@ def _interval(spread: Interval | TwoRounds) -> str:
     return spread_text(spread, "{:.3f}".format)
 
 
-def _verdict(pair: Pair) -> str | None:
+def _verdict(pair: TrialPair) -> str | None:
     if pair.times is None:
         return None
     rounds = 2 if pair.times.by_round else 3 if pair.times.interval else 1
     return verdict_text(pair.times.verdict(), rounds, pair.apart)
 
 
-def _time_cell(member: Member) -> str:
+def _time_cell(member: ComparedRecord) -> str:
     row = member.row
     if row["step_seconds_median"] is None:
         return str(row["status"])
     return f"{significant(4, 1e3)(row['step_seconds_median'])} ({row['samples']}/{row['rounds']})"
 
 
-def _time_or_status(member: Member) -> float | str:
+def _time_or_status(member: ComparedRecord) -> float | str:
     return member.row["step_seconds_median"] or str(member.row["status"])
 
 
-def _peaks(pair: Pair) -> tuple[float | None, float | None]:
+def _peaks(pair: TrialPair) -> tuple[float | None, float | None]:
     column = pair.memory_column
     return (pair.reference.row[column], pair.candidate.row[column]) if column else (None, None)
 

@@ -18,7 +18,7 @@ _SHORT = 12  # characters of a commit in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class ComparedRecord:
     """A record, the path of its run, where it is stored, and its row."""
 
     run: Path
@@ -37,7 +37,7 @@ class Member:
         return {name.partition(".")[0] for name in self.settings if "." in name}
 
 
-def of_directory(directory: Path) -> list[Member]:
+def of_directory(directory: Path) -> list[ComparedRecord]:
     """The records of a run, or of every run below a directory. Raises UsageError where there is none."""
     found = _read((run, one) for run in _runs(directory) for one in run.records())
     if not found:
@@ -45,7 +45,7 @@ def of_directory(directory: Path) -> list[Member]:
     return found
 
 
-def ever_kept(directories: Sequence[Path]) -> list[Member]:
+def ever_kept(directories: Sequence[Path]) -> list[ComparedRecord]:
     """Records of all runs at or below `directories`, of their earlier attempts, and of runs moved aside from there."""
     runs: dict[Path, None] = {}
     for directory in directories:
@@ -62,7 +62,7 @@ def ever_kept(directories: Sequence[Path]) -> list[Member]:
     return found
 
 
-def of_commit(members: Sequence[Member], prefix: str) -> list[Member]:
+def of_commit(members: Sequence[ComparedRecord], prefix: str) -> list[ComparedRecord]:
     """The records of one commit, named by the start of its hash; with `-dirty` at the end, those of a changed tree.
 
     Raises UsageError where no commit or several begin so.
@@ -82,7 +82,7 @@ def of_commit(members: Sequence[Member], prefix: str) -> list[Member]:
     return [member for member in members if member.record.commit == commit]
 
 
-def latest(members: Iterable[Member]) -> Member:
+def latest(members: Iterable[ComparedRecord]) -> ComparedRecord:
     """Of several records of one trial the one that started last."""
     return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.place)))
 
@@ -91,14 +91,14 @@ def _runs(directory: Path) -> list[StoredRun]:
     return [stored_run(path) for path in runs_below(directory) or [directory]]
 
 
-def _read(stored: Iterable[tuple[StoredRun, StoredRecord | BadRecord]]) -> list[Member]:
+def _read(stored: Iterable[tuple[StoredRun, StoredRecord | BadRecord]]) -> list[ComparedRecord]:
     """Raises UsageError that lists every record that cannot be used."""
-    members: list[Member] = []
+    members: list[ComparedRecord] = []
     bad: list[BadRecord] = []
     for run, one in stored:
 
         def use(found: StoredRecord, record: Record, run: StoredRun = run) -> None:
-            members.append(Member(run=run.path, place=found.place, record=record, row=row_of(record)))
+            members.append(ComparedRecord(run=run.path, place=found.place, record=record, row=row_of(record)))
 
         bad += read_all([one], use)
     refuse_bad(bad)

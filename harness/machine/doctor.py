@@ -15,7 +15,7 @@ from harness.spec.methods import all_methods
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class DoctorLine:
     """One line of `burst doctor`."""
 
     section: str
@@ -24,28 +24,28 @@ class Finding:
     sentence: str
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorLine]:
     """All findings, in sections. Imports torch, which lists the kernels that it was built with."""
     machine = discover()
     return [*_software(), *_devices(machine), *_kernels(), *_loss_kernels(machine), *_launchers(), *_methods(machine)]
 
 
-def _software() -> list[Finding]:
+def _software() -> list[DoctorLine]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return [
-        Finding(section="software", name="burst", ok=True, sentence=f"{version()}, commit {commit() or 'unknown'}"),
-        Finding(section="software", name="python", ok=True, sentence=platform.python_version()),
-        Finding(section="software", name="torch", ok=True, sentence=f"{torch.__version__}, {build}"),
+        DoctorLine(section="software", name="burst", ok=True, sentence=f"{version()}, commit {commit() or 'unknown'}"),
+        DoctorLine(section="software", name="python", ok=True, sentence=platform.python_version()),
+        DoctorLine(section="software", name="torch", ok=True, sentence=f"{torch.__version__}, {build}"),
     ]
 
 
-def _devices(machine: Machine) -> list[Finding]:
+def _devices(machine: Machine) -> list[DoctorLine]:
     import torch
 
     findings = [
-        Finding(
+        DoctorLine(
             section="devices",
             name="cpu",
             ok=True,
@@ -55,50 +55,50 @@ def _devices(machine: Machine) -> list[Finding]:
         )
     ]
     if machine.gpu_problem:
-        findings.append(Finding(section="devices", name="gpu", ok=False, sentence=machine.gpu_problem))
+        findings.append(DoctorLine(section="devices", name="gpu", ok=False, sentence=machine.gpu_problem))
     elif not machine.gpu_count:
         findings.append(
-            Finding(section="devices", name="gpu", ok=False, sentence="none; trials run on the CPU with Gloo")
+            DoctorLine(section="devices", name="gpu", ok=False, sentence="none; trials run on the CPU with Gloo")
         )
     elif not torch.cuda.is_available():
         sentence = (
             f"{machine.gpu_count} x {machine.gpu_name}, but this torch ({torch.__version__}) cannot use them; "
             "install its CUDA build"
         )
-        findings.append(Finding(section="devices", name="gpu", ok=False, sentence=sentence))
+        findings.append(DoctorLine(section="devices", name="gpu", ok=False, sentence=sentence))
     else:
         sentence = f"{machine.gpu_count} x {machine.gpu_name}, {machine.gpu_memory_gib:g} GiB each"
-        findings.append(Finding(section="devices", name="gpu", ok=True, sentence=sentence))
+        findings.append(DoctorLine(section="devices", name="gpu", ok=True, sentence=sentence))
     return findings
 
 
-def _kernels() -> list[Finding]:
+def _kernels() -> list[DoctorLine]:
     from engine.attention.kernels import available
 
-    return [Finding(section="kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in available()]
+    return [DoctorLine(section="kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in available()]
 
 
-def _loss_kernels(machine: Machine) -> list[Finding]:
+def _loss_kernels(machine: Machine) -> list[DoctorLine]:
     lines = loss_kernel.available(machine.device)
-    return [Finding(section="loss kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in lines]
+    return [DoctorLine(section="loss kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in lines]
 
 
-def _launchers() -> list[Finding]:
-    local = Finding(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
+def _launchers() -> list[DoctorLine]:
+    local = DoctorLine(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
     if importlib.util.find_spec("ray") is None:
         unsupported_reason = "Ray is not installed; pip install ray, or use --launcher local"
-        return [Finding(section="launchers", name="ray", ok=False, sentence=unsupported_reason), local]
+        return [DoctorLine(section="launchers", name="ray", ok=False, sentence=unsupported_reason), local]
     sentence = f"Ray {metadata.version('ray')}, started for the run and ended with it"
-    return [Finding(section="launchers", name="ray", ok=True, sentence=sentence), local]
+    return [DoctorLine(section="launchers", name="ray", ok=True, sentence=sentence), local]
 
 
-def _methods(machine: Machine) -> list[Finding]:
+def _methods(machine: Machine) -> list[DoctorLine]:
     """Every method: a native one needs only the engine, a foreign system its installation."""
     findings = []
     for name, method in all_methods().items():
         reason = unavailable_reason(method, machine.device)
         findings.append(
-            Finding(
+            DoctorLine(
                 section="methods", name=name, ok=reason is None, sentence=reason or f"{method.system} ({method.source})"
             )
         )

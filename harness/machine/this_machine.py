@@ -7,15 +7,15 @@ the project's files, so that nodes with another commit, or with edits, differ al
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from cluster.inventory.checkout import code_digest
 from cluster.inventory.nodes import Node
 from engine.memory.gpu_state import query_gpus, visible_gpus
 from harness.base.errors import UsageError
@@ -28,11 +28,7 @@ CPU_RANKS = 8
 _CGROUP = Path("/sys/fs/cgroup")
 ANY_NUMBER = 1 << 16  # GPUs of imagined hosts
 
-# Of the project, for `code_digest`.
-PACKAGES = ("harness", "engine", "baselines", "cluster", "experiments")
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the loaded kernel module
-_SUFFIXES = (".py", ".yaml", ".j2")
-_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,23 +147,12 @@ def main() -> None:
     print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
 
 
-def code_digest(root: Path) -> str:
-    """Digest of names and contents of all code and data that a trial may read; equal for equal trees at any path."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix in _SUFFIXES and "upstream" not in path.parts:
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                digest.update(f"{path.relative_to(root)} {content}\n".encode())
-    return digest.hexdigest()[:_DIGITS]
-
-
-def machine_of(description: dict[str, Any]) -> Machine:
+def machine_of(description: dict[str, object]) -> Machine:
     """The machine of a node's description."""
-    return Machine(**description["machine"])
+    return Machine(**cast(dict[str, Any], description["machine"]))
 
 
-def ranks_of(node: Node, description: dict[str, Any]) -> int:
+def ranks_of(node: Node, description: dict[str, object]) -> int:
     """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
     machine = machine_of(description)
     if machine.gpu_problem:

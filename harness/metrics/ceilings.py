@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.measurement import Extra
 from engine.settings import ModelShape
 from engine.tasks.products import DIRECTIONS, matrix_products
-from harness.metrics.flops import Work, seconds_at_kernel_speed
+from harness.metrics.flops import StepFlops, seconds_at_kernel_speed
 from harness.metrics.hardware import Hardware
 from harness.records.record import Record
 
@@ -30,7 +30,7 @@ class Ceiling:
     source: str
 
 
-def ceiling_of(record: Record, work: Work, hardware: Hardware) -> Ceiling | None:
+def ceiling_of(record: Record, work: StepFlops, hardware: Hardware) -> Ceiling | None:
     """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, and for
     attention alone on one rank: that is the kernel itself, whose speed is no share of its speed at another length."""
     if record.settings.task == "attention" and record.settings.cp_size == 1:
@@ -50,7 +50,9 @@ def ceiling_of(record: Record, work: Work, hardware: Hardware) -> Ceiling | None
     return Ceiling(seconds=seconds, source="; ".join(parts))
 
 
-def kernel_bound_seconds(work: Work, hardware: Hardware, kernel: str, *, gemm: float | None = None) -> float | None:
+def kernel_bound_seconds(
+    work: StepFlops, hardware: Hardware, kernel: str, *, gemm: float | None = None
+) -> float | None:
     """Seconds one GPU needs for `work` at measured GEMM and attention speeds; None if one is not known.
 
     `gemm`: TFLOP/s of the GEMMs, by default this hardware's. Work without attention, as of task lm_head, needs no speed

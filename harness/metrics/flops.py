@@ -28,7 +28,7 @@ ATTENTION_KERNEL_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class StepFlops:
     """FLOPs of one step over all ranks: the forward pass by part of the model, and the work that is repeated."""
 
     layers: float  # projections and MLP of all layers
@@ -66,7 +66,7 @@ def visible_pairs(mask: str, seq_len: int) -> int:
     return parse_mask(mask).area(seq_len)
 
 
-def counted_flops(settings: TrialSettings, work: Work) -> float:
+def counted_flops(settings: TrialSettings, work: StepFlops) -> float:
     """FLOPs behind the TFLOP/s of a trial: of attention alone in the kernel convention, else model FLOPs."""
     return work.kernel if settings.task == "attention" else work.model
 
@@ -81,7 +81,7 @@ def _attention_flops(settings: TrialSettings, pairs: float) -> float:
     return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences_per_step(settings)
 
 
-def work_of(settings: TrialSettings) -> Work:
+def work_of(settings: TrialSettings) -> StepFlops:
     """FLOPs of one training step, or of one call for the other tasks.
 
     Repeated work is that of `engine.checkpoint.counts`. The fused LM head forms its gradients in the forward pass and
@@ -91,11 +91,11 @@ def work_of(settings: TrialSettings) -> Work:
     tokens = tokens_per_step(settings)
     head = 2.0 * tokens * model.vocab * model.hidden
     if settings.task == "lm_head":
-        return Work(layers=0.0, head=head, attention=0.0)
+        return StepFlops(layers=0.0, head=head, attention=0.0)
     if settings.task == "attention":
-        return Work(layers=0.0, head=0.0, attention=attention_forward(settings))
+        return StepFlops(layers=0.0, head=0.0, attention=attention_forward(settings))
     attention = _attention_flops(settings, layer_pairs(settings))
-    return Work(
+    return StepFlops(
         layers=2.0 * tokens * model.layers * matmul_parameters(model),
         head=head,
         attention=attention * model.layers,
@@ -128,7 +128,9 @@ def tokens_per_step(settings: TrialSettings) -> int:
     return settings.seq_len * sequences_per_step(settings)
 
 
-def seconds_at_kernel_speed(work: Work, *, gemm: float, attention_forward: float, attention_backward: float) -> float:
+def seconds_at_kernel_speed(
+    work: StepFlops, *, gemm: float, attention_forward: float, attention_backward: float
+) -> float:
     """Seconds of one GPU doing all of `work` at the given TFLOP/s, without repeated work and waiting.
 
     `attention_backward` is in the kernel convention, so the recomputed QK^T inside the kernel costs its time here.

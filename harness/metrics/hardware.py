@@ -25,7 +25,7 @@ HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasurementOrigin:
     """When, where and on what a figure of a hardware file was measured."""
 
     when: Text  # the day, as 2026-11-20
@@ -66,7 +66,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
+class HardwareSpeeds:
     """Of a GPU type, as the prediction reads them. GiB are per second and GPU, in one direction."""
 
     gemm_tflops: float  # of a model's matrix products
@@ -86,7 +86,7 @@ class Speeds:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
-SPEEDS = tuple(each.name for each in fields(Speeds) if each.name != "tiles")
+SPEEDS = tuple(each.name for each in fields(HardwareSpeeds) if each.name != "tiles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Hardware:
     # Attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     kernel_ceilings: dict[str, dict[str, Positive]] = field(default_factory=dict)
     sources: dict[str, Text]  # where each figure comes from
-    measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
+    measured: dict[str, MeasurementOrigin] = field(default_factory=dict)  # by figure, if more than its source is known
     speeds: dict[str, Positive] = field(default_factory=dict)  # constants of the prediction that the file gives
     spread: dict[str, Positive] = field(default_factory=dict)  # of those measured: (largest - least) / median
     gpus_per_node: int = GPUS_PER_NODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.attention.masks import parse_mask
-from engine.checkpoint.planning.cost import Speeds
+from engine.checkpoint.planning.cost import GpuSpeeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned
 from engine.measurement import Forecast
@@ -64,12 +64,12 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
     return Budget(gpu=own, host=host, source=source)
 
 
-def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> Speeds:
+def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> GpuSpeeds:
     """The speeds of recomputation, sums and copies for the planner: those of the prediction, for long tiles."""
     if hardware is None:
-        return Speeds()
+        return GpuSpeeds()
     found = speeds_of(hardware, None if kernel == "auto" else kernel)
-    return Speeds(
+    return GpuSpeeds(
         gemm=found.gemm_tflops * TERA,
         attention=found.attention_forward_tflops * TERA,
         memory=found.memory_gib * GIB,

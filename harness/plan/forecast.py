@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from engine.measurement import Forecast as PlanForecast
+from engine.measurement import Forecast
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
@@ -33,7 +33,7 @@ _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class TrialForecast:
     """Of one trial on one GPU type."""
 
     settings: TrialSettings
@@ -44,7 +44,7 @@ class Forecast:
     gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
     host_gib: float | None = None  # of one rank's process, approximately
     system_gib: float | None = None  # with the same settings in the system that the method stands for, where known
-    plan: PlanForecast | None = None  # what the planner expects, where it chose
+    plan: Forecast | None = None  # what the planner expects, where it chose
 
     @property
     def fits(self) -> bool | None:
@@ -85,14 +85,14 @@ def forecast(
     hardware: Hardware,
     *,
     node_ranks: int | None = None,
-    plan: PlanForecast | None = None,
-) -> Forecast:
+    plan: Forecast | None = None,
+) -> TrialForecast:
     """Time and memory of a trial, or one sentence why there is none; `plan` is the planner's, where it chose. A node
     gives the trial `node_ranks` GPUs, by default as many as the hardware file says."""
     node_ranks = ranks_per_node(settings, hardware, node_ranks)
     memory = engine_memory(settings)
     time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
-    return Forecast(
+    return TrialForecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
         gpu_gib=memory.allocated / GIB if memory else None, host_gib=memory.host / GIB if memory else None,
         system_gib=_system_gib(settings, hardware, time), plan=plan,
@@ -123,7 +123,7 @@ def machine_of(hardware: Hardware) -> Machine:
     return imagined(hardware.gpu_names[0], hardware.memory_gib, hardware.gpus_per_node)
 
 
-def plan_words(settings: TrialSettings, plan: PlanForecast | None) -> str | None:
+def plan_words(settings: TrialSettings, plan: Forecast | None) -> str | None:
     """What the planner chose and why, and how much of a host's memory it takes, which no hardware file states; None
     where nothing was left open."""
     if plan is None:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.errors import counted
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
-from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory_settings import left_open
 from engine.lm_head import loss_kernel
 from engine.measurement import Forecast
 from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
@@ -201,7 +201,7 @@ def _model_tflop(settings: TrialSettings) -> float | None:
 
 def plan_table(
     trials: Sequence[Trial], hosts: Machine | None = None, hardware: Hardware | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
@@ -340,7 +340,7 @@ def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any,
 def _flat(settings: TrialSettings) -> dict[str, Any]:
     """Settings by dotted key; the model by its name."""
     flat: dict[str, Any] = {}
-    for key, value in to_json(settings).items():
+    for key, value in cast(dict[str, Any], to_json(settings)).items():
         if key == "model":
             flat |= {"model": value["name"]} | {f"model.{name}": field for name, field in value.items()}
         elif isinstance(value, dict):

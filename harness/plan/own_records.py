@@ -35,7 +35,7 @@ HEADER = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class RecordPrediction:
     """One record: each figure as (measured, predicted). Seconds are the median step, GiB the fullest rank's."""
 
     record: str  # its run below results/published, and its trial
@@ -60,7 +60,7 @@ class Compared:
         return float(predicted / measured - 1)
 
 
-def compared_records() -> list[Compared]:
+def compared_records() -> list[RecordPrediction]:
     """All training records of the engine's own methods on GPUs that gave figures, in order of their runs. Raises
     UsageError for a record that cannot be used."""
     found = []
@@ -77,7 +77,7 @@ def compared_records() -> list[Compared]:
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
         found.append(
-            Compared(
+            RecordPrediction(
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
                 timed=today and not run.stated().reason(record.trial_id, "conditions"),
@@ -139,7 +139,7 @@ def table_rows() -> list[list[str]]:
     ]  # fmt: skip
 
 
-def median_error(rows: list[Compared], figure: str) -> float:
+def median_error(rows: list[RecordPrediction], figure: str) -> float:
     return statistics.median(abs(row.error(figure)) for row in rows)
 
 
@@ -149,7 +149,7 @@ def summary() -> str:
     lines = ["| training records | count | figure | median error | largest error |", "|---|---|---|---|---|"]
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     day = TODAY.replace("T", " ") + " UTC"
-    parts: dict[str, Callable[[Compared], bool]] = {
+    parts: dict[str, Callable[[RecordPrediction], bool]] = {
         f"since {day}, one GPU": lambda row: row.judged and row.cp_size == 1,
         f"since {day}, several GPUs": lambda row: row.judged and row.cp_size > 1,
         "earlier, of older code": lambda row: not row.judged,

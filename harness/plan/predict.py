@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.checkpoint.planning.choice import choice_of
 from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
+from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from engine.measurement import Forecast
 from engine.settings import TrialSettings, size_in_bytes
@@ -56,7 +56,7 @@ def memory_by_moment(settings: TrialSettings) -> dict[str, float]:
     """GiB allocated on the fullest rank at the moments of a step; empty where memory is not modelled."""
     if not memory_is_modelled(settings):
         return {}
-    return {name: size / GIB for name, size in MemoryModel(settings).by_moment(choice_of(settings)).items()}
+    return {name: size / GIB for name, size in MemoryModel(settings).by_moment(memory_settings_of(settings)).items()}
 
 
 def gpu_room(settings: TrialSettings, hardware: Hardware) -> float:

@@ -15,13 +15,13 @@ from engine.attention.comm_volume import all_to_all_bytes
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.problem import ALL_GATHER, Problem, divided
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB
 from harness.predict.gathering import all_gather_passes
 from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
 
 
-def attention_passes(problem: Problem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
+def attention_passes(problem: Problem, exchange: Exchange, speeds: HardwareSpeeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention. Raises ValueError for what the schedule cannot run."""
     across = exchange.across_gib(speeds)
     if problem.cp_size == 1:
@@ -39,7 +39,7 @@ def attention_passes(problem: Problem, exchange: Exchange, speeds: Speeds) -> tu
     return _between_all_to_alls(passes, problem, exchange, speeds, across, division.members(0))
 
 
-def _alone(problem: Problem, speeds: Speeds, backward: bool) -> Pass:
+def _alone(problem: Problem, speeds: HardwareSpeeds, backward: bool) -> Pass:
     """All visible pairs in one call, of a share of the heads."""
     pairs = problem.mask.area(problem.seq_len)
     return Pass(kernels=kernel_seconds(problem.pair_flops * pairs / problem.cp_size, pairs, speeds, backward))
@@ -51,7 +51,7 @@ class _RingOfRanks:
 
     problem: Problem
     exchange: Exchange
-    speeds: Speeds
+    speeds: HardwareSpeeds
     across: float
     ring: Ring
     layout: Layout
@@ -80,7 +80,7 @@ class _RingOfRanks:
         chunk_bytes = part.sent_side(sends_queries) if backward else 2 * part.key
         gradient_bytes = part.gradient(sends_queries, self.exchange.gradient_bytes) if backward else 0
         inside = self.across if self.spans else self.speeds.inside_gib
-        clock = _Clock(inside=inside * GIB, across=self.across * GIB)
+        clock = _FreeTimes(inside=inside * GIB, across=self.across * GIB)
         flops_of_pair = problem.pair_flops / self.shared_by
         local_rank = rank % ring.node_size
         kernels = steps = arrived_outer = 0.0
@@ -109,7 +109,7 @@ class _RingOfRanks:
         return Pass(kernels=kernels, steps=steps, inside=waited * (1 - share), across=waited * share)
 
 
-class _Clock:
+class _FreeTimes:
     """When the links and the GPU of one rank become free, in seconds from the start of a pass."""
 
     def __init__(self, *, inside: float, across: float) -> None:
@@ -170,7 +170,7 @@ def _between_all_to_alls(
     inner: tuple[Pass, Pass],
     problem: Problem,
     exchange: Exchange,
-    speeds: Speeds,
+    speeds: HardwareSpeeds,
     across: float,
     members: tuple[int, ...],
 ) -> tuple[Pass, Pass]:

@@ -210,7 +210,7 @@ def _last(found: Calibrated, pattern: str) -> Figure | None:
     return sizes[max(sizes)] if sizes else None
 
 
-def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: int) -> dict[str, Any]:
+def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: int) -> dict[str, object]:
     """The hardware file, as `load_hardware` reads it. What was not measured comes from this GPU's shipped file."""
     shipped = hardware_for(found.device)
     speeds, spread = constants(found)
@@ -273,7 +273,7 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
     return document
 
 
-def write_hardware_file(path: Path, document: Mapping[str, Any]) -> Path:
+def write_hardware_file(path: Path, document: Mapping[str, object]) -> Path:
     """Write it whole. Raises UsageError where a file is there already: nothing is overwritten."""
     if path.exists():
         raise UsageError(f"{path} exists; give --out another name, or move that file away")

@@ -9,12 +9,12 @@ from engine.attention.problem import Problem
 from engine.attention.resolve import HardwareModel, Resolved, asks_for_link, resolve
 from engine.method import PlannedMethod
 from engine.settings import TrialSettings
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.predict.problem import Exchange, Side
 from harness.spec.methods import all_methods, is_native, method_named
 
 
-def resolved_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Resolved:
+def resolved_of(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds) -> Resolved:
     """What the engine's ranks choose, given the speed of the link between nodes where they would measure it.
 
     Raises ValueError for a method that is not modelled, and for what cannot run.
@@ -31,7 +31,7 @@ def resolved_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Re
     return resolve(problem, hardware, choices)
 
 
-def exchange_of(settings: TrialSettings, problem: Problem, speeds: Speeds) -> Exchange:
+def exchange_of(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds) -> Exchange:
     """Schedule, backward side, head chunks and gradient width of a trial. Raises ValueError as `resolved_of`."""
     found = resolved_of(settings, problem, speeds)
     divides_matrices = hasattr(method_named(settings.method), "tensor_parallel")

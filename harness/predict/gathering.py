@@ -13,13 +13,13 @@ from engine.attention.geometry.ring import Ring
 from engine.attention.problem import Problem
 from engine.checkpoint.counts import layers_recomputed
 from engine.settings import BYTES_OF, TrialSettings
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB
 from harness.predict.problem import Exchange, Pass, kernel_seconds, step_areas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that gather and sum, evenly over nodes, and their links in GiB/s."""
 
     ranks: int
@@ -40,10 +40,10 @@ class Group:
         return near, (self.ranks - self.node_ranks) * nbytes / (self.across * GIB)
 
 
-def all_gather_passes(problem: Problem, exchange: Exchange, speeds: Speeds, across: float) -> tuple[Pass, Pass]:
+def all_gather_passes(problem: Problem, exchange: Exchange, speeds: HardwareSpeeds, across: float) -> tuple[Pass, Pass]:
     """Forward and backward of the rank with most to compute: K and V gathered and put in order, a call for each tile;
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
-    group = Group(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
     part = exchange.shards(problem)
     keys = 2 * part.key * part.tokens
     gradients = part.gradient(False, exchange.gradient_bytes) * part.tokens
@@ -85,12 +85,12 @@ def tensor_parallel_transfers(settings: TrialSettings) -> tuple[int, int]:
     return 2 * once + 2 * runs, 2 * once + 2 * runs - again
 
 
-def tensor_parallel_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, across: float) -> Pass:
+def tensor_parallel_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks: int, across: float) -> Pass:
     """What a step's gathers and sums of tensor parallelism take, by the links that they wait for; no kernels."""
     ranks = settings.tp_size
     if ranks == 1:
         return Pass(kernels=0.0)
-    group = Group(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
+    group = RankGroup(ranks=ranks, node_ranks=min(ranks, node_ranks), inside=speeds.inside_gib, across=across)
     model, item = settings.model, BYTES_OF[settings.dtype]
     nbytes = item * settings.seq_len * settings.batch_size / ranks * model.hidden  # of a rank's tokens
     gathers, sums = tensor_parallel_transfers(settings)

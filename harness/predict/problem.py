@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from engine.attention.comm_volume import Shards, Widths
+from engine.attention.comm_volume import GradientWidths, Shards
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import pair_table
 from engine.attention.problem import Problem
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.predict.speeds import TERA
 
 Side = Literal["query", "key_value"]
@@ -31,13 +31,13 @@ class Exchange:
     head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
     reason: str = ""  # why the schedule runs: that it is given, or how `auto` chose it
 
-    def across_gib(self, speeds: Speeds) -> float:
+    def across_gib(self, speeds: HardwareSpeeds) -> float:
         """GiB/s of each GPU to another node, as NCCL is set up for the method."""
         return speeds.across_gib if self.tuned_links else speeds.across_default_gib
 
     def shards(self, problem: Problem, shared_by: int = 1) -> Shards:
         """Of a rank that divides the heads among `shared_by` ranks and holds their tokens."""
-        width = Widths(unreduced=self.gradient_bytes, summed=self.gradient_bytes)
+        width = GradientWidths(unreduced=self.gradient_bytes, summed=self.gradient_bytes)
         return Shards.of(problem, (width,) * 3, shared_by=shared_by)
 
 
@@ -63,7 +63,7 @@ class Pass:
         )
 
 
-def kernel_seconds(forward_flops: float, pairs: float, speeds: Speeds, backward: bool) -> float:
+def kernel_seconds(forward_flops: float, pairs: float, speeds: HardwareSpeeds, backward: bool) -> float:
     """Of one call: at the speed of the causal tile with as many visible pairs where speeds are known by tile."""
     tflops = speeds.attention_backward_tflops if backward else speeds.attention_forward_tflops
     if speeds.tiles is not None:

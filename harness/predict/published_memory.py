@@ -17,7 +17,14 @@ from harness.predict.published_rows import (
     Configuration,
     configuration_of_row,
 )
-from harness.predict.systems import BURST_ENGINE, INTERN_EVO, MEGATRON_DEEPSPEED, MEGATRON_LM, System, system_memory
+from harness.predict.systems import (
+    BURST_ENGINE,
+    INTERN_EVO,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_LM,
+    SystemMemory,
+    system_memory,
+)
 from harness.predict.validation import FIT, FITTED_GPU, HARDWARE, LARGEST_ERROR, side_of, split
 
 METRIC = "peak_memory_gib"
@@ -31,7 +38,7 @@ class PublishedMemory:
     method: str  # as the source names it
     gib: float | None  # None: out of memory, as the sheet says; the cause was not checked
     configuration: Configuration
-    system: System
+    system: SystemMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +46,7 @@ class ComparedMemory:
     """One configuration: the median of its rows, and predicted."""
 
     configuration: Configuration
-    system: System
+    system: SystemMemory
     side: str
     experiments: str
     methods: str
@@ -80,7 +87,7 @@ def published_memory() -> tuple[PublishedMemory, ...]:
     return tuple(found)
 
 
-def system_of_row(words: str, training: bool) -> System:
+def system_of_row(words: str, training: bool) -> SystemMemory:
     """The program behind the source's name of a method."""
     name = words.casefold()
     if name.startswith("megatron"):

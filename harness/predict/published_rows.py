@@ -55,7 +55,7 @@ class Configuration:
     @property
     def name(self) -> str:
         """Ten characters that stand for everything the prediction reads. Settings that came later change none."""
-        settings = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
+        settings: dict[str, Any] = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
         settings = {key: settings[key] for key in _NAMED_BY}
         settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
         settings["model"] = {key: settings["model"][key] for key in _NAMED_BY_MODEL}

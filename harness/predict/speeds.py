@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.metrics.hardware import SPEEDS, Hardware, Speeds
+from harness.metrics.hardware import SPEEDS, Hardware, HardwareSpeeds
 
 TERA = 1e12
 
@@ -22,7 +22,7 @@ _FORWARD_SHARE = 0.65
 BACKWARD_OF_FORWARD = 0.92  # attention's: FlashAttention's own tables of an A100 and an H100, long causal sequences
 
 
-def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
+def speeds_of(hardware: Hardware, kernel: str | None = None) -> HardwareSpeeds:
     """The constants of a hardware file; those of attention are the named kernel's where the file has them measured, by
     tile where it has that.
 
@@ -42,7 +42,7 @@ def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
     for name, value in _COMMON.items():
         given.setdefault(name, value)
     given.setdefault("across_default_gib", given["across_gib"])
-    return Speeds(**given, tiles=hardware.kernel_tiles.get(kernel or "") if chosen else None)
+    return HardwareSpeeds(**given, tiles=hardware.kernel_tiles.get(kernel or "") if chosen else None)
 
 
 def assumed(hardware: Hardware) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from engine.attention.problem import Problem, problem_of_trial
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
-from harness.metrics.flops import Work, work_of
-from harness.metrics.hardware import Speeds
+from harness.metrics.flops import StepFlops, work_of
+from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB
 from harness.predict.attention import attention_passes
 from harness.predict.exchanges import exchange_of
@@ -61,7 +61,7 @@ class StepTime:
 
 
 def step_time(
-    settings: TrialSettings, speeds: Speeds, *, node_ranks: int, exchange: Exchange | None = None
+    settings: TrialSettings, speeds: HardwareSpeeds, *, node_ranks: int, exchange: Exchange | None = None
 ) -> StepTime:
     """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `exchange`: how tensors
     move, by default as the method does. Raises ValueError for a method or settings that are not modelled."""
@@ -159,7 +159,7 @@ def _sharing(settings: TrialSettings) -> int:
     return settings.cp_size * settings.tp_size
 
 
-def _elementwise_bytes(settings: TrialSettings, work: Work) -> float:
+def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     """Bytes that a rank's elementwise passes read and write in a step."""
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
@@ -183,7 +183,7 @@ def _logits_bytes(settings: TrialSettings) -> float:
     return float(passes) * tokens * settings.model.vocab
 
 
-def _gather_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, across: float) -> float:
+def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks: int, across: float) -> float:
     """Of gathering one layer's parameters, or of reducing its gradients: each node receives what others hold, over
     the links of all its GPUs, each of `across` GiB/s."""
     ranks, node_ranks = settings.world_size // settings.tp_size, max(1, node_ranks // settings.tp_size)

@@ -1,8 +1,8 @@
 """Memory of a rank of the systems that the paper compares, as each holds its tensors; none of it is this engine's.
 
 A sum of tensors at the moments that may be the fullest: in the LM head, with all saved tensors; and in the backward of
-the last and of the first layer. What a system keeps, in which dtype, comes from its code (`System.source`), read at
-thunlp/BurstEngine 426eb7a. One number does not: parameters and gradients that are gathered on a stream of their own
+the last and of the first layer. What a system keeps, in which dtype, comes from its code (`SystemMemory.source`), read
+at thunlp/BurstEngine 426eb7a. One number does not: parameters and gradients that are gathered on a stream of their own
 free their memory when the GPU has caught up with the host, which is layers ahead. `waiting_layers` of the hardware file
 says how many layers' parameters wait on average; it is one of the constants that were fitted.
 """
@@ -24,7 +24,7 @@ _INPUTS, _KERNEL = 5, 3  # of attention: Q, K, V, output and its gradient; what 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class System:
+class SystemMemory:
     """How a system holds tensors. Bytes are per element."""
 
     name: str
@@ -37,26 +37,26 @@ class System:
     source: str
 
 
-BURST_ENGINE = System(
+BURST_ENGINE = SystemMemory(
     name="BurstEngine",
     states_on_host=None,
     logits_bytes=2 + 2,  # logits, and the softmax that becomes their gradient
     source="BMTrain: optim/adam.py:76-84, zero_context.py, loss/cross_entropy.py:7-36; cpm/layers/feedforward.py",
 )
-INTERN_EVO = System(
+INTERN_EVO = SystemMemory(
     name="InternEvo",
     states_on_host=1.0,
     logits_bytes=2 + 4 + 4,  # logits, the same in fp32, and the metric's copy of these
     sum_bytes=_FP32,
     source="InternEvo: configs/7B_llama2.py:106, core/naive_amp.py:93-97, model/metrics.py, model/ops/ring_flash_attn",
 )
-MEGATRON_DEEPSPEED = System(
+MEGATRON_DEEPSPEED = SystemMemory(
     name="Megatron-DeepSpeed",
     states_on_host=0.8,
     logits_bytes=2 + 4 + 4,  # logits, the same in fp32, and less their maximum
     source="Megatron-DeepSpeed: script/ds.json:18, megatron/core/tensor_parallel/cross_entropy.py:20-68",
 )
-MEGATRON_LM = System(
+MEGATRON_LM = SystemMemory(
     name="Megatron-LM",
     whole=True,
     gradient_bytes=_FP32,
@@ -75,7 +75,7 @@ SYSTEM_OF = {
 }
 
 
-def attention_states(system: System, exchange: Exchange) -> float:
+def attention_states(system: SystemMemory, exchange: Exchange) -> float:
     """Tensors of the size of a rank's queries that attention's backward holds at once.
 
     A chunk is received per ring while another is computed with. Of circulating gradients there are three sets: summed,
@@ -93,7 +93,7 @@ def attention_states(system: System, exchange: Exchange) -> float:
     return states + wide * (1 + 3 * 2 if exchange.backward == "key_value" else 2 + 3)
 
 
-def system_memory(settings: TrialSettings, system: System, exchange: Exchange, waiting_layers: float) -> float:
+def system_memory(settings: TrialSettings, system: SystemMemory, exchange: Exchange, waiting_layers: float) -> float:
     """Bytes that a rank's allocator holds at most: of a training step, or of a call of attention."""
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size / (settings.cp_size * settings.tp_size)

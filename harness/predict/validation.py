@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from baselines.paper_cluster import GPUS_PER_NODE
-from harness.metrics.hardware import SPEEDS, Speeds, hardware_named
+from harness.metrics.hardware import SPEEDS, HardwareSpeeds, hardware_named
 from harness.predict.published_rows import (
     END_TO_END,
     REFERENCE,
@@ -34,7 +34,7 @@ LARGEST_ERROR = math.log(1.5)  # of one configuration in the fit: beyond it, som
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class MetricPrediction:
     """One metric of one configuration: published, the median of its rows, and predicted."""
 
     configuration: str
@@ -73,9 +73,9 @@ def side_of(name: str) -> str:
     return FIT if int(name, 16) % 2 else HELD_OUT
 
 
-def compare(speeds: Mapping[str, Speeds] | None = None) -> list[Compared]:
+def compare(speeds: Mapping[str, HardwareSpeeds] | None = None) -> list[MetricPrediction]:
     """Every published configuration that is predicted, at the committed constants or at others, by GPU."""
-    found: list[Compared] = []
+    found: list[MetricPrediction] = []
     for configuration, rows in configurations():
         gpu = rows[0].gpu
         at = (speeds or {}).get(gpu) or _committed(gpu)
@@ -84,20 +84,22 @@ def compare(speeds: Mapping[str, Speeds] | None = None) -> list[Compared]:
 
 
 @cache
-def _committed(gpu: str) -> Speeds:
+def _committed(gpu: str) -> HardwareSpeeds:
     return speeds_of(hardware_named(HARDWARE[gpu]))
 
 
-def predicted_time(configuration: Configuration, speeds: Speeds) -> StepTime:
+def predicted_time(configuration: Configuration, speeds: HardwareSpeeds) -> StepTime:
     """The time of a published set-up, on nodes of eight GPUs."""
     return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
 
 
-def _compared(configuration: Configuration, rows: Sequence[PublishedTime], speeds: Speeds) -> Iterable[Compared]:
+def _compared(
+    configuration: Configuration, rows: Sequence[PublishedTime], speeds: HardwareSpeeds
+) -> Iterable[MetricPrediction]:
     settings, time = configuration.settings, predicted_time(configuration, speeds)
     for metric in sorted({row.metric for row in rows}):
         of_metric = [row for row in rows if row.metric == metric]
-        yield Compared(
+        yield MetricPrediction(
             configuration=configuration.name,
             side=split().get(configuration.name, side_of(configuration.name)),
             experiments="; ".join(sorted({row.experiment for row in of_metric})),
@@ -114,13 +116,13 @@ def _compared(configuration: Configuration, rows: Sequence[PublishedTime], speed
         )
 
 
-def median_error(rows: Iterable[Compared]) -> float:
+def median_error(rows: Iterable[MetricPrediction]) -> float:
     """Median of the absolute errors; NaN of none."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors) if errors else math.nan
 
 
-def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
+def fit(start: HardwareSpeeds, *, seed: int = 0, tries: int = 4000) -> HardwareSpeeds:
     """The speeds of A800 GPUs under which the fitted half is predicted best: the mean absolute logarithm of
     predicted over published, every experiment with the same weight, by random steps that shrink."""
     chosen = [(c, rows) for c, rows in configurations() if rows[0].gpu == FITTED_GPU and side_of(c.name) == FIT]
@@ -131,7 +133,7 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
         values = {each: getattr(best, each) for each in SPEEDS}
         values[name] *= math.exp(generator.gauss(0, width))
         values["attention_backward_tflops"] = BACKWARD_OF_FORWARD * values["attention_forward_tflops"]
-        tried = Speeds(**values, tiles=best.tiles)
+        tried = HardwareSpeeds(**values, tiles=best.tiles)
         if not _possible(tried):
             continue
         loss = _loss(chosen, tried)
@@ -139,10 +141,10 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
             best, least = tried, loss
         if attempt % (tries // 10) == 0:
             width = max(0.01, width * 0.75)
-    return Speeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS}, tiles=best.tiles)
+    return HardwareSpeeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS}, tiles=best.tiles)
 
 
-def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: Speeds) -> float:
+def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: HardwareSpeeds) -> float:
     by_experiment: dict[str, list[float]] = {}
     for configuration, rows in chosen:
         for row in _compared(configuration, rows, speeds):
@@ -151,7 +153,7 @@ def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: S
     return statistics.fmean(statistics.fmean(errors) for errors in by_experiment.values())
 
 
-def _possible(speeds: Speeds) -> bool:
+def _possible(speeds: HardwareSpeeds) -> bool:
     """Within the datasheet of an A800: 312 TFLOP/s, 2039 GB/s of memory, NVLink of 400 GB/s both ways."""
     tflops = (speeds.gemm_tflops, speeds.attention_forward_tflops, speeds.attention_backward_tflops)
     links = speeds.across_default_gib <= speeds.across_gib <= speeds.inside_gib <= 186

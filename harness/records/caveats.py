@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.measurement import ALLOCATION_RETRIES, UNCHECKED
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
-from harness.records.stated import Stated
+from harness.records.stated import StatedProvenance
 
 ONE_ROUND = "one round"
 TWO_ROUNDS = "two rounds"
@@ -19,13 +19,13 @@ _STEADY = 0.005  # from the first to the last step of a round
 _FAULTS = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
 
 
-def caveats_of(record: Record, stated: Stated) -> list[str]:
+def caveats_of(record: Record, stated: StatedProvenance) -> list[str]:
     """Sentences without full stops, each once: first what the record shows, then what provenance.yaml states."""
     reasons = (one.says for one in stated.reasons_of(record.trial_id))
     return list(dict.fromkeys([*_shown_by(record), *reasons, *_machines_of(record, stated)]))
 
 
-def _machines_of(record: Record, stated: Stated) -> list[str]:
+def _machines_of(record: Record, stated: StatedProvenance) -> list[str]:
     """Which rounds ran on which machine, as one sentence; nothing where provenance.yaml names no machine."""
     rounds = [one.number for one in record.rounds] or [1]  # a record from before there were rounds holds the first
     by_machine: dict[str, list[int]] = {}

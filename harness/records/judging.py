@@ -195,7 +195,7 @@ def _listed(names: list[str]) -> str:
 NAMES = {"hidden": "the final hidden state", "dinput": "the gradient at the embedding's output", "loss": "the loss"}
 
 
-class Allowed(NamedTuple):
+class AllowedDifference(NamedTuple):
     """What a tensor of a training step may differ by from a dense float64 step."""
 
     error: float  # of a gradient, relative, Frobenius norms
@@ -207,9 +207,9 @@ class Allowed(NamedTuple):
 # At least twice the largest error found among exact methods: the settings that `tests/engine/test_composition.py`
 # combines, rings of up to 16 ranks, and the kernels cudnn, flex, fa2 and reference on one H200.
 TRAINING = {
-    "fp64": Allowed(error=1e-10, states=1e-10, scale=1e-10, loss=1e-10),
-    "fp32": Allowed(error=1e-5, states=1e-5, scale=1e-5, loss=1e-5),
-    "bf16": Allowed(error=0.05, states=0.02, scale=0.01, loss=2e-3),
+    "fp64": AllowedDifference(error=1e-10, states=1e-10, scale=1e-10, loss=1e-10),
+    "fp32": AllowedDifference(error=1e-5, states=1e-5, scale=1e-5, loss=1e-5),
+    "bf16": AllowedDifference(error=0.05, states=0.02, scale=0.01, loss=2e-3),
 }
 
 
@@ -250,7 +250,7 @@ def training_fault(
     )
 
 
-def _faults(allowed: Allowed, errors: Mapping[str, float], scales: Mapping[str, float]) -> Iterator[_Fault]:
+def _faults(allowed: AllowedDifference, errors: Mapping[str, float], scales: Mapping[str, float]) -> Iterator[_Fault]:
     """Every tensor beyond what is allowed."""
     limits = {"loss": allowed.loss, "hidden": allowed.states, "dinput": allowed.states}
     for name, error in errors.items():

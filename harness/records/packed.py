@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.filesystem import open_regular
 from cluster.files.reader import Node
@@ -30,13 +30,13 @@ _TRIAL_ID = re.compile(r"\w[\w.+-]{0,199}", re.ASCII)  # it may become the name 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
+class RunHeader:
     """The first line: the version of the format, and what describes the run besides its records."""
 
     burst_run: int
     records: int  # lines that follow
-    provenance: dict[str, Any] = field(default_factory=dict)  # the keys of provenance.yaml
-    plan: dict[str, Any] | None = None  # run.json
+    provenance: dict[str, object] = field(default_factory=dict)  # the keys of provenance.yaml
+    plan: dict[str, object] | None = None  # run.json
     experiment: str = ""  # experiment.yaml, the experiment as it was resolved
 
 
@@ -51,7 +51,7 @@ def is_packed(path: Path) -> bool:
         return False
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> RunHeader:
     """The header of a packed run. Raises UsageError that names file and line for a file without a proper one."""
     line = next(read_lines(path), b"")
     if not line.startswith(_BEGINNING):
@@ -62,11 +62,11 @@ def read_header(path: Path) -> Header:
     try:
         if len(line) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        data = parse_json(line)
+        data = cast(dict[str, Any], parse_json(line))
         _refuse_repeated_keys(line)
         if data["burst_run"] != VERSION:
             raise ValueError(f"burst_run is {str(data['burst_run'])[:20]}; this version of burst reads {VERSION}")
-        header: Header = from_json(Header, data)
+        header = from_json(RunHeader, data)
     except ValueError as error:
         raise UsageError(f"{path}:1: the header cannot be used ({error}); correct it, or pack the run again") from error
     return header
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
             raise UsageError(f"{path}: cannot read the {_WHAT} ({error.strerror}); give a readable file") from error
 
 
-def trial_id_in(data: Any, before: str) -> str:
+def trial_id_in(data: object, before: str) -> str:
     """The trial id of a line's JSON value; `before` is that of the line before. Raises ValueError for what is no id, or
     out of order."""
     trial_id = data.get("trial_id") if isinstance(data, dict) else None
@@ -98,10 +98,10 @@ def trial_id_in(data: Any, before: str) -> str:
     return trial_id
 
 
-def packed(header: Header, records: Mapping[str, Any]) -> bytes:
+def packed(header: RunHeader, records: Mapping[str, object]) -> bytes:
     """The file's content; `records` holds the JSON value of each record by its trial id. Raises ValueError for what no
     reader of the file would take."""
-    from_json(Header, to_json(header))
+    from_json(RunHeader, to_json(header))
     before = ""
     for trial_id in sorted(records):
         before = trial_id_in(records[trial_id], before)
@@ -110,13 +110,13 @@ def packed(header: Header, records: Mapping[str, Any]) -> bytes:
     return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
 
 
-def node_of(value: Any, place: str) -> Node:
+def node_of(value: object, place: str) -> Node:
     """A JSON value as if it had been read from YAML at `place`."""
     if isinstance(value, dict):
         return Node({key: node_of(item, place) for key, item in value.items()}, place)
     if isinstance(value, list):
         return Node([node_of(item, place) for item in value], place)
-    return Node(value, place)
+    return Node(cast(str | int | float | bool | None, value), place)
 
 
 def _refuse_repeated_keys(line: bytes) -> None:

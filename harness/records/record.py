@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.measurement import Forecast, GpuState, Measurement, write_json
 from engine.reader import from_json, read_json, to_json
@@ -135,7 +135,7 @@ def read_record(path: Path) -> Record:
     return record_of(data, RecordPlace(path))
 
 
-def record_of(data: Any, place: RecordPlace) -> Record:
+def record_of(data: object, place: RecordPlace) -> Record:
     """The record in a JSON value, judged anew; errors name `place`.
 
     Raises ValueError when it is not a record this version understands, or one that figures cannot be derived from.
@@ -151,10 +151,10 @@ def no_record(place: RecordPlace, error: ValueError) -> str:
     return f"{place} is not a record of schema {SCHEMA} ({error})"
 
 
-def _record_of(data: Any) -> Record:
+def _record_of(data: object) -> Record:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
-    record: Record = from_json(Record, data)
+    record = from_json(Record, data)
     measured = record.measurement
     if record.status in MEASURED and (measured is None or not measured.step_seconds):
         raise ValueError(f"its status is {record.status}, but it holds no step times")

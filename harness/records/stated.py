@@ -34,8 +34,6 @@ About = Literal[
     "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
 _LISTS = ("trials", "about", "rounds")
-
-
 _ListOf = Meta(min_length=1, description="at least one, in a list or by itself")
 
 
@@ -50,7 +48,7 @@ class _OfTrials:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reason(_OfTrials):
+class FailureReason(_OfTrials):
     """Why some records cannot pass a check of `burst verify`."""
 
     says: Text  # one sentence without a full stop
@@ -71,7 +69,7 @@ class TypedCommand(_OfTrials):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnMachine(_OfTrials):
+class MachineOfRounds(_OfTrials):
     """The machine that some rounds of some records ran on, by a name that the file gives it."""
 
     machine: Text
@@ -79,12 +77,12 @@ class OnMachine(_OfTrials):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
+class StatedProvenance:
     """The whole of a `provenance.yaml`; empty where there is none."""
 
     commands: tuple[TypedCommand, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-    machines: tuple[OnMachine, ...] = ()
+    reasons: tuple[FailureReason, ...] = ()
+    machines: tuple[MachineOfRounds, ...] = ()
 
     def command(self, trial_id: str) -> str | None:
         """The command that made this record: of the first entry that names it."""
@@ -95,7 +93,7 @@ class Stated:
         found = (one.machine for one in self.machines if number in one.rounds and one.names(trial_id))
         return next(found, "")
 
-    def reasons_of(self, trial_id: str) -> list[Reason]:
+    def reasons_of(self, trial_id: str) -> list[FailureReason]:
         """All reasons stated for this record, in their order."""
         return [one for one in self.reasons if one.names(trial_id)]
 
@@ -104,10 +102,10 @@ class Stated:
         return next((one.says for one in self.reasons_of(trial_id) if about in one.about), None)
 
 
-NOTHING_STATED = Stated()
+NOTHING_STATED = StatedProvenance()
 
 
-def stated_in(run_dir: Path) -> Stated:
+def stated_in(run_dir: Path) -> StatedProvenance:
     """What `run_dir`/provenance.yaml states; nothing where there is no such file. Raises UsageError for a bad one."""
     path = run_dir / PROVENANCE_FILE
     if not os.path.lexists(path):
@@ -115,7 +113,7 @@ def stated_in(run_dir: Path) -> Stated:
     return stated_of(read_yaml(path, PROVENANCE_FILE))
 
 
-def stated_of(document: Node) -> Stated:
+def stated_of(document: Node) -> StatedProvenance:
     """What a `provenance.yaml`, or that part of a packed run's header, states. Raises UsageError for a bad one."""
     entries = document.mapping(PROVENANCE_FILE)
     check_keys(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
@@ -124,10 +122,10 @@ def stated_of(document: Node) -> Stated:
         commands: tuple[TypedCommand, ...] = (build(TypedCommand, Node({"command": command}, command.place)),)
     else:
         commands = _all(TypedCommand, command, "command")
-    return Stated(
+    return StatedProvenance(
         commands=commands,
-        reasons=_all(Reason, entries.get("reasons"), "reasons"),
-        machines=_all(OnMachine, entries.get("machines"), "machines"),
+        reasons=_all(FailureReason, entries.get("reasons"), "reasons"),
+        machines=_all(MachineOfRounds, entries.get("machines"), "machines"),
     )
 
 

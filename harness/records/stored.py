@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.filesystem import read_text
 from cluster.files.reader import read_yaml
@@ -21,7 +21,7 @@ from harness.base.errors import UsageError
 from harness.records.packed import (
     SUFFIX,
     VERSION,
-    Header,
+    RunHeader,
     is_packed,
     node_of,
     read_header,
@@ -37,7 +37,7 @@ from harness.records.record import (
     record_of,
     refuse_bad,
 )
-from harness.records.stated import NOTHING_STATED, PROVENANCE_FILE, Stated, stated_in, stated_of
+from harness.records.stated import NOTHING_STATED, PROVENANCE_FILE, StatedProvenance, stated_in, stated_of
 
 RUN_FILE, EXPERIMENT_FILE = "run.json", "experiment.yaml"  # what `burst run` leaves beside the records
 
@@ -49,7 +49,7 @@ class StoredRecord:
     trial: str  # the name of its directory, or the trial id of its line
     place: RecordPlace
     content: bytes
-    data: Any  # the JSON value
+    data: object  # the JSON value
 
     def record(self) -> Record:
         """Raises ValueError that names the place when this is not a record this version understands."""
@@ -80,11 +80,11 @@ class StoredRun(ABC):
         return iter(())
 
     @abstractmethod
-    def stated(self) -> Stated:
+    def stated(self) -> StatedProvenance:
         """What the run's provenance states. Raises UsageError where it is bad."""
 
     @abstractmethod
-    def header(self) -> Header:
+    def header(self) -> RunHeader:
         """What a packed file says of the run in its first line. Raises UsageError for files that are not readable."""
 
     @abstractmethod
@@ -113,10 +113,10 @@ class DirectoryRun(StoredRun):
     def attempts(self) -> Iterator[StoredRecord | BadRecord]:
         return map(_stored, sorted(self.path.glob(f"trials/*/attempts/*/{RECORD_FILE}")))
 
-    def stated(self) -> Stated:
+    def stated(self) -> StatedProvenance:
         return stated_in(self.path)
 
-    def header(self) -> Header:
+    def header(self) -> RunHeader:
         self.stated()  # read strictly, so that the values below are what it means
         stated = self.path / PROVENANCE_FILE
         plan, experiment = (
@@ -124,10 +124,10 @@ class DirectoryRun(StoredRun):
             for name in (RUN_FILE, EXPERIMENT_FILE)
         )
         try:
-            planned = parse_json(plan) if plan else None
+            planned = cast(dict[str, Any], parse_json(plan)) if plan else None
         except ValueError as error:
             raise UsageError(f"{self.path / RUN_FILE} is not readable as JSON ({error}); remove it") from error
-        return Header(
+        return RunHeader(
             burst_run=VERSION,
             records=sum(1 for _ in self.records()),
             provenance=read_yaml(stated, PROVENANCE_FILE).plain if os.path.lexists(stated) else {},
@@ -185,12 +185,12 @@ class PackedRun(StoredRun):
             place = RecordPlace(self.path, 1)
             yield BadRecord(place, f"{place}: the header says {said} records, and {found} lines follow")
 
-    def stated(self) -> Stated:
+    def stated(self) -> StatedProvenance:
         if not self._header.provenance:
             return NOTHING_STATED
         return stated_of(node_of(self._header.provenance, f"{self.path}:1"))
 
-    def header(self) -> Header:
+    def header(self) -> RunHeader:
         return self._header
 
     def planned(self) -> list[str] | None:
@@ -203,7 +203,7 @@ class PackedRun(StoredRun):
         return self.path
 
     @cached_property
-    def _header(self) -> Header:
+    def _header(self) -> RunHeader:
         return read_header(self.path)
 
 

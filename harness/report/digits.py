@@ -17,20 +17,20 @@ TOO_WIDE = "too wide"
 Spread = Interval | TwoRounds | None
 
 
-class Measured(float):
+class MeasuredNumber(float):
     """A number that knows its interval, or what each of two rounds gave. Files keep all digits, as of any float."""
 
     spread: Spread
 
-    def __new__(cls, value: float, spread: Spread = None) -> Measured:
+    def __new__(cls, value: float, spread: Spread = None) -> MeasuredNumber:
         made = super().__new__(cls, value)
         made.spread = spread
         return made
 
 
-def measured(value: float | None, spread: Spread = None) -> Measured | None:
+def measured(value: float | None, spread: Spread = None) -> MeasuredNumber | None:
     """The number with its interval; None where there is none."""
-    return None if value is None else Measured(value, spread)
+    return None if value is None else MeasuredNumber(value, spread)
 
 
 def decimals_of(value: float, spread: Spread = None) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.metrics.intervals import Interval, TwoRounds
-from harness.report.contests import Contest, Entrant, word_beside
-from harness.report.digits import Measured, ratio_spread_text, ratio_text, spread_text, supported
+from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, spread_text, supported
+from harness.report.rankings import RankedSeries, SizeRanking, word_beside
 from harness.report.tables.table import significant
 
 MOST_DOTS = 16  # of one plot; a longer list is read in its table
@@ -46,7 +46,7 @@ class Dots:
 class Axis:
     """A linear axis from the smallest to the largest of the values and their intervals."""
 
-    def __init__(self, values: Sequence[Measured], holds: Sequence[float] = ()) -> None:
+    def __init__(self, values: Sequence[MeasuredNumber], holds: Sequence[float] = ()) -> None:
         ends = [end for value in values for end in (value, *_ends(value))] + list(holds)
         low, high = min(ends), max(ends)
         if low < _FROM_ZERO * high:
@@ -71,56 +71,56 @@ class Axis:
         return [(self.at(value), f"{value:,.{decimals}f}") for value in values]
 
 
-def dots_of(contest: Contest) -> Dots | None:
-    """The contest as a plot of speeds, the fastest first; None for a single series."""
-    if len(contest.entrants) + len(contest.lost) < 2:
+def dots_of(ranking: SizeRanking) -> Dots | None:
+    """The ranking as a plot of speeds, the fastest first; None for a single series."""
+    if len(ranking.compared) + len(ranking.lost) < 2:
         return None
-    shown = contest.entrants[:MOST_DOTS]
-    if contest.subject not in shown:
-        shown[-1] = contest.subject
-    axis = Axis([entrant.speed for entrant in shown])
-    training = contest.rows[0]["task"] == "train"
+    shown = ranking.compared[:MOST_DOTS]
+    if ranking.subject not in shown:
+        shown[-1] = ranking.subject
+    axis = Axis([series.speed for series in shown])
+    training = ranking.rows[0]["task"] == "train"
     use = ("mfu", "MFU %", 100.0) if training else ("tflops_per_gpu", "TFLOP/s", 1.0)
-    used = any(entrant.of(use[0]) is not None for entrant in shown)
+    used = any(series.of(use[0]) is not None for series in shown)
     rows = []
-    for entrant in shown:
-        low, high = (axis.at(end) for end in (_ends(entrant.speed) or (entrant.speed, entrant.speed)))
-        verdict, kind = _beside(contest, entrant)
-        speed, memory = entrant.speed, entrant.of("peak_memory_gib")
+    for series in shown:
+        low, high = (axis.at(end) for end in (_ends(series.speed) or (series.speed, series.speed)))
+        verdict, kind = _beside(ranking, series)
+        speed, memory = series.speed, series.of("peak_memory_gib")
         figures = [supported()(speed)]
-        figures += [_number(entrant.of(use[0]), use[2])] if used else []
+        figures += [_number(series.of(use[0]), use[2])] if used else []
         figures += [_number(memory)]
         between = f", {spread_text(speed.spread)}" if speed.spread else ""
         rows.append(Dot(
-            name=entrant.name, at=axis.at(speed), low=low, high=high, verdict=verdict, kind=kind, cells=figures,
-            hover=f"{entrant.name}: {figures[0]} tokens/s per GPU{between}",
+            name=series.name, at=axis.at(speed), low=low, high=high, verdict=verdict, kind=kind, cells=figures,
+            hover=f"{series.name}: {figures[0]} tokens/s per GPU{between}",
         ))  # fmt: skip
     blank = [""] * (2 if used else 1)
-    rows += [Dot(name=name, cells=[status, *blank], kind="lost") for name, status in contest.lost[:MOST_DOTS]]
-    left = len(contest.entrants) - len(shown)
+    rows += [Dot(name=name, cells=[status, *blank], kind="lost") for name, status in ranking.lost[:MOST_DOTS]]
+    left = len(ranking.compared) - len(shown)
     return Dots(
-        headers=("", "tokens/s per GPU", *([use[1]] if used else []), "peak GiB", f"against {contest.subject.short}"),
+        headers=("", "tokens/s per GPU", *([use[1]] if used else []), "peak GiB", f"against {ranking.subject.short}"),
         rows=rows,
         ticks=axis.ticks(),
-        note=f"The fastest {len(shown)} of {len(contest.entrants)}; the table of all trials has the others." if left
+        note=f"The fastest {len(shown)} of {len(ranking.compared)}; the table of all trials has the others." if left
         else "",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class RatioRow:
     """One row of a plot of ratios: `ratio` is of the speed of `subject`, over that of `other`."""
 
     subject: str = "burst"
     name: str
     link: str
     about: str
-    ratio: Measured
+    ratio: MeasuredNumber
     verdict: str
     other: str
 
 
-def ratio_dots(found: Sequence[Compared], note: str = "") -> Dots | None:
+def ratio_dots(found: Sequence[RatioRow], note: str = "") -> Dots | None:
     """A plot of ratios around 1, the largest first; None without one."""
     if not found:
         return None
@@ -139,23 +139,23 @@ def ratio_dots(found: Sequence[Compared], note: str = "") -> Dots | None:
     return Dots(headers=headers, rows=rows, ticks=axis.ticks(), line=axis.at(1.0), note=note)
 
 
-def _beside(contest: Contest, entrant: Entrant) -> tuple[str, str]:
+def _beside(ranking: SizeRanking, series: RankedSeries) -> tuple[str, str]:
     """The verdict on a row against the subject, in words with the ratio, and what colours its dot. Of several methods
     none is put beside itself with other settings."""
-    subject = contest.subject
-    if entrant is subject:
+    subject = ranking.subject
+    if series is subject:
         return "", "subject"
-    found = contest.beside(entrant)
-    if found is None or (contest.of_methods and entrant.method == subject.method):
+    found = ranking.beside(series)
+    if found is None or (ranking.of_methods and series.method == subject.method):
         return "", "same"
     word = word_beside(found)
     kind = "same" if word.startswith("not") else word.split()[0]
     spread = f" ({found.between})" if found.spread else ""
-    name = subject.method if contest.of_methods else subject.name
+    name = subject.method if ranking.of_methods else subject.name
     return f"{word}; {name} {ratio_text(found.ratio)}×{spread}", kind
 
 
-def _ends(value: Measured) -> tuple[float, ...]:
+def _ends(value: MeasuredNumber) -> tuple[float, ...]:
     spread = value.spread
     if isinstance(spread, TwoRounds):
         return (min(spread), max(spread))

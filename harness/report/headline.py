@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
-from harness.report.contests import Contest, contests_of, verdict_sentence
 from harness.report.digits import ratio_text
 from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
+from harness.report.rankings import SizeRanking, rankings_of, verdict_sentence
 from harness.report.results import Row
+from harness.report.slow_baselines import slow_baselines, slow_sentence
 from harness.report.speedup import contested_points
-from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
+from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
-from harness.report.weak_forms import weak_forms, weak_sentence
 
 MOST_WRONG = 8  # trials that a report names above its verdict
 
@@ -28,13 +28,13 @@ TOO_FEW_ROUNDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headline:
-    """The first screen of a report in words. `place` says where the verdict holds; `contests` are all sizes on GPUs."""
+    """The first screen of a report in words. `place` says where the verdict holds; `rankings` are all sizes on GPUs."""
 
     verdict: str
     place: str
     notes: list[str]
     footnotes: list[str]  # what short names leave out
-    contests: list[Contest]
+    rankings: list[SizeRanking]
 
     @property
     def sentences(self) -> list[str]:
@@ -46,23 +46,23 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
     """Where trials disagree, that; else who is faster at the largest size on GPUs; else whether the trials agree, since
     times on a CPU tell nothing about GPUs."""
     if not rows:
-        return Headline(verdict="No trial was recorded.", place="", notes=[], footnotes=[], contests=[])
-    contests = contests_of(rows, baseline)
+        return Headline(verdict="No trial was recorded.", place="", notes=[], footnotes=[], rankings=[])
+    rankings = rankings_of(rows, baseline)
     compared = [pair for pair in agreements(rows) if not pair.is_reference]
     agreement = [*_agreement_sentences(compared), *_accuracy_sentence(rows)]
     disagree = any(pair.agrees is False for pair in compared)
-    faster = [verdict_sentence(contests[0]), *_same_kernel(contests[0])] if contests else []
-    notes = _notes(rows, contests)
+    faster = [verdict_sentence(rankings[0]), *_same_kernel(rankings[0])] if rankings else []
+    notes = _notes(rows, rankings)
     ended = _how_they_ended(rows)
     told = [*agreement, *faster] if disagree or not faster else [*faster, *agreement]
     first = 2 if told and told[0] in faster and len(faster) > 1 else 1
     verdict = " ".join(told[:first]) or ended
     return Headline(
         verdict=verdict,
-        place=_place(contests[0], rows) if contests and not disagree else "",
+        place=_place(rankings[0], rows) if rankings and not disagree else "",
         notes=[*told[first:], *notes, *([ended] if ended != verdict else [])],
-        footnotes=footnotes_of(contests[0].rows) if contests else [],
-        contests=contests,
+        footnotes=footnotes_of(rankings[0].rows) if rankings else [],
+        rankings=rankings,
     )
 
 
@@ -73,10 +73,10 @@ def wrong_sentences(rows: Sequence[Row]) -> list[str]:
     return told + ([f"{len(wrong) - MOST_WRONG} more are wrong; the tables have them."] if wrong[MOST_WRONG:] else [])
 
 
-def _place(contest: Contest, rows: Sequence[Row]) -> str:
+def _place(ranking: SizeRanking, rows: Sequence[Row]) -> str:
     """Where the verdict holds, and what share of the possible its subject reaches."""
-    subject = contest.subject
-    parts = [contest.place]
+    subject = ranking.subject
+    parts = [ranking.place]
     ideal = share_of_ideal(subject.rows[0], rows)
     utilisation, ceiling = subject.of("mfu"), subject.of("mfu_ceiling")
     ranks = subject.rows[0]["world_size"]
@@ -89,18 +89,18 @@ def _place(contest: Contest, rows: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def _same_kernel(contest: Contest) -> list[str]:
+def _same_kernel(ranking: SizeRanking) -> list[str]:
     """Where the two of the verdict ran different attention kernels: the ratio with the other's, if it was measured."""
-    subject, other = contest.subject, contest.other
-    if other is None or not contest.of_methods:
+    subject, other = ranking.subject, ranking.other
+    if other is None or not ranking.of_methods:
         return []
     ours, theirs = (str(one.rows[0].get("chosen_kernel") or "") for one in (subject, other))
     words = [kernel_in_words(kernel) for kernel in (ours, theirs)]
     if not all(words) or first_kernel(ours) == first_kernel(theirs):
         return []
-    for entrant in contest.entrants:
-        if entrant.method == subject.method and entrant.rows[0].get("chosen_kernel") == first_kernel(theirs):
-            found = contest.between(entrant, other).beside(other)
+    for series in ranking.compared:
+        if series.method == subject.method and series.rows[0].get("chosen_kernel") == first_kernel(theirs):
+            found = ranking.between(series, other).beside(other)
             if found is not None:
                 between = f" ({found.between})" if found.spread else " (one round)"
                 kernel = kernel_in_words(first_kernel(theirs))
@@ -108,10 +108,10 @@ def _same_kernel(contest: Contest) -> list[str]:
     return [f"Their attention kernels differ: {words[0]} and {words[1]}."]
 
 
-def _notes(rows: Sequence[Row], contests: Sequence[Contest]) -> list[str]:
+def _notes(rows: Sequence[Row], rankings: Sequence[SizeRanking]) -> list[str]:
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
-    notes = [weak_sentence(weak_forms(rows).values()), own_weights_sentence(rows)]
-    if contests and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
+    notes = [slow_sentence(slow_baselines(rows).values()), own_weights_sentence(rows)]
+    if rankings and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
         notes.append(TOO_FEW_ROUNDS)
     if contested_points([row for row in rows if on_cpu(row)]):
         notes.append(CPU_TIMES)
@@ -125,7 +125,7 @@ def _how_they_ended(rows: Sequence[Row]) -> str:
     return f"{counts['ok']} of {len(rows)} {trials} gave a measurement" + (f"; {others}." if others else ".")
 
 
-def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
+def _agreement_sentences(compared: Sequence[LossDifferences]) -> list[str]:
     """Whether trials with the same initial weights, data and seed show the same losses."""
     judged = [pair for pair in compared if pair.agrees is not None]
     apart = [pair for pair in judged if not pair.agrees]
@@ -163,7 +163,7 @@ def _accuracy_sentence(rows: Sequence[Row]) -> list[str]:
     return [f"Attention and its gradients differ from a dense float64 run by at most {listed}{some}."]
 
 
-def _what_varies(pairs: Sequence[Agreement]) -> str:
+def _what_varies(pairs: Sequence[LossDifferences]) -> str:
     """What the trials that agree differ in, as the subject of a sentence."""
     methods = any(pair.row["method"] != pair.reference["method"] for pair in pairs)
     sizes = any(

@@ -23,6 +23,7 @@ import jinja2
 
 from harness.records.stored import stored_run
 from harness.report.drawing.looks import palette_css
+from harness.report.results import Row
 from harness.report.tables.table import Column, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,7 +41,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class HtmlRow:
     """One row of a table; `record` is the address of the trial's record and `command` runs the trial again."""
 
     cells: Sequence[Cell]
@@ -50,14 +51,14 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class HtmlTable:
     """A table ready for the template: the first rows of `total`."""
 
     name: str
     title: str
     note: str
     columns: Sequence[Column]
-    lines: Sequence[Line]
+    lines: Sequence[HtmlRow]
     total: int
     csv: str  # address of the table's file, empty where there is none
 
@@ -78,7 +79,7 @@ class Addresses:
             return ""
         return quote(Path(os.path.relpath(path.resolve(), self._out.resolve())).as_posix())
 
-    def record(self, trial: Mapping[str, Any]) -> str:
+    def record(self, trial: Row) -> str:
         """Of the file that holds a trial's record; empty where it is not there. Without runs the page lies in the
         directory of its run."""
         run = self._out if self._run_dirs is None else self._run_dirs.get(trial["run"])
@@ -86,26 +87,26 @@ class Addresses:
         return self.file(path) if path is not None and path.is_file() else ""
 
 
-def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> Grid:
+def grid_of(table: Table, addresses: Addresses, csv: Path | None = None) -> HtmlTable:
     """The table as the page shows it; `csv` is the file with all its rows."""
     lines = []
     for index, (row, texts) in enumerate(zip(table.rows[:MAX_ROWS], table.texts(MAX_ROWS), strict=True)):
         trial = table.trials[index] if table.trials else None
         lines.append(
-            Line(
+            HtmlRow(
                 cells=[_cell(*each) for each in zip(row, texts, table.columns, strict=True)],
                 marked=index in table.marked,
                 record=addresses.record(trial) if trial else "",
                 command=command_of(trial) if trial else "",
             )
         )
-    return Grid(
+    return HtmlTable(
         name=table.name, title=table.title, note=table.note, columns=table.columns, lines=lines,
         total=len(table.rows), csv=addresses.file(csv) if csv else "",
     )  # fmt: skip
 
 
-def command_of(trial: Mapping[str, Any]) -> str:
+def command_of(trial: Row) -> str:
     """The shell command that runs this trial alone again; empty where the record does not hold the run's command."""
     command = trial.get("run_command")
     return f"{command} --only {shlex.quote(trial['trial_id'])}" if command else ""
@@ -142,7 +143,7 @@ def _assets() -> tuple[str, str]:
     return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 
-def render_page(name: str, **values: Any) -> str:
+def render_page(name: str, **values: object) -> str:
     """A page of ours; whatever is put into it is escaped. Its policy allows our style and our script, nothing else."""
     style, script = _assets()
     policy = (

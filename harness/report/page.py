@@ -15,15 +15,16 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
-from harness.report.contests import sizes_table
 from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import Addresses, grid_of, render_page
+from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
+from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
@@ -39,7 +40,6 @@ from harness.report.tables.trials import (
     speed_by_length,
 )
 from harness.report.variants import on_cpu, with_subject
-from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
 
@@ -193,7 +193,7 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     """The report's tables in reading order, less those with nothing to say."""
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
-    explained = weak_sentence(weak_forms(rows).values())
+    explained = slow_sentence(slow_baselines(rows).values())
     return [with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
@@ -241,11 +241,11 @@ def html_report(
     headline = headline_of(rows, baseline)
     tables = [_without(one, headline.footnotes) for one in tables]
     grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
-    plot = dots_of(headline.contests[0]) if headline.contests else None
-    first = [sizes_table(headline.contests[1:] if plot else headline.contests)]
+    plot = dots_of(headline.rankings[0]) if headline.rankings else None
+    first = [sizes_table(headline.rankings[1:] if plot else headline.rankings)]
     if all(map(on_cpu, rows)):
         first = [agreement_summary(rows)]
-    early = BEFORE_FIGURES if headline.contests else BEFORE_FIGURES_ON_CPUS
+    early = BEFORE_FIGURES if headline.rankings else BEFORE_FIGURES_ON_CPUS
     parts: list[tuple[str, str, object]] = [(name, grids[name].title, grids[name]) for name in early if name in grids]
     equal = figure_sentences(rows)
     if plots or equal:

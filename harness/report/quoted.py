@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import yaml
 
-from cluster.files.reader import load
 from engine.atomic import write_atomic
+from engine.reader import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
@@ -54,7 +55,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class QuotedTable:
     """A Markdown table: a line for each value of the columns `each`, or for each condition of `lines`, by its label."""
 
     runs: list[str]
@@ -68,7 +69,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
+class QuotedFigure:
     """A figure of `harness.report.figures` as an SVG file."""
 
     figure: str
@@ -81,11 +82,11 @@ class Definitions:
     """What docs/quoted.yaml holds; drawings by their path."""
 
     numbers: dict[str, Quantity]
-    tables: dict[str, Table]
-    drawings: dict[str, Drawing]
+    tables: dict[str, QuotedTable]
+    drawings: dict[str, QuotedFigure]
 
 
-class Absent(Exception):
+class QuantityMissing(Exception):
     """A record that a quantity asks for is not there, or gave no number; the text says which status it has."""
 
 
@@ -99,7 +100,10 @@ class Quotes:
     def __init__(self, root: Path, made: Mapping[str, Callable[[], Sequence[str]]] | None = None) -> None:
         self.root = root
         self.made = dict(made or {})
-        self.definitions = load(Definitions, root / DEFINITIONS, "definition of quoted numbers")
+        try:  # by YAML's own rules, because its tables share columns by anchors
+            self.definitions = from_json(Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8")))
+        except (ValueError, yaml.YAMLError) as error:
+            raise UsageError(f"{DEFINITIONS} cannot be used ({error})") from error
         self._frames: dict[str, pd.DataFrame] = {}
 
     def text(self, name: str) -> str:
@@ -113,7 +117,7 @@ class Quotes:
             return _formatted(self._number(name), quantity.form)
         except KeyError as error:
             raise UsageError(f"{DEFINITIONS} defines no {error}; add it, or correct the marker") from error
-        except Absent as error:
+        except QuantityMissing as error:
             raise UsageError(f"{name} of {DEFINITIONS} has no number ({error}); correct its condition") from error
         except (ValueError, TypeError, SyntaxError, pd.errors.UndefinedVariableError) as error:
             raise UsageError(f"{name} of {DEFINITIONS} cannot be computed ({error})") from error
@@ -151,7 +155,7 @@ class Quotes:
         frames = [self._frames[run] for run in runs]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
-    def _table(self, table: Table) -> list[str]:
+    def _table(self, table: QuotedTable) -> list[str]:
         frame = _rows(self._frame(table.runs), table.where)
         if table.lines:
             groups = [([label], _rows(frame, condition)) for label, condition in table.lines.items()]
@@ -177,7 +181,7 @@ class Quotes:
                 names = {name: value(let[name]) for name in _names_in(column.of)}
                 return _formatted(_expression(column.of, names), column.form)
             return _formatted(value(column), column.form)
-        except Absent as status:
+        except QuantityMissing as status:
             return "-" if str(status) == "ok" else str(status)
 
 
@@ -238,15 +242,15 @@ def _rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
 
 
 def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
-    """The quantity out of the rows that meet its condition. Raises Absent where no row has it, ValueError for two."""
+    """The quantity in the rows that meet its condition. Raises QuantityMissing without any, ValueError for two."""
     rows = _rows(frame, quantity.where)
     if rows.empty:
-        raise Absent(NOT_MEASURED)
+        raise QuantityMissing(NOT_MEASURED)
     if quantity.than:
         return _times_as_fast(rows, _rows(frame, quantity.than))
     values = rows.eval(quantity.value, engine="python").dropna()
     if values.empty:
-        raise Absent("/".join(sorted(set(rows["status"]))))
+        raise QuantityMissing("/".join(sorted(set(rows["status"]))))
     if quantity.take == "the only":
         if len(rows) > 1:
             raise ValueError(f"{len(rows)} rows meet {quantity.where!r}; expected one")

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from engine.atomic import write_atomic
 from engine.attention.problem import ULYSSES_SCHEDULES
-from engine.measurement import Upstream
+from engine.measurement import UpstreamRun
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.intervals import Interval, TwoRounds, medians_of_two
 from harness.metrics.throughput import GIB, metrics_of
@@ -27,7 +27,7 @@ from harness.records.caveats import caveats_of
 from harness.records.forecasts import outcome_in_words
 from harness.records.judging import ERROR, ERROR_AT
 from harness.records.record import Record
-from harness.records.stated import NOTHING_STATED, Stated
+from harness.records.stated import NOTHING_STATED, StatedProvenance
 from harness.spec.table import EQUAL, MAY_FILL
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ _NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
-UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native form of it
+UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native baseline of its method
 ONE_RANK = "one rank"  # what a trial ran that shared no sequence
 TENSOR_PARALLEL = "tensor and sequence parallel"
 _SIDES = {"query": "query side", "key_value": "key side"}
@@ -59,7 +59,7 @@ METHOD_ORDER: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Row:
+def row_of(record: Record, run: str = "", stated: StatedProvenance = NOTHING_STATED) -> Row:
     """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
 
     `stated`: what the run's provenance.yaml says of its records.
@@ -140,28 +140,28 @@ def _round_numbers(record: Record) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class RoundMachine:
     """Where a round ran: the name that provenance.yaml gives it, its hosts, and digests of its GPUs where known."""
 
     stated: str
     hosts: frozenset[str]
     gpus: frozenset[str]
 
-    def is_same(self, other: Machine) -> bool:
+    def is_same(self, other: RoundMachine) -> bool:
         """Whether nothing says that the two are different machines."""
         if self.stated != other.stated or self.hosts != other.hosts:
             return False
         return self.gpus == other.gpus or not (self.gpus and other.gpus)
 
 
-def _machines(record: Record, stated: Stated) -> list[Machine]:
+def _machines(record: Record, stated: StatedProvenance) -> list[RoundMachine]:
     """Of each of `round_numbers`. In records from before rounds kept their GPUs, these are those of all rounds."""
     measured = record.measurement
     alone = len(record.rounds) < 2 and measured is not None
     whole = frozenset(measured.gpus) if measured is not None and alone else frozenset()
     found = [(one.number, one.hosts, frozenset(one.gpus)) for one in record.rounds if one.step_seconds]
     return [
-        Machine(stated.machine(record.trial_id, number), frozenset(hosts or record.hosts), gpus or whole)
+        RoundMachine(stated.machine(record.trial_id, number), frozenset(hosts or record.hosts), gpus or whole)
         for number, hosts, gpus in found or [(1, record.hosts, whole)]
     ]
 
@@ -181,7 +181,7 @@ def ran_of(record: Record) -> str | None:
     None without a measurement, and for a task that runs no attention.
     """
     chosen = record.measurement.chosen if record.measurement else {}
-    upstream: Upstream = record.measurement.extra.get("upstream", {}) if record.measurement else {}
+    upstream: UpstreamRun = record.measurement.extra.get("upstream", {}) if record.measurement else {}
     if release := upstream.get("release"):
         builds = upstream.get("builds", {})
         named: dict[str, str] = {}  # what a build is -> the shortest name of a package that has it
@@ -248,9 +248,9 @@ def cell(value: object) -> str:
     return str(value)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested settings under dotted names; a list becomes its JSON text, so that every value fits one cell."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{name}."))
@@ -281,7 +281,7 @@ def is_given(row: Row, setting: str) -> bool:
     if row["settings"] == EQUAL or setting not in MAY_FILL:
         return True
     if setting == "checkpoint.plan" and (row[setting] == "auto" or row["method"].endswith(UPSTREAM)):
-        return False  # a real system has no planner; it is compared with what ours chooses for the same memory
+        return False  # an upstream system has no planner; it is compared with what ours chooses for the same memory
     return setting in (row["settings_by_hand"] or "").split(", ")
 
 
@@ -297,7 +297,7 @@ def sortable(value: object) -> tuple[bool, float, str]:
     return (not number, float(value) if isinstance(value, int | float) else 0.0, str(value))
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[object, ...]:
     return (
         row["experiment"],
         _TASKS.index(row["task"]),

@@ -15,11 +15,11 @@ from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.intervals import Interval
 from harness.records.stored import runs_below, stored_run
-from harness.report.contests import Contest
-from harness.report.dots import Compared, Dots, ratio_dots
+from harness.report.dots import Dots, RatioRow, ratio_dots
 from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, counted, days_of, distinct, named_runs, read_runs, write_report_of
+from harness.report.rankings import SizeRanking
 from harness.report.tables.comparison import known_baseline
 from harness.report.variants import OWN_METHOD, is_subject, with_subject
 
@@ -27,7 +27,7 @@ INDEX_FILE = "index.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class RunRow:
     """One run of the index. `link` is empty where the run has no page, and `problem` says why."""
 
     folder: str  # of the run, below the site's root
@@ -41,7 +41,7 @@ class Entry:
     commit: str = ""
     problem: str = ""
     said: Sequence[str] = ()  # what was to be told while the run was read
-    compared: Compared | None = None  # our speed over the fastest other method's, where both ran on GPUs
+    compared: RatioRow | None = None  # our speed over the fastest other method's, where both ran on GPUs
 
 
 def write_site(
@@ -104,7 +104,7 @@ def write_site(
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
-def _in_processes(write: Callable[[Path], Entry], runs: Sequence[Path]) -> Iterator[Entry]:
+def _in_processes(write: Callable[[Path], RunRow], runs: Sequence[Path]) -> Iterator[RunRow]:
     """The entries in the order of `runs`, written by as many processes as there are cores."""
     workers = min(len(os.sched_getaffinity(0)), len(runs))
     if workers < 2:
@@ -131,15 +131,15 @@ def _entry(
     subject: str | None,
     labels: Mapping[str, str],
     set_bad_aside: bool,
-) -> Entry:
+) -> RunRow:
     """Write one run's report; returns its line of the index."""
     folder, said = stored_run(run).report_dir.relative_to(root), list[str]()
     try:
         records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=said.append)
     except UsageError as error:
-        return Entry(folder=folder.as_posix(), problem=str(error))
+        return RunRow(folder=folder.as_posix(), problem=str(error))
     if not records:
-        return Entry(folder=folder.as_posix(), said=said)
+        return RunRow(folder=folder.as_posix(), said=said)
     methods = {row["method"] for row in rows}
     ours = {method: label for method, label in labels.items() if method in methods}
     rows = with_subject(rows, subject if subject in methods else None, ours)
@@ -152,7 +152,7 @@ def _entry(
     wrong = wrong_sentences(rows)
     link = quote(page.relative_to(out).as_posix())
     title = distinct(record.title or record.experiment for record in records)
-    return Entry(
+    return RunRow(
         folder=folder.as_posix(),
         link=link,
         title=title,
@@ -163,23 +163,23 @@ def _entry(
         started=days_of(records),
         commit=distinct(record.commit[:10] for record in records),
         said=said,
-        compared=_against_others(headline.contests[:1], title, link),
+        compared=_against_others(headline.rankings[:1], title, link),
     )
 
 
-def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared | None:
+def _against_others(first: Sequence[SizeRanking], title: str, link: str) -> RatioRow | None:
     """Our ratio at the run's largest size at which other methods ran; None on emulated nodes, which are slower than the
     host without them."""
-    for contest in first:
-        subject, other = contest.subject, contest.other
-        found = contest.beside(other) if other else None
-        own = contest.of_methods and is_subject(subject.rows[0])
-        if own and other and found and contest.rows[0]["emulate_nodes"] == 1:
-            return Compared(
+    for ranking in first:
+        subject, other = ranking.subject, ranking.other
+        found = ranking.beside(other) if other else None
+        own = ranking.of_methods and is_subject(subject.rows[0])
+        if own and other and found and ranking.rows[0]["emulate_nodes"] == 1:
+            return RatioRow(
                 subject=subject.called,
                 name=title,
                 link=link,
-                about=contest.place,
+                about=ranking.place,
                 ratio=found.ratio,
                 verdict=found.text,
                 other=other.short,
@@ -187,7 +187,7 @@ def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared
     return None
 
 
-def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
+def _overview(entries: Sequence[RunRow]) -> tuple[Dots | None, str]:
     """Runs in which other methods ran on GPUs, in three rounds or more, as one dot plot, and what it shows in words."""
     every = [entry.compared for entry in entries if entry.compared]
     sure = [one for one in every if isinstance(one.ratio.spread, Interval)]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
 from harness.report.digits import TOO_WIDE as TOO_WIDE
-from harness.report.digits import Measured, ratio_spread_text, ratio_text
-from harness.report.results import Machine, Row, given_names, method_rank
+from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text
+from harness.report.results import RoundMachine, Row, given_names, method_rank
 from harness.report.variants import is_subject, pooled, setting_of
 
 TWO_VALUES = "`a and b` is what each of two rounds gave, and no interval"
@@ -40,13 +39,13 @@ class Speedup:
         return ratio_spread_text(self.spread) if self.spread else f"{rounds_text(self.rounds)}, no interval"
 
     @property
-    def ratio(self) -> Measured:
+    def ratio(self) -> MeasuredNumber:
         """The value, which knows how many of its digits count."""
-        return Measured(self.value, self.spread)
+        return MeasuredNumber(self.value, self.spread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class SpeedRatio:
     """The ratio of two sides' median steps, and the rounds behind it."""
 
     times: Ratio
@@ -56,7 +55,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SpeedupPoint:
     """Trials by method that differ in nothing but the method, their seeds and how many steps they took."""
 
     by_method: dict[str, list[Row]]
@@ -126,7 +125,7 @@ def speedup(rows: Iterable[Row], others: Iterable[Row]) -> Speedup | None:
     )
 
 
-def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Compared | None:
+def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> SpeedRatio | None:
     """Median step of trials over that of others; None where one side has no steps.
 
     Of one run, rounds are drawn in pairs where both sides ran in the same ones. A round that the sides ran on two
@@ -142,12 +141,12 @@ def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True
         ours, theirs = kept
     paired = one_run and list(ours) == list(theirs) and not set(ours) & set(apart)
     times = median_ratio(list(ours.values()), list(theirs.values()), paired=paired)
-    return Compared(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
+    return SpeedRatio(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
 
 
 def _apart(rows: Iterable[Row], others: Iterable[Row]) -> tuple[int, ...]:
     """Numbers of the rounds that the two sides ran on two machines."""
-    sides: list[dict[int, list[Machine]]] = [{}, {}]
+    sides: list[dict[int, list[RoundMachine]]] = [{}, {}]
     for side, members in zip(sides, (rows, others), strict=True):
         for row in members:
             for number, machine in zip(row["round_numbers"], row["machines"], strict=True):
@@ -166,19 +165,19 @@ def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:
     return dict(sorted(rounds.items()))
 
 
-def contested_points(rows: Iterable[Row]) -> list[Point]:
+def contested_points(rows: Iterable[Row]) -> list[SpeedupPoint]:
     """Points at which several methods were planned and at least one gave a number, in order of appearance."""
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
     for row in rows:
         points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
     return [
-        Point(by_method=by_method)
+        SpeedupPoint(by_method=by_method)
         for by_method in points.values()
         if len(by_method) > 1 and any(row["status"] == "ok" for group in by_method.values() for row in group)
     ]
 
 
-def point_of(row: Row) -> tuple[Any, ...]:
+def point_of(row: Row) -> tuple[object, ...]:
     """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps.
 
     Under `settings: as_published` or `tuned` each method has its own values of what the table fills, and under

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.report.results import Row
+from harness.report.slow_baselines import slow_baselines, slow_sentence
 from harness.report.tables.trials import results_table
-from harness.report.weak_forms import weak_forms, weak_sentence
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -25,7 +25,7 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
     every = results_table(rows)
     headers = [column.header for column in every.columns]
     places = [(header, headers.index(header)) for header in SHOWN if header in headers]
-    explained = weak_sentence(weak_forms(rows).values())
+    explained = slow_sentence(slow_baselines(rows).values())
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
     table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
     for header, place in places:

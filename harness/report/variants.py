@@ -41,7 +41,7 @@ _ARRANGEMENTS = {"p2p": "ring", "a2a": "Ulysses", "ulysses": "Ulysses", "all_gat
 _FOR_ALL = ("settings",)  # what decides whether trials compare is said of every method, or usual for all of them
 
 
-Setup = tuple[Any, ...]
+Setup = tuple[object, ...]
 _Series = tuple[str, str, tuple[Any, ...]]  # method, `method_name`, values of the varying settings
 
 
@@ -97,7 +97,7 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
 
     What `settings: as_published` or `tuned` filled differs by method, and is said by the name of `settings` alone.
     """
-    values: dict[str, set[Any]] = {}
+    values: dict[str, set[object]] = {}
     for row in rows:
         for name in _unplaced_settings(tuple(row)):
             seen = values.setdefault(name, set())
@@ -112,7 +112,7 @@ def on_cpu(row: Row) -> bool:
     return row["gpu"] in (None, "cpu")
 
 
-def setting_of(row: Row, name: str) -> Any:
+def setting_of(row: Row, name: str) -> object:
     """The value of a setting as a user gave it: `auto` where the planner chose it, by the length or the budget."""
     return PLANNED if _is_planned(row, name) else row.get(name)
 
@@ -189,7 +189,7 @@ def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list
     one rank, joins the rows with its settings where all of these have one name.
     """
     varying = varying_settings(rows) if varying is None else varying
-    named: dict[tuple[Any, ...], set[str]] = {}
+    named: dict[tuple[object, ...], set[str]] = {}
     for row in rows:
         if not _ran_nothing(row):
             named.setdefault((row["method"], *_variant(row, varying)), set()).add(method_name(row))

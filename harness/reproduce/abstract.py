@@ -14,8 +14,8 @@ from engine.attention.masks import imbalance, parse_mask
 from harness.base.lengths import format_length
 from harness.report.results import Row
 from harness.report.variants import OWN_METHOD, on_cpu
-from harness.reproduce.beside import Verdict
-from harness.reproduce.checks import Claimed, Evidence, Rows, about, real_nodes, records_of
+from harness.reproduce.checks import ClaimedNumber, Evidence, Rows, about, real_nodes, records_of
+from harness.reproduce.comparison import Verdict
 from harness.reproduce.published import MEMORY, SPEED, only, published_rows
 
 _STEP = "step_seconds_median"
@@ -43,7 +43,7 @@ def _grouped(rows: Iterable[Row], keys: Iterable[str]) -> list[list[Row]]:
     return sorted(groups.values(), key=lambda group: -group[0]["seq_len"])
 
 
-def topology(claimed: Claimed, rows: Rows) -> Evidence:
+def topology(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """The double ring beside the flat ring over nodes, in one run at its longest length."""
     numbers: dict[str, Any] = {"sheet": _ablation(SPEED, " w. bwd_opt & double") / _ablation(SPEED, " w. bwd_opt")}
     rings = [row for row in _on_gpus(rows, "attention") if (row["nodes"] or 1) > 1 or row["emulate_nodes"] > 1]
@@ -66,7 +66,7 @@ def topology(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict="not run", numbers=numbers)
 
 
-def kept_outputs(claimed: Claimed, rows: Rows) -> Evidence:
+def kept_outputs(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """Training with half of the attention outputs kept, beside all and none of them, in one run."""
     cumulative = " w. bwd_opt & double & sl_loss"
     numbers: dict[str, Any] = {
@@ -89,7 +89,7 @@ def kept_outputs(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict="not run", numbers=numbers)
 
 
-def fused_head(claimed: Claimed, rows: Rows) -> Evidence:
+def fused_head(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """The fused LM head beside the plain one, at the longest sequence that both ran on."""
     numbers: dict[str, Any] = {
         "sheet_plain": _ablation(MEMORY, " w. bwd_opt & double"),
@@ -108,7 +108,7 @@ def fused_head(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict="not run", numbers=numbers)
 
 
-def balance(claimed: Claimed, rows: Rows) -> Evidence:
+def balance(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """Work of the busiest rank over the mean, by mask and layout; counted, so no measurement is needed."""
     worst = {
         layout: max(imbalance(parse_mask(mask), layout_named(layout), _TOKENS, _RANKS) for mask in _MASKS)
@@ -125,7 +125,7 @@ def balance(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, list(by_mask.values())))
 
 
-def falling_utilisation(claimed: Claimed, rows: Rows) -> Evidence:
+def falling_utilisation(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """MFU of a compared method from its shortest to its longest sequence, on equally many GPUs of one run."""
     trained = [row for row in _on_gpus(rows, "train") if row["method"] != OWN_METHOD and row["mfu"]]
     keys = ("run", "method", "model", "world_size", "chosen_kernel", "mask", "gpu")
@@ -143,7 +143,7 @@ def falling_utilisation(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers={"said": said}, records=records_of(rows, [short, long]))
 
 
-PARTS: Mapping[str, Callable[[Claimed, Rows], Evidence]] = {
+PARTS: Mapping[str, Callable[[ClaimedNumber, Rows], Evidence]] = {
     "topology": topology, "kept_outputs": kept_outputs, "fused_head": fused_head, "balance": balance,
     "falling_utilisation": falling_utilisation,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
-from harness.reproduce.entries import model_text
+from harness.reproduce.figure_points import model_text
 from harness.reproduce.published import SPEED, Published, published_rows
 from harness.spec.references import PAPER_DIR
 
@@ -117,7 +117,7 @@ def _attention_of(row: Published) -> TrialSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class System:
+class PublishedSpeed:
     """What the authors or users of a system published of it. Without a speed or a time nothing can be recomputed."""
 
     system: str  # its name
@@ -134,15 +134,15 @@ class System:
 
 
 @cache
-def published_systems() -> tuple[System, ...]:
+def published_systems() -> tuple[PublishedSpeed, ...]:
     """Every entry of systems.yaml. Raises UsageError with file and line."""
     root = read_yaml(PAPER_DIR / SYSTEMS_FILE, "published figures of systems").mapping("the file")
-    return tuple(build(System, node, "systems") for node in root["systems"].items())
+    return tuple(build(PublishedSpeed, node, "systems") for node in root["systems"].items())
 
 
-def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
+def recomputed_systems() -> list[tuple[PublishedSpeed, float | None, float | None]]:
     """Each system with TFLOP/s per GPU and MFU by our formula; None where it published neither speed nor time."""
-    found: list[tuple[System, float | None, float | None]] = []
+    found: list[tuple[PublishedSpeed, float | None, float | None]] = []
     for system in published_systems():
         speed = system.tokens_per_gpu_per_second
         if speed is None and system.step_seconds is not None:

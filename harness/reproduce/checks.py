@@ -16,9 +16,9 @@ from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.variants import OWN_METHOD, on_cpu
-from harness.reproduce.beside import Verdict
+from harness.reproduce.comparison import Verdict
 from harness.reproduce.computed import FP32, backward_bytes, shape
-from harness.reproduce.entries import gpu_text
+from harness.reproduce.figure_points import gpu_text
 from harness.reproduce.published import MEMORY, SPEED, Published, only, published_rows
 
 ENOUGH = 0.95  # of a claimed gain or speed, as single samples are published without a spread
@@ -37,14 +37,14 @@ class Evidence:
     """The outcome of a check. `numbers` fill the words; `records` are files of trials, most telling first."""
 
     verdict: Verdict
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, object] = field(default_factory=dict)
     records: Sequence[RecordPlace] = ()
     row: Row | None = None  # the trial that a verdict from records rests on
     tokens: int | None = None  # claimed, where the claim's number is a length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claimed:
+class ClaimedNumber:
     """What is claimed: the number, and the set-up where it is stated."""
 
     value: float | None
@@ -77,7 +77,7 @@ def sheet_saving(model: str) -> float:
     return 1 - sheet_row(MEMORY, model).number / sheet_best(MEMORY, model).number
 
 
-def speedup(claimed: Claimed, rows: Rows) -> Evidence:
+def speedup(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """Training with burst beside the fastest baseline at the longest sequence that both trained on, in one run."""
     numbers: dict[str, Any] = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
     points = _side_by_side(rows, SPEED)
@@ -95,7 +95,7 @@ def speedup(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers=numbers, records=records, row=mine)
 
 
-def memory(claimed: Claimed, rows: Rows) -> Evidence:
+def memory(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """Peak memory of burst beside the most frugal baseline, both with settings as published, in one run."""
     numbers: dict[str, Any] = {"sheet_7b": sheet_saving("7b"), "sheet_14b": sheet_saving("14b")}
     points = [
@@ -114,7 +114,7 @@ def memory(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict="reproduced" if enough else "partly", numbers=numbers, records=records, row=mine)
 
 
-def backward_bytes_of(claimed: Claimed, rows: Rows) -> Evidence:
+def backward_bytes_of(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """The formula for bytes of both sides, and bytes that trials counted with either ring at one size."""
     model = shape("7b")
     bf16, fp32 = backward_bytes(model).saved, backward_bytes(model, FP32).saved
@@ -135,7 +135,7 @@ def backward_bytes_of(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict="reproduced" if close else "not", numbers=numbers, records=records)
 
 
-def longest(claimed: Claimed, rows: Rows) -> Evidence:
+def longest(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """The longest sequence that a model of at least that size took a step on."""
     wanted = claimed.value or 0.0
     least = 0.9 * shape(claimed.model).parameters if claimed.model else 0.9 * shape("7b").parameters
@@ -153,7 +153,7 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers=numbers, records=records, row=row, tokens=int(wanted))
 
 
-def scaling(claimed: Claimed, rows: Rows) -> Evidence:
+def scaling(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """Utilisation from few GPUs to many at equal tokens per GPU: the widest span of one model in one run."""
     sheet = [row for row in published_rows() if row.experiment == "cp_scaling" and row.metric == "mfu_corrected"]
     numbers: dict[str, Any] = {"sheet_first": only(sheet, gpus=1).number, "sheet_last": only(sheet, gpus=64).number}
@@ -183,7 +183,7 @@ def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [few, many]), row=many)
 
 
-def overlap(claimed: Claimed, rows: Rows) -> Evidence:
+def overlap(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """The ring beside the same work without transfers (one GPU's time over the number of GPUs) at its longest length.
 
     The whole problem on one GPU may have been timed in another run on the same kind of GPU.
@@ -205,12 +205,12 @@ def overlap(claimed: Claimed, rows: Rows) -> Evidence:
     return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]), row=row)
 
 
-def unmeasured(claimed: Claimed, rows: Rows) -> Evidence:
+def unmeasured(claimed: ClaimedNumber, rows: Rows) -> Evidence:
     """A claim about a baseline of which no record is ours: tensor parallelism with FlashAttention."""
     return Evidence(verdict="not run")
 
 
-CHECKS: Mapping[str, Callable[[Claimed, Rows], Evidence]] = {
+CHECKS: Mapping[str, Callable[[ClaimedNumber, Rows], Evidence]] = {
     "speedup": speedup, "memory": memory, "backward_bytes": backward_bytes_of, "longest": longest, "scaling": scaling,
     "overlap": overlap, "unmeasured": unmeasured,
 }  # fmt: skip
@@ -224,7 +224,7 @@ Point = Mapping[str, Sequence[Row]]  # trials by method
 
 def _side_by_side(rows: Rows, column: str) -> list[Point]:
     """Training trials with a value of `column` at one set-up of one run, where burst and another method have one."""
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
     for row, _ in rows:
         if row["task"] == "train" and not on_cpu(row) and row[column]:
             key = (*(row.get(name) for name in _EQUAL), row.get("chosen_kernel"))
@@ -233,7 +233,7 @@ def _side_by_side(rows: Rows, column: str) -> list[Point]:
 
 
 def _telling(
-    points: Sequence[Point], claimed: Claimed, value: Callable[[Row], float], best: Callable[..., Row]
+    points: Sequence[Point], claimed: ClaimedNumber, value: Callable[[Row], float], best: Callable[..., Row]
 ) -> tuple[Row, Row]:
     """Of the point nearest to the claim (its set-up, then its model, then the longest): the best trial of burst, and
     the best of the others."""
@@ -242,11 +242,11 @@ def _telling(
     return best(point[OWN_METHOD], key=value), best(others, key=value)
 
 
-def _nearness(row: Row, claimed: Claimed) -> tuple[bool, bool, int, int]:
+def _nearness(row: Row, claimed: ClaimedNumber) -> tuple[bool, bool, int, int]:
     return (_is_setup(row, claimed), row["model"] == claimed.model, row["seq_len"], row["world_size"])
 
 
-def _is_setup(row: Row, claimed: Claimed) -> bool:
+def _is_setup(row: Row, claimed: ClaimedNumber) -> bool:
     """Whether a trial has the claim's set-up: more than a million tokens on 32 GPUs where nothing else is stated."""
     return (
         row["seq_len"] >= (claimed.seq_len or 1 << 20)
@@ -255,7 +255,7 @@ def _is_setup(row: Row, claimed: Claimed) -> bool:
     )
 
 
-def too_far(evidence: Evidence, claimed: Claimed, factors: Mapping[str, float]) -> str:
+def too_far(evidence: Evidence, claimed: ClaimedNumber, factors: Mapping[str, float]) -> str:
     """One sentence why a trial's set-up is too small for a verdict on the claim; empty where it is not, or where the
     verdict rests on no trial."""
     row = evidence.row
@@ -282,7 +282,7 @@ def factors_in_words(factors: Mapping[str, float]) -> str:
     )
 
 
-def about(row: Row) -> dict[str, Any]:
+def about(row: Row) -> dict[str, object]:
     """Length, model and machine of a trial, as the words of a verdict name them."""
     return {
         "tokens": format_length(row["seq_len"]),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.files.reader import Node, build, check_keys, convert, read_yaml
 from harness.base.errors import UsageError, nearest
@@ -20,16 +20,16 @@ from harness.records.record import RecordPlace
 from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
-from harness.reproduce.beside import VERDICTS, Verdict
 from harness.reproduce.checks import (
     CHECKS,
-    Claimed,
+    ClaimedNumber,
     Rows,
     factors_in_words,
     sheet_best,
     sheet_row,
     too_far,
 )
+from harness.reproduce.comparison import VERDICTS, Verdict
 from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
 
@@ -46,21 +46,21 @@ class Claim:
     claim: str
     said_in: str
     check: str
-    row: dict[str, Any] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
+    row: dict[str, object] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
     value: float | None = None  # where no row holds it
-    setup: dict[str, Any] = field(default_factory=dict)  # the claimed one where no row holds it: model, gpus, seq_len
+    setup: dict[str, object] = field(default_factory=dict)  # model, gpus, seq_len, where no row holds them
 
-    def claimed(self) -> Claimed:
+    def claimed(self) -> ClaimedNumber:
         """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
         if not self.row:
-            return Claimed(value=self.value, **self.setup)
+            return ClaimedNumber(value=self.value, **cast(dict[str, Any], self.setup))
         rows = [row for row in published_rows() if row.experiment == "headline_claims"]
         row = only(rows, **self.row)
-        return Claimed(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
+        return ClaimedNumber(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class JudgedClaim:
     """A claim with what we say of it."""
 
     name: str
@@ -124,7 +124,7 @@ def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what
         raise UsageError(f"{node.place}: unknown {what} {name}; {nearest(name, known)}")
 
 
-def judged(rows: Rows) -> list[Judged]:
+def judged(rows: Rows) -> list[JudgedClaim]:
     """Every claim with its verdict, from records of ours with their files."""
     held = claims()
     found = []
@@ -136,7 +136,7 @@ def judged(rows: Rows) -> list[Judged]:
         if verdict in ("partly", "not") and (far := too_far(evidence, claimed, held.partly_within)):
             verdict, why = "not comparable", f"{why} {far}"
         found.append(
-            Judged(
+            JudgedClaim(
                 name=name,
                 claim=claim.claim.format(**numbers),
                 said_in=claim.said_in,
@@ -148,7 +148,7 @@ def judged(rows: Rows) -> list[Judged]:
     return found
 
 
-def claims_table(found: Sequence[Judged]) -> Table:
+def claims_table(found: Sequence[JudgedClaim]) -> Table:
     """A line for each claim."""
     return Table(
         name="claims",
@@ -168,7 +168,7 @@ def claims_table(found: Sequence[Judged]) -> Table:
     )  # fmt: skip
 
 
-def claims_lines(found: Sequence[Judged]) -> list[str]:
+def claims_lines(found: Sequence[JudgedClaim]) -> list[str]:
     """The same table for a page of docs/, as lines of Markdown: its evidence is links to published runs."""
     table = claims_table(found)
     linked = ((*row[:-1], _links(one.records) or None) for row, one in zip(table.rows, found, strict=True))
@@ -195,13 +195,13 @@ def statements() -> dict[str, str]:
     }  # fmt: skip
 
 
-def sources() -> dict[str, Any]:
+def sources() -> dict[str, object]:
     rows = published_rows()
     derived = sum(row.derived for row in rows)
     return {"rows": len(rows) - derived, "derived": derived, "artifact": ARTIFACT}
 
 
-def headline() -> dict[str, Any]:
+def headline() -> dict[str, object]:
     """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
     ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
     whole, half = (
@@ -222,19 +222,19 @@ def headline() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def slip() -> dict[str, Any]:
+def slip() -> dict[str, object]:
     """Published over recomputed, of the sheets' own figures: those of Megatron's fork have their own formula."""
     ratios = slips(one for one in recomputed_rows() if one.source != "megatron_fork_unlabelled")
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "count": len(ratios)}
 
 
-def samples() -> dict[str, Any]:
+def samples() -> dict[str, object]:
     speeds = [row for row in published_rows() if row.metric == SPEED and row.value is not None]
     spread = len(_spreads())
     return {"single": len(speeds) - spread, "total": len(speeds), "spread": spread}
 
 
-STATEMENTS: Mapping[str, Callable[[], dict[str, Any]]] = {
+STATEMENTS: Mapping[str, Callable[[], dict[str, object]]] = {
     "sources": sources, "headline": headline, "slip": slip, "samples": samples,
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from functools import cache
 from engine.settings import BYTES_OF, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
-from harness.reproduce.entries import PUBLISHED_ROWS, Entry, model_text
+from harness.reproduce.figure_points import PUBLISHED_ROWS, FigurePoint, model_text
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.published import Published
 from harness.spec.models import named_model
@@ -59,7 +59,7 @@ FORMULAS: Mapping[str, Callable[[Published], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Digits:
+class ComputedNumber:
     """A published number beside the computed one."""
 
     row: Published
@@ -78,25 +78,25 @@ class Digits:
         return Decimal(repr(self.computed)).quantize(Decimal(1).scaleb(min(0, exponent)))
 
 
-def digits_of(figure: PaperFigure) -> list[Digits]:
+def digits_of(figure: PaperFigure) -> list[ComputedNumber]:
     """Every published number of a computed figure beside ours; none of a figure that is measured."""
     if not figure.computed:
         return []
     formula = FORMULAS[figure.computed]
-    return [Digits(row=row, computed=formula(row)) for row in figure.rows() if row.value is not None]
+    return [ComputedNumber(row=row, computed=formula(row)) for row in figure.rows() if row.value is not None]
 
 
-def computed_entries(figure: PaperFigure) -> list[Entry]:
+def computed_entries(figure: PaperFigure) -> list[FigurePoint]:
     """The points of a computed figure."""
     entries = []
     for one in digits_of(figure):
         series = figure.series_of(one.row.method)
         if series is not None:
             entries.append(
-                Entry(
+                FigurePoint(
                     origin="computed",
                     series=series.name,
-                    method=series.settings.get("method", ""),
+                    method=str(series.settings.get("method", "")),
                     settings="",
                     hardware=PUBLISHED_ROWS,
                     model=model_text(one.row.model),

@@ -14,10 +14,10 @@ from harness.base.lengths import format_length
 from harness.report.drawing.bars import Bar, Bars, paint_bars
 from harness.report.drawing.looks import method_colour
 from harness.report.drawing.notes import whisker_note
-from harness.report.drawing.points import Point, number_text
+from harness.report.drawing.points import SeriesPoint, number_text
 from harness.report.drawing.sheet import Sheet
-from harness.reproduce.beside import Beside
-from harness.reproduce.entries import PUBLISHED_ROWS, UNIT_OF, Entry, Origin, gpu_text
+from harness.reproduce.comparison import FigureComparison
+from harness.reproduce.figure_points import PUBLISHED_ROWS, UNIT_OF, FigurePoint, Origin, gpu_text
 from harness.reproduce.published import ARTIFACT
 
 MAX_BARS = 60
@@ -26,7 +26,7 @@ _TIMED = frozenset({"tokens_per_gpu_per_second", "tflops_per_gpu"})  # proportio
 _PALE = (1.0, 0.65, 0.85, 0.45, 0.3)  # faces of measured variants of one method
 
 
-def draw_reproduction(found: Beside, metric: str, predictor: str = "") -> Sheet | None:
+def draw_reproduction(found: FigureComparison, metric: str, predictor: str = "") -> Sheet | None:
     """The figure of one metric; None where no entry has it. `predictor` names what the predicted values are."""
     entries = [entry for entry in found.entries if metric in entry.values or entry.status not in ("ok", "wrong")]
     if not any(metric in entry.values for entry in entries):
@@ -40,7 +40,7 @@ def draw_reproduction(found: Beside, metric: str, predictor: str = "") -> Sheet 
     )
 
 
-def name_of(entry: Entry) -> str:
+def name_of(entry: FigurePoint) -> str:
     """The series as a bar has it: `Burst-Ring · A800-80GB, published`."""
     who: str = entry.origin
     if entry.origin in ("measured", "predicted") and entry.settings:
@@ -49,7 +49,7 @@ def name_of(entry: Entry) -> str:
     return f"{entry.series}{place}, {who}"
 
 
-def panel_name(entry: Entry) -> str:
+def panel_name(entry: FigurePoint) -> str:
     """Model and GPUs: `14b, 32 GPUs`, with the CP size where it is another number."""
     parts = [entry.model]
     if entry.gpus:
@@ -60,12 +60,14 @@ def panel_name(entry: Entry) -> str:
     return ", ".join(parts)
 
 
-def _groups(found: Beside, metric: str, entries: Sequence[Entry]) -> tuple[list[Bars], list[Point], int]:
+def _groups(
+    found: FigureComparison, metric: str, entries: Sequence[FigurePoint]
+) -> tuple[list[Bars], list[SeriesPoint], int]:
     """Bars by model and length in the order of the figure's series, those with published numbers first; the points
     behind them, and how many bars are left out."""
     order = [*found.figure.series, *(entry.series for entry in entries)]
     theirs = {panel_name(entry) for entry in entries if entry.origin in ("published", "computed")}
-    places: dict[tuple[bool, str, int], dict[tuple[int, str], list[Entry]]] = {}
+    places: dict[tuple[bool, str, int], dict[tuple[int, str], list[FigurePoint]]] = {}
     for entry in entries:
         place = (panel_name(entry) not in theirs, panel_name(entry), entry.at)
         key = (order.index(entry.series), name_of(entry))
@@ -80,7 +82,7 @@ def _groups(found: Beside, metric: str, entries: Sequence[Entry]) -> tuple[list[
         along = f"batch size {at}" if found.figure.along == "batch_size" else f"{format_length(at).upper()} tokens"
         bars = []
         for (_, name), members in sorted(series.items()):
-            points.append(Point(series=name, seq_len=at, rows=[_row(entry) for entry in members]))
+            points.append(SeriesPoint(series=name, seq_len=at, rows=[_row(entry) for entry in members]))
             variant = variants[members[0].method, members[0].origin].index(name)
             bars.append(_bar(points[-1], members[0], metric, f"{panel}, {along}", variant))
         drawn = sum(len(group.bars) for group in groups)
@@ -91,7 +93,7 @@ def _groups(found: Beside, metric: str, entries: Sequence[Entry]) -> tuple[list[
     return groups, points, left
 
 
-def _bar(point: Point, entry: Entry, metric: str, where: str, variant: int) -> Bar:
+def _bar(point: SeriesPoint, entry: FigurePoint, metric: str, where: str, variant: int) -> Bar:
     value = point.value(metric)
     ends = point.whisker(metric) if metric in _TIMED else None
     ends = None if ends is None or ends[1] > 10 * ends[0] else ends
@@ -103,7 +105,7 @@ def _bar(point: Point, entry: Entry, metric: str, where: str, variant: int) -> B
     )  # fmt: skip
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: FigurePoint) -> dict[str, Any]:
     """What a bar is drawn of: the values, and of a measured one what its whisker needs."""
     spread = ("step_seconds_median", "step_seconds_iqr", "step_seconds_low", "step_seconds_high",
               "step_seconds_by_round")  # fmt: skip
@@ -111,11 +113,13 @@ def _row(entry: Entry) -> dict[str, Any]:
     return row | {"status": entry.status} | dict(entry.values)
 
 
-def _where(entry: Entry) -> str:
+def _where(entry: FigurePoint) -> str:
     return "" if entry.hardware == PUBLISHED_ROWS else gpu_text(entry.hardware)
 
 
-def _notes(found: Beside, entries: Sequence[Entry], timed: Sequence[Point], left: int, predictor: str) -> list[str]:
+def _notes(
+    found: FigureComparison, entries: Sequence[FigurePoint], timed: Sequence[SeriesPoint], left: int, predictor: str
+) -> list[str]:
     origins = {entry.origin for entry in entries}
     library = found.figure.reference.startswith("burstattention")
     source = "the README of MayDomine/Burst-Attention" if library else f"the sheets and scripts of {ARTIFACT}"

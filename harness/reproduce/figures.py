@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from cluster.files.reader import build, read_yaml
 from harness.base.errors import UsageError, nearest
@@ -28,7 +28,7 @@ class Series:
     """What a published method stands for: settings of ours by column, and the CP size where its name has one."""
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     cp_size: int | None
 
 
@@ -40,7 +40,7 @@ class PaperFigure:
     title: str
     reference: str
     shows: list[str]  # metrics, one drawing each
-    series: dict[str, dict[str, Any]]
+    series: dict[str, dict[str, object]]
     drawn_from: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     also: list[str] = field(default_factory=list)

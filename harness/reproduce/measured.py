@@ -21,7 +21,7 @@ PLACES = (Path("results") / "published", Path("results") / "runs")  # below the 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """One run, its rows with the place of each record, and the records that cannot be used."""
 
     path: Path
@@ -29,12 +29,12 @@ class Run:
     bad: tuple[BadRecord, ...]
 
 
-def runs_in(places: Sequence[Path] = PLACES) -> list[Run]:
+def runs_in(places: Sequence[Path] = PLACES) -> list[MeasuredRun]:
     """Every run below the places that exist, in their order."""
     return [_run(path) for place in places if place.is_dir() for path in runs_below(place) or [place]]
 
 
-def rows_for(figure: PaperFigure, runs: Sequence[Run]) -> Iterator[tuple[Row, RecordPlace]]:
+def rows_for(figure: PaperFigure, runs: Sequence[MeasuredRun]) -> Iterator[tuple[Row, RecordPlace]]:
     """Rows of the experiment that asks the figure's question, and of others that answer it too."""
     names = {figure.name, *figure.also}
     for run in runs:
@@ -48,12 +48,12 @@ def is_smoke(row: Row) -> bool:
     return on_cpu(row) or row["model.heads"] * row["model.head_dim"] < SMOKE_WIDTH
 
 
-def all_rows(runs: Sequence[Run]) -> list[tuple[Row, RecordPlace]]:
+def all_rows(runs: Sequence[MeasuredRun]) -> list[tuple[Row, RecordPlace]]:
     """Every row of every run."""
     return [one for run in runs for one in run.rows]
 
 
-def _run(path: Path) -> Run:
+def _run(path: Path) -> MeasuredRun:
     records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
     bad = records.read()
     stated = records.stored.stated()
@@ -62,4 +62,4 @@ def _run(path: Path) -> Run:
         for row in records.rows()
         if stated.reason(row["trial_id"], "lost_commit") is None  # nobody can look up what such a record measured
     )
-    return Run(path=path, rows=rows, bad=tuple(bad))
+    return MeasuredRun(path=path, rows=rows, bad=tuple(bad))

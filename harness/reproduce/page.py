@@ -12,12 +12,12 @@ from harness.report.html import Addresses, grid_of, render_page
 from harness.report.page import Plot
 from harness.report.tables.table import FORMATS, Column, Table, save_table
 from harness.reproduce.audit import audit_table, recomputed_rows, systems_table
-from harness.reproduce.beside import Beside, list_table, points_table, verdict
-from harness.reproduce.claims import Judged, claims_table, judged, statements
-from harness.reproduce.computed import Digits, digits_of
+from harness.reproduce.claims import JudgedClaim, claims_table, judged, statements
+from harness.reproduce.comparison import FigureComparison, list_table, points_table, verdict
+from harness.reproduce.computed import ComputedNumber, digits_of
 from harness.reproduce.drawing import draw_reproduction
-from harness.reproduce.entries import UNIT_OF
-from harness.reproduce.measured import Run, all_rows
+from harness.reproduce.figure_points import UNIT_OF
+from harness.reproduce.measured import MeasuredRun, all_rows
 from harness.reproduce.predicted import PREDICTOR
 from harness.reproduce.printed import printed_by_systems, printed_table
 
@@ -28,7 +28,7 @@ PAGE_FILE = "reproduction.html"
 PICTURES = ("png", "pdf", "svg")
 
 
-def plots_of(found: Beside) -> list[Plot]:
+def plots_of(found: FigureComparison) -> list[Plot]:
     """A drawing for each metric of the figure that some number has."""
     plots = []
     for metric in found.figure.shows:
@@ -39,7 +39,7 @@ def plots_of(found: Beside) -> list[Plot]:
     return plots
 
 
-def write_figure(found: Beside, out: Path) -> Path:
+def write_figure(found: FigureComparison, out: Path) -> Path:
     """Drawings, table and page of one figure below `out`; returns the page."""
     make_writable(out)
     tables = [points_table(found), *([digits_table(digits)] if (digits := digits_of(found.figure)) else [])]
@@ -49,7 +49,9 @@ def write_figure(found: Beside, out: Path) -> Path:
     return _page(out, f"{found.figure.title}", [f"Verdict: {said}. {why[:1].upper()}{why[1:]}."], tables, plots)
 
 
-def write_all(found: Sequence[tuple[Beside, str]], runs: Sequence[Run], predictor: str, out: Path) -> Path:
+def write_all(
+    found: Sequence[tuple[FigureComparison, str]], runs: Sequence[MeasuredRun], predictor: str, out: Path
+) -> Path:
     """Every figure, the claims, the statements and the audit as one page with its files; returns the page."""
     make_writable(out)
     rows = all_rows(runs)
@@ -67,7 +69,7 @@ def write_all(found: Sequence[tuple[Beside, str]], runs: Sequence[Run], predicto
     return _page(out, "The paper beside our records", said[:1], tables, plots, claims, said[1:])
 
 
-def digits_table(digits: Sequence[Digits]) -> Table:
+def digits_table(digits: Sequence[ComputedNumber]) -> Table:
     """Published numbers that need no measurement beside the computed ones, digit by digit."""
     name = digits[0].row.experiment
     return Table(
@@ -99,7 +101,7 @@ def _page(
     sentences: Sequence[str],
     tables: Sequence[Table],
     plots: Sequence[Plot],
-    claims: Sequence[Judged] = (),
+    claims: Sequence[JudgedClaim] = (),
     said: Sequence[str] = (),
 ) -> Path:
     addresses = Addresses(out)

@@ -23,7 +23,7 @@ from harness.predict.published_rows import RowSaysTooLittle, configuration_of_ro
 from harness.predict.speeds import assumed, speeds_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
-from harness.reproduce.entries import Entry, gpu_text, predicted_entry, published_points
+from harness.reproduce.figure_points import FigurePoint, gpu_text, predicted_entry, published_points
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
@@ -45,7 +45,7 @@ class Predictor(Protocol):
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
 
 
-class Simulated:
+class SimulationPredictor:
     """The times and the memory of docs/plan.md."""
 
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
@@ -59,7 +59,7 @@ class Simulated:
         return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 
-PREDICTOR: Predictor = Simulated()
+PREDICTOR: Predictor = SimulationPredictor()
 
 
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
@@ -70,7 +70,7 @@ def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial
 
 def predicted_entries(
     figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
-) -> list[Entry]:
+) -> list[FigurePoint]:
     """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
     predictor, hardware = predictor or PREDICTOR, replace(hardware, gpus_per_node=GPUS_PER_NODE)
     entries = []
@@ -82,7 +82,7 @@ def predicted_entries(
     return entries
 
 
-def predicted_for_paper(figure: PaperFigure) -> list[Entry]:
+def predicted_for_paper(figure: PaperFigure) -> list[FigurePoint]:
     """What is drawn beside the published points: of each with a number its own set-up, as results/paper/predicted.csv
     has it, and trials of the figure's scale `paper`. Of trials with settings as published those are left out that a
     published set-up stands for already."""
@@ -92,7 +92,7 @@ def predicted_for_paper(figure: PaperFigure) -> list[Entry]:
     return rows + [one for one in trials if one.settings == "equal" or (one.series, one.setup) not in known]
 
 
-def _of_published_points(figure: PaperFigure) -> Iterator[Entry]:
+def _of_published_points(figure: PaperFigure) -> Iterator[FigurePoint]:
     """The simulated time of each published point whose source says enough, and the memory of its system."""
     for point, row in published_points(figure):
         if not point.values or row.gpu_model not in HARDWARE:
@@ -128,7 +128,7 @@ def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> 
     return {name: value for name, value in values.items() if name in figure.shows}
 
 
-def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
+def predicted_words(figure: PaperFigure, found: Sequence[FigurePoint]) -> str:
     """How many values a predictor gives for a figure, by metric."""
     counts = {name: sum(name in entry.values for entry in found) for name in figure.shows}
     given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]

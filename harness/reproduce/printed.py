@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.base.lengths import format_length
 from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant
-from harness.reproduce.entries import gpu_text
+from harness.reproduce.figure_points import gpu_text
 
 _PRINTED = "extra_upstream.printed."  # beginning of the columns of what a system prints, under its own names
 _APART = 0.05  # of the recomputed figure: marked beyond it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Printed:
+class PrintedTrial:
     """TFLOP/s per GPU and MFU of one trial: as the system printed them, and by our formula from the trial's time."""
 
     system: str
-    row: Mapping[str, Any]
+    row: Row
     record: RecordPlace
     tflops: float | None
     mfu: float | None  # as a fraction
@@ -36,7 +35,7 @@ class Printed:
         return float(self.mfu / self.row["mfu"])
 
 
-def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]:
+def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[PrintedTrial]:
     """Every trial whose system printed TFLOP/s or MFU, by system, length and record."""
     found = []
     for row, record in rows:
@@ -47,7 +46,7 @@ def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]
             release = row.get("extra_upstream.release")
             system = f"{row['system']} ({release})" if release else str(row["system"])
             found.append(
-                Printed(
+                PrintedTrial(
                     system=system, row=row, record=record, tflops=rates[0] if rates else None,
                     mfu=shares[0] if shares else None,
                 )
@@ -55,7 +54,7 @@ def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]
     return sorted(found, key=lambda one: (one.system.casefold(), one.row["seq_len"], one.record))
 
 
-def printed_table(found: Sequence[Printed]) -> Table:
+def printed_table(found: Sequence[PrintedTrial]) -> Table:
     """A line for each trial; those that differ by more than a twentieth are marked."""
     number, percent = significant(4), significant(3, 100)
     middle = f" The median ratio is {statistics.median(one.ratio for one in found):.4f}." if found else ""

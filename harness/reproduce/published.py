@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from cluster.files.filesystem import read_text
 from harness.base.errors import UsageError
@@ -61,7 +60,7 @@ class Published:
         return {name: "" if getattr(self, name) is None else str(getattr(self, name)) for name in names}
 
     @property
-    def trial(self) -> tuple[Any, ...]:
+    def trial(self) -> tuple[object, ...]:
         """What rows of one published trial have in common: they differ in their metric."""
         return (self.experiment, self.figure, self.gpus, self.model, self.seq_len, self.method)
 

@@ -58,7 +58,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class RunContext:
     """The machine, launcher, environment and commit that all trials of a run share."""
 
     machine: Machine
@@ -76,7 +76,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class RoundPosition:
     """A trial's place in a run: the round, and its place in the round's order, both from 1."""
 
     round: int
@@ -86,9 +86,9 @@ class Turn:
 
 def execute(
     trial: Trial,
-    turn: Turn,
+    position: RoundPosition,
     before: Record | None,
-    host: Host,
+    host: RunContext,
     directory: RunDirectory,
     view: ProgressView,
     bounds: Bounds = UNBOUNDED,
@@ -102,8 +102,8 @@ def execute(
     """
     ports, retries, avoid = 1, bounds.retries, dict[str, None]()
     while True:
-        record = _attempt(trial, turn, before, host, directory, view, bounds, tuple(avoid))
-        latest = alone(record, turn.round)
+        record = _attempt(trial, position, before, host, directory, view, bounds, tuple(avoid))
+        latest = alone(record, position.round)
         before = before and record
         if latest.status == "failed" and port_was_taken(latest.reason) and ports:
             ports -= 1
@@ -118,9 +118,9 @@ def execute(
 
 def _attempt(
     trial: Trial,
-    turn: Turn,
+    position: RoundPosition,
     before: Record | None,
-    host: Host,
+    host: RunContext,
     directory: RunDirectory,
     view: ProgressView,
     bounds: Bounds,
@@ -133,7 +133,7 @@ def _attempt(
         attempt = directory.begin_attempt(trial.id)
     else:
         finished = [one.number for one in finished_rounds(before)]
-        attempt = directory.begin_round(trial.id, turn.round, finished)
+        attempt = directory.begin_round(trial.id, position.round, finished)
     record = Record(
         trial_id=trial.id,
         experiment=trial.experiment,
@@ -154,14 +154,14 @@ def _attempt(
     )
     if trial.unsupported_reason is None:
         job = dataclasses.replace(
-            job_of(trial, trial_dir, host), avoid=avoid, set_ranks=_largest(turn.sharing, host.machine)
+            job_of(trial, trial_dir, host), avoid=avoid, set_ranks=_largest(position.sharing, host.machine)
         )
         write_json(
             trial_dir / TRIAL_FILE,
             {
                 "settings": to_json(trial.settings),
                 "method": method_module(trial.settings.method),
-                "round": turn.round,
+                "round": position.round,
             }
             | ({"profile": True} if trial.profile else {}),
         )
@@ -191,7 +191,7 @@ def _attempt(
             idle_ranks=outcome.idle_ranks,
             lanes=host.lanes,
         )
-        record.rounds.append(round_of(record, number=turn.round, place=turn.place))
+        record.rounds.append(round_of(record, number=position.round, place=position.place))
         record = judged(record)
     if before is not None:
         record = with_round(before, record)
@@ -204,7 +204,7 @@ def _largest(sizes: Sequence[int], machine: Machine) -> int:
     return max((ranks for ranks in sizes if machine.nodes_for(ranks) == 1), default=0)
 
 
-def job_of(trial: Trial, trial_dir: Path, host: Host) -> Job:
+def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
     """The trial as a launcher executes it on this host."""
     settings = trial.settings
     method = method_named(settings.method)

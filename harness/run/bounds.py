@@ -21,21 +21,21 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reserve:
+class TimeReserve:
     """The time from the end of the ranks to the end of their run: the smaller of two limits."""
 
     seconds: float
     share: float  # of the time from the start of the run to its end
 
 
-RUN_RESERVE = Reserve(seconds=60.0, share=0.05)  # for records, tables and the report
+RUN_RESERVE = TimeReserve(seconds=60.0, share=0.05)  # for records, tables and the report
 
 
 class StopTime:
     """The wall-clock time by which a run is to have ended. Its ranks are ended earlier, by a reserve."""
 
     def __init__(
-        self, at: datetime, option: str, started: datetime | None = None, reserve: Reserve = RUN_RESERVE
+        self, at: datetime, option: str, started: datetime | None = None, reserve: TimeReserve = RUN_RESERVE
     ) -> None:
         """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then; the run
         starts at `started`, by default now."""
@@ -111,7 +111,7 @@ def stop_time(
     return min(times, key=lambda time: time.at, default=None)
 
 
-def ahead_of_allocation(end: datetime | None, reserve: Reserve, started: datetime | None = None) -> StopTime | None:
+def ahead_of_allocation(end: datetime | None, reserve: TimeReserve, started: datetime | None = None) -> StopTime | None:
     """The time to stop ahead of the end of Slurm's job; None without an end.
 
     An end in the past is that of another job than the one in which this program runs, and counts as none.

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Required, TypedDict, Unpack, cast
 
 from cluster.files.filesystem import try_lock
 from engine.atomic import write_atomic
@@ -29,6 +29,22 @@ ROUNDS_DIRECTORY = "rounds"
 RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on
 
 
+class RunDescription(TypedDict, total=False):
+    """Content of run.json: the plan. Runs before there were rounds lack what is not required."""
+
+    experiment: Required[str]  # its name
+    started_at: Required[str]
+    trials: Required[list[str]]  # their ids, in the order of the plan
+    title: str
+    rounds: int
+    interval: float  # wanted around a median, as a fraction of it; 0: none
+    lanes: int
+    launcher: str
+    commit: str
+    changes: list[str]  # digests of how the code differed from the commit, one of each start
+    command: list[str]  # as typed, secrets redacted
+
+
 class RunDirectory:
     """DIR of `burst run --out DIR`. Reading needs no lock; `opened_for_writing` takes one for writing."""
 
@@ -44,11 +60,11 @@ class RunDirectory:
         path = self.trial(trial_id) / RECORD_FILE
         return read_record(path) if os.path.lexists(path) else None
 
-    def describe(self, **facts: Any) -> None:
+    def describe(self, **facts: Unpack[RunDescription]) -> None:
         """Write run.json: the plan, for `burst status` and for readers of the directory."""
         write_json(self.path / RUN_FILE, facts)
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> RunDescription:
         """run.json. Raises UsageError when this is not the directory of a run."""
         try:
             value = read_json(self.path / RUN_FILE)
@@ -60,8 +76,7 @@ class RunDirectory:
             ) from error
         if not _describes_a_run(value):
             raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
-        description: dict[str, Any] = value
-        return description
+        return cast(RunDescription, value)
 
     def changed_trees(self) -> list[str]:
         """Digests of the changed code that left records here; empty where run.json does not tell."""

@@ -12,13 +12,13 @@ from harness.base.interrupts import end_requested
 from harness.plan.matrix import at_length, planned_again
 from harness.records.record import RESULTS, Record, Status, write_record
 from harness.report.run_records import RunRecords
-from harness.run.attempt import UNBOUNDED, Host, Turn, completed, execute
+from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, execute
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory
 from harness.run.lanes import Lanes
 from harness.run.mixing import differences
 from harness.run.progress import ProgressView
-from harness.run.rounds import Order, Pending, Shuffle, alone, arranged, round_in, statuses_of
+from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
 from harness.run.sharing import Sharing
 from harness.spec.repetition import Repetition
@@ -52,7 +52,7 @@ class Resume:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ways:
+class ExecutionOptions:
     """How the trials of a run are executed: none of it changes what a trial measures."""
 
     repetition: Repetition = ONCE
@@ -60,7 +60,9 @@ class Ways:
     bounds: Bounds = UNBOUNDED
     order: Order = "random"  # of the trials of each round
     shuffle: Shuffle = FRESHLY  # makes the random one
-    lanes: Sequence[Host] = field(default_factory=tuple)  # disjoint parts of the machine; none: one trial at a time
+    lanes: Sequence[RunContext] = field(
+        default_factory=tuple
+    )  # disjoint parts of the machine; none: one trial at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +80,12 @@ class Execution:
     def __init__(
         self,
         trials: Sequence[Trial],
-        host: Host,
+        host: RunContext,
         directory: RunDirectory,
         records: RunRecords,
         view: ProgressView,
         resume: Resume | None,
-        ways: Ways,
+        options: ExecutionOptions,
         grown: Callable[[Sequence[str]], None],
         shown: Sequence[Record] = (),
     ) -> None:
@@ -91,16 +93,16 @@ class Execution:
         plans of memory use them as they use the records of this run."""
         self._trials = {trial.id: trial for trial in trials}  # forming an id takes a digest of all settings
         self._host, self._directory, self._records, self._view = host, directory, records, view
-        self._resume, self._ways, self._bounds, self._grown = resume, ways, ways.bounds, grown
+        self._resume, self._options, self._bounds, self._grown = resume, options, options.bounds, grown
         self._shown = shown
-        self._pending = Pending(ways.repetition, retry_failed=resume is not None and resume.retry_failed)
+        self._pending = PendingRounds(options.repetition, retry_failed=resume is not None and resume.retry_failed)
         self._in_a_row = 0  # failures
         self._executed: set[str] = set()  # trials
         self._left_out: set[str] = set()  # trials beyond the number that the run may execute
         self._kept: dict[str, Record] = {}  # what trials have left that is not executed again, so far
         self._ended: dict[str, dict[int, Status]] = {}  # of the search: how lengths of each group ended
         self._search = LengthSearch(
-            ways.search,
+            options.search,
             [trial for trial in trials if trial.unsupported_reason is None],
             lambda trial, length: at_length(trial, length, host.machine, [*shown, *records.records()]),
         )
@@ -167,7 +169,7 @@ class Execution:
         """Run every round that is due; returns why it ended early, if it did."""
         self._grow(self._search.groups())
         number = 1
-        with Lanes(self._ways.lanes, self._host) as lanes:
+        with Lanes(self._options.lanes, self._host) as lanes:
             while True:
                 due = {each: trial for each, trial in self._trials.items() if self._due(each, trial, number)}
                 if number > self._last_known() and not due:
@@ -208,7 +210,7 @@ class Execution:
     def _last_known(self) -> int:
         """The number of the last round that the experiment asks for, or that a trial has."""
         numbers = (one.number for record in self._kept.values() for one in record.rounds)
-        return max(self._ways.repetition.rounds, max(numbers, default=1))
+        return max(self._options.repetition.rounds, max(numbers, default=1))
 
     def _round(self, number: int, due: Mapping[str, Trial], lanes: Lanes) -> Stopped | None:
         """Run one round; returns why it ended early, if it did."""
@@ -224,7 +226,7 @@ class Execution:
         others = [record for record in self._records.records() if record.trial_id not in due]
         place = sum(round_in(record, number) is not None for record in others)
         sharing = Sharing(due.values(), self._host)
-        order = arranged(list(due.values()), self._ways.order, sharing.group, self._ways.shuffle)
+        order = arranged(list(due.values()), self._options.order, sharing.group, self._options.shuffle)
         queue = deque(self._search.ascending(order))
         stopped: Stopped | None = None
         while True:
@@ -233,7 +235,7 @@ class Execution:
                 stopped = self._interrupted(where)
             while stopped is None and (trial := self._next(queue, lanes)) is not None:
                 place += 1
-                self._start(trial, Turn(round=number, place=place, sharing=sharing.sizes(trial)), lanes)
+                self._start(trial, RoundPosition(round=number, place=place, sharing=sharing.sizes(trial)), lanes)
             if not lanes.running:
                 return stopped
             for trial, record in lanes.finished():
@@ -263,7 +265,7 @@ class Execution:
         queue.extendleft(reversed(passed))
         return found
 
-    def _start(self, trial: Trial, turn: Turn, lanes: Lanes) -> None:
+    def _start(self, trial: Trial, position: RoundPosition, lanes: Lanes) -> None:
         """Execute a trial on a lane, or record at once that it need not run."""
         self._view.trial_began(trial)
         before = self._kept.get(trial.id)
@@ -274,7 +276,7 @@ class Execution:
         if trial.unsupported_reason is None:
             self._executed.add(trial.id)
         lanes.start(
-            trial, lambda host: execute(trial, turn, before, host, self._directory, self._view, self._bounds)
+            trial, lambda host: execute(trial, position, before, host, self._directory, self._view, self._bounds)
         )  # fmt: skip
 
     def _planned(self, trial: Trial, before: Record | None) -> Trial:
@@ -326,10 +328,10 @@ class Execution:
 
     def _title(self, number: int) -> str:
         """The round in words; empty where there is one only."""
-        rounds = self._ways.repetition.rounds
+        rounds = self._options.repetition.rounds
         if number > rounds:
             return f"round {number}, for the interval"
-        return f"round {number} of {rounds}" if rounds > 1 or self._ways.repetition.interval else ""
+        return f"round {number} of {rounds}" if rounds > 1 or self._options.repetition.interval else ""
 
 
 def only_planned(record: Record) -> bool:

@@ -13,27 +13,27 @@ from harness.plan.matrix import nothing_can_run
 from harness.records.provenance import redacted_command
 from harness.records.record import Record
 from harness.report.run_records import RunRecords
-from harness.run.attempt import Host, now
+from harness.run.attempt import RunContext, now
 from harness.run.directory import opened_for_writing
-from harness.run.execution import Execution, Resume, Ways
+from harness.run.execution import Execution, ExecutionOptions, Resume
 from harness.run.mixing import refuse_mixing
 from harness.run.progress import ProgressView
 from harness.run.state import resuming
 from harness.spec.trial import Trial
 
-PLAIN = Ways()
+PLAIN = ExecutionOptions()
 
 
 @held()  # signals end a run while ranks run and between trials; they wait while files are written
 def run_experiment(
     experiment: str,
     trials: Sequence[Trial],
-    host: Host,
+    host: RunContext,
     run_dir: Path,
     *,
     view: ProgressView,
     say: Callable[[str], None],
-    ways: Ways = PLAIN,
+    options: ExecutionOptions = PLAIN,
     only: Sequence[Trial] | None = None,
     text: str = "",
     resume: Resume | None = None,
@@ -69,9 +69,9 @@ def run_experiment(
                 experiment=experiment,
                 title=trials[0].title,
                 trials=list(ids),
-                rounds=ways.repetition.rounds,
-                interval=ways.repetition.interval,
-                lanes=len(ways.lanes) or 1,
+                rounds=options.repetition.rounds,
+                interval=options.repetition.interval,
+                lanes=len(options.lanes) or 1,
                 launcher=host.launcher.name,
                 commit=host.commit,
                 changes=changed,
@@ -84,7 +84,7 @@ def run_experiment(
         def grown(ids: Sequence[str]) -> None:
             describe([*(planned | dict.fromkeys(ids))])
 
-        run = Execution(chosen, host, directory, records, view, resume, ways, grown, shown)
+        run = Execution(chosen, host, directory, records, view, resume, options, grown, shown)
         run.check_hardware(say)
         found = run.mixed(experiment, planned, changed)
         if resume is None or not resume.mix:

@@ -18,7 +18,7 @@ from harness.launch.launcher import Launcher
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record
-from harness.run.attempt import Host
+from harness.run.attempt import RunContext
 from harness.spec.trial import Trial
 
 T = TypeVar("T")
@@ -38,12 +38,12 @@ class DividesHosts(Protocol):
 class Lanes:
     """Executes trials on the lanes of a run; with none, one after another on the whole machine, in this thread."""
 
-    def __init__(self, lanes: Sequence[Host], whole: Host) -> None:
+    def __init__(self, lanes: Sequence[RunContext], whole: RunContext) -> None:
         self._idle = list(lanes)
         self._lane = lanes[0].machine if lanes else None  # all are equal
         self._whole = whole
         self._executor = ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="lane")
-        self._futures: dict[Future[Record], tuple[Trial, Host]] = {}
+        self._futures: dict[Future[Record], tuple[Trial, RunContext]] = {}
         self._done: list[tuple[Trial, Record]] = []  # of the whole machine, in this thread
 
     def __enter__(self) -> Lanes:
@@ -74,7 +74,7 @@ class Lanes:
             return False
         return bool(self._idle) if self._fits(trial) else not self._futures
 
-    def start(self, trial: Trial, work: Callable[[Host], Record]) -> None:
+    def start(self, trial: Trial, work: Callable[[RunContext], Record]) -> None:
         """Run `work` with the lane that takes the trial."""
         assert self.takes(trial), trial.id
         if not self._fits(trial):
@@ -100,7 +100,7 @@ class Lanes:
         return self._lane is not None and self._lane.nodes_for(trial.settings.world_size) is not None
 
 
-def lanes_of(host: Host, number: int) -> list[Host]:
+def lanes_of(host: RunContext, number: int) -> list[RunContext]:
     """The machine in `number` equal parts with disjoint GPUs and cores, each with a launcher of its own.
 
     Of a cluster each lane has hosts of its own. Raises UsageError where there are fewer hosts, GPUs, or without GPUs
@@ -151,7 +151,7 @@ def _share(items: Sequence[T], lane: int, number: int) -> list[T]:
     return list(items[lane * size : (lane + 1) * size])
 
 
-def _visible(host: Host, machine: Machine) -> list[str]:
+def _visible(host: RunContext, machine: Machine) -> list[str]:
     """The machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
     given = host.environment.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(machine.gpu_count)] if given is None else given.split(",")

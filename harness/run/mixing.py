@@ -8,13 +8,13 @@ from pathlib import Path
 
 from harness.base.errors import UsageError
 from harness.records.record import Record
-from harness.run.attempt import Host
+from harness.run.attempt import RunContext
 
 
 def differences(
     records: Iterable[Record],
     experiment: str,
-    host: Host,
+    host: RunContext,
     planned: Callable[[Record], bool],
     *,
     adds: bool,

@@ -10,7 +10,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, Protocol, TypeVar
 
 from engine.measurement import ALLOCATION_RETRIES, LINK, Extra, Measurement
 from harness.metrics.flops import work_of
@@ -20,7 +20,15 @@ from harness.records.record import RESULTS, Record, Round, Status
 from harness.spec.repetition import MAX_ROUNDS, Repetition
 from harness.spec.trial import Trial
 
-Shuffle = Callable[[MutableSequence[Any]], None]
+Item = TypeVar("Item")
+
+
+class Shuffle(Protocol):
+    """Puts what it is given into another order, in place."""
+
+    def __call__(self, order: MutableSequence[Item], /) -> None: ...
+
+
 Order = Literal["random", "file", "shortest", "longest"]
 
 # How far figures of two rounds may lie apart without a word: sums in another order change them on GPUs.
@@ -111,7 +119,7 @@ def alone(record: Record, number: int) -> Record:
     return latest if record.status == "wrong" else replace(latest, status=one.status, reason=one.reason)
 
 
-class Pending:
+class PendingRounds:
     """Which round of which trial is still to run. A trial without figures runs in round 1 alone."""
 
     def __init__(self, repetition: Repetition, *, retry_failed: bool = False) -> None:

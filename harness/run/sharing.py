@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 from harness.launch.ranks import kind
-from harness.run.attempt import Host, job_of
+from harness.run.attempt import RunContext, job_of
 from harness.spec.trial import Trial
 
 
@@ -17,7 +17,7 @@ class Sharing:
     can share with any go to the largest.
     """
 
-    def __init__(self, trials: Iterable[Trial], host: Host) -> None:
+    def __init__(self, trials: Iterable[Trial], host: RunContext) -> None:
         own: dict[str, tuple[Hashable, bool, int]] = {}  # by trial: kind, whether sizes must be equal, number of ranks
         largest: dict[Hashable, int] = {}  # by kind: the most ranks of a trial whose size must be equal
         for trial in trials:

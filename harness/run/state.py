@@ -190,7 +190,7 @@ def _running(state: TrialState, trial_dir: Path, record: Record | None, now: flo
 
 def seconds_left(trials: Sequence[TrialState], lanes: int) -> float | None:
     """Wall seconds of all rounds that are left, shared among `lanes`; see `RunState`."""
-    known = _Known(trials)
+    known = _FinishedRounds(trials)
     total = 0.0
     for trial in trials:
         left = _rounds_left(trial)
@@ -210,7 +210,7 @@ def _rounds_left(trial: TrialState) -> int:
     return trial.rounds - trial.rounds_done if trial.status == "ok" else 0
 
 
-class _Known:
+class _FinishedRounds:
     """Wall seconds of the rounds of a run that have finished."""
 
     def __init__(self, trials: Sequence[TrialState]) -> None:

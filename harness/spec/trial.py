@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.checkpoint.planning.choice import PLANNABLE
+from engine.checkpoint.planning.memory_settings import PLANNABLE
 from engine.measurement import Forecast
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.spec.table import NOTHING_FILLED, FromTable
+from harness.spec.table import NOTHING_FILLED, TableSources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Trial:
     hang_seconds: float = 0.0  # without progress
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
-    table: FromTable = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml
+    table: TableSources = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml
     plan: Forecast | None = None  # of the planner, where it chose some of the settings
 
     @property

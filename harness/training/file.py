@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cluster.files.reader import Node, build, check_keys, convert, merge, read_yaml
-from engine.checkpoint.planning.choice import left_open
+from engine.checkpoint.planning.memory_settings import left_open
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError

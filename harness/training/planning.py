@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from engine.checkpoint.planning.memory import GIB
 from engine.measurement import Forecast
@@ -49,7 +50,7 @@ def _shown_in(run: Path, settings: TrialSettings) -> Correction:
     largest: Forecast | None = None
     while (attempt := attempt_directory(run, number := number + 1)).is_dir():
         try:
-            order: Order = from_json(Order, read_json(attempt / ORDER_FILE))
+            order = from_json(Order, read_json(attempt / ORDER_FILE))
         except _UNREADABLE:
             continue
         if order.plan is None or not same_shape(order.config.settings, settings):
@@ -78,7 +79,7 @@ def _ran_out(attempt: Path) -> bool:
     """Whether a rank of the start ran out of memory."""
     for path in sorted((attempt / "errors").glob("rank*.json")):
         try:
-            if read_json(path)["kind"] == "oom":
+            if cast(dict[str, object], read_json(path))["kind"] == "oom":
                 return True
         except _UNREADABLE:
             continue

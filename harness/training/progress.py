@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from cluster.files.errors import shown_value
 from engine.reader import read_json
@@ -91,7 +91,7 @@ def is_training_run(directory: Path) -> bool:
 def training_status(directory: Path) -> str:
     """One line: whether it runs, its last step and evaluation, and its newest checkpoint. Raises UsageError."""
     try:
-        facts = read_json(directory / RUN_FILE)
+        facts = cast(dict[str, Any], read_json(directory / RUN_FILE))
         steps, started = facts["config"]["steps"], facts["started_at"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(

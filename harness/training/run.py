@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import cast
 
 from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
@@ -31,7 +31,7 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
-from harness.run.bounds import RUN_RESERVE, Reserve, StopTime, ahead_of_allocation
+from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering
@@ -44,7 +44,7 @@ def stop_time(say: Callable[[str], None], grace_seconds: float) -> StopTime | No
     """The time by which the run is to have ended, with `grace_seconds` and a minute for saving; None outside a job and
     in a job without a limit. Where the limit is not known, `say` is called with one sentence."""
     end = job_end(say, otherwise="with sbatch --signal=B:USR1@SECONDS the run is saved that long before it")
-    return ahead_of_allocation(end, Reserve(seconds=grace_seconds + RUN_RESERVE.seconds, share=_SHARE))
+    return ahead_of_allocation(end, TimeReserve(seconds=grace_seconds + RUN_RESERVE.seconds, share=_SHARE))
 
 
 OnProgress = Callable[[dict[str, object]], None]
@@ -103,7 +103,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
             + next_step(start.run_dir, start.again, fewer)
         )
         return 1
-    if not read_json(attempt / OUTCOME_FILE)["finished"]:
+    if not cast(dict[str, object], read_json(attempt / OUTCOME_FILE))["finished"]:
         say(interruption(start))
         return 1
     return 0
@@ -194,7 +194,7 @@ def refusing() -> Iterator[None]:
         raise UsageError(f"this run cannot start: {error}") from error
 
 
-def refuse_checkpoints(config: TrainingConfig, facts: dict[str, Any], run_dir: Path, *, elsewhere: bool) -> None:
+def refuse_checkpoints(config: TrainingConfig, facts: dict[str, object], run_dir: Path, *, elsewhere: bool) -> None:
     """Raises UsageError when the run cannot resume from the checkpoints here. With `elsewhere`, another host may have
     one, so a host without any checkpoint is no error."""
     if not elsewhere or checkpoints(checkpoints_directory(run_dir)):

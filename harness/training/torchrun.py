@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cluster.files.errors import shown
+from cluster.inventory.checkout import code_digest
 from engine.measurement import write_json
 from engine.reader import from_json
 from engine.training.config import Order
@@ -34,7 +35,7 @@ from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
 from harness.machine.addresses import route_towards
-from harness.machine.this_machine import Machine, code_digest, discover, together
+from harness.machine.this_machine import Machine, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing, refuse_no_run
 from harness.training.file import TrainingFile
@@ -166,7 +167,7 @@ class _Rank:
         place = self._place
         if place.rank == 0:
             self._put("order", dataclasses.asdict(self._refusing(lambda: self._planned(whole))))
-        order = cast(Order, from_json(Order, self._get("order")))
+        order = from_json(Order, self._get("order"))
         if place.leads:  # one host after the other, so that each sees what earlier ones have opened
             earlier = [self._get(f"opened{node}") for node in range(place.node)]
             seen = next((one for one in earlier if (self._run_dir / one["mark"]).exists()), None)

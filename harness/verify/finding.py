@@ -28,7 +28,7 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class RowComparison:
     """One row beside the same row of a reference run."""
 
     trial_id: str
@@ -45,7 +45,7 @@ class Compared:
 
 
 @dataclass(kw_only=True, slots=True)
-class Verdict:
+class RunVerification:
     """The verdict on one run."""
 
     run: str  # its folder as given, or below the directory that was
@@ -54,7 +54,7 @@ class Verdict:
     failures: list[Failure] = field(default_factory=list)
     stated: list[Gap] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # sentences: what could not be looked up here
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[RowComparison] = field(default_factory=list)
     partnerless: list[str] = field(default_factory=list)  # rows that one of the two runs lacks
 
     @property

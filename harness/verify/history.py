@@ -12,7 +12,7 @@ NOT_HELD = "which the repository here does not hold"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
-class History:
+class CommitHistory:
     """The history of a checkout. Where it cannot be asked, `absent` says why, and no commit is judged."""
 
     def __init__(self, root: Path = PROJECT_ROOT) -> None:

@@ -30,7 +30,7 @@ from harness.metrics.hardware import HARDWARE_DIR, hardware_for
 from harness.records.packed import packed
 from harness.records.provenance import PROJECT_ROOT, commit, version
 from harness.records.record import RECORD_FILE, BadRecord, Record, refuse_bad
-from harness.records.stated import PROVENANCE_FILE, Stated
+from harness.records.stated import PROVENANCE_FILE, StatedProvenance
 from harness.records.stored import (
     EXPERIMENT_FILE,
     RUN_FILE,
@@ -227,7 +227,7 @@ def _texts(folder: Path, path: Path) -> Iterator[tuple[str, str | None, str]]:
             yield str(path.joinpath(*parts)), parts[1] if parts[0] == "trials" else None, _text(file)
 
 
-def _refuse_private(texts: Iterable[tuple[str, str | None, str]], stated: Stated) -> None:
+def _refuse_private(texts: Iterable[tuple[str, str | None, str]], stated: StatedProvenance) -> None:
     """Raise UsageError that names every text with a private value, by the kind of value alone."""
     found = []
     for label, trial, text in texts:

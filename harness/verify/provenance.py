@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
-from harness.records.stated import About, OnMachine, Reason, Stated, TypedCommand
+from harness.records.stated import About, FailureReason, MachineOfRounds, StatedProvenance, TypedCommand
 from harness.verify.finding import Failure, Gap
-from harness.verify.history import NOT_HELD, History
+from harness.verify.history import NOT_HELD, CommitHistory
 from harness.verify.private import HOME, private_in, secret_variables
 
 _SOFTWARE = ("python", "torch")
 
 
-def provenance_findings(record: Record, text: str, stated: Stated, history: History) -> Iterator[Failure | Gap]:
+def provenance_findings(
+    record: Record, text: str, stated: StatedProvenance, history: CommitHistory
+) -> Iterator[Failure | Gap]:
     """Failures, and gaps that provenance.yaml or the tables state. `text` is the record's file."""
     for about, found, expected in _missing(record, text, stated, history):
         says = stated.reason(record.trial_id, about)
@@ -39,9 +41,13 @@ def provenance_findings(record: Record, text: str, stated: Stated, history: Hist
             yield Gap(place=record.trial_id, check="conditions", says=one.says)
 
 
-def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
+def unused_statements(stated: StatedProvenance, trials: list[str]) -> Iterator[Failure]:
     """Entries of provenance.yaml that name no record that is there."""
-    entries: list[TypedCommand | Reason | OnMachine] = [*stated.commands, *stated.reasons, *stated.machines]
+    entries: list[TypedCommand | FailureReason | MachineOfRounds] = [
+        *stated.commands,
+        *stated.reasons,
+        *stated.machines,
+    ]
     for one in entries:
         if not any(map(one.names, trials)):
             yield Failure(
@@ -52,7 +58,9 @@ def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
             )
 
 
-def _missing(record: Record, text: str, stated: Stated, history: History) -> Iterator[tuple[About, str, str]]:
+def _missing(
+    record: Record, text: str, stated: StatedProvenance, history: CommitHistory
+) -> Iterator[tuple[About, str, str]]:
     """What a check is about, what the record has, and what it should have."""
     commit = record.commit.removesuffix(DIRTY)
     if not commit:

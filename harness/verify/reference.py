@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from harness.metrics.intervals import median_ratio
 from harness.records.record import Record
-from harness.verify.finding import Compared
+from harness.verify.finding import RowComparison
 
 GIB = 1 << 30
 
 
-def compared(records: Mapping[str, Record], reference: Mapping[str, Record], tolerance: float) -> list[Compared]:
+def compared(records: Mapping[str, Record], reference: Mapping[str, Record], tolerance: float) -> list[RowComparison]:
     """Every row that both runs have, by trial id: status, GPU, step time, peak memory and loss.
 
     A time passes unless its ratio, with the whole interval where both have rounds, lies outside 1 +- `tolerance`.
@@ -29,9 +29,9 @@ def partnerless(records: Mapping[str, Record], reference: Mapping[str, Record]) 
     ]
 
 
-def _row(record: Record, reference: Record, tolerance: float) -> Iterator[Compared]:
-    def line(quantity: str, found: str, other: str, passed: bool, note: str = "") -> Compared:
-        return Compared(
+def _row(record: Record, reference: Record, tolerance: float) -> Iterator[RowComparison]:
+    def line(quantity: str, found: str, other: str, passed: bool, note: str = "") -> RowComparison:
+        return RowComparison(
             trial_id=record.trial_id, quantity=quantity, found=found, reference=other, passed=passed, note=note
         )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from cluster.files.errors import counted
 from engine.reader import to_json
-from harness.verify.finding import Verdict
+from harness.verify.finding import RunVerification
 
 
-def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def lines(verdicts: Sequence[RunVerification]) -> Iterator[str]:
     """A line per failure and per row that was compared, stated gaps by their sentences, and a summary of each run."""
     several = len(verdicts) > 1
     for verdict in verdicts:
@@ -30,7 +29,7 @@ def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"{len(verdicts)} runs: {'all hold' if not wrong else f'{wrong} do not hold'}"
 
 
-def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def as_json(verdicts: Sequence[RunVerification]) -> dict[str, object]:
     """All verdicts as plain values."""
     return {
         "holds": all(verdict.holds for verdict in verdicts),
@@ -38,7 +37,7 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def _summary(verdict: Verdict) -> str:
+def _summary(verdict: RunVerification) -> str:
     parts = [counted(verdict.records, "record"), *([counted(verdict.files, "file")] if verdict.files else [])]
     if verdict.compared:
         passed = sum(one.passed for one in verdict.compared)

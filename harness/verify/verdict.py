@@ -11,9 +11,9 @@ from harness.records.record import BadRecord, Record, RecordPlace
 from harness.records.stored import RUN_FILE, StoredRun, run_named, runs_below, stored_run
 from harness.report.results import Row
 from harness.report.run_records import RunRecords
-from harness.verify.finding import Failure, Verdict
+from harness.verify.finding import Failure, RunVerification
 from harness.verify.formulas import COLUMNS, Figure, figures_of
-from harness.verify.history import History
+from harness.verify.history import CommitHistory
 from harness.verify.private import HOME, private_in
 from harness.verify.products import (
     RESULTS_FILE,
@@ -30,7 +30,9 @@ from harness.verify.schema import schema_failures
 from harness.verify.sums import SUMS_FILE, sums_failures
 
 
-def verify(place: Path, history: History, reference: Path | None = None, tolerance: float = 0.05) -> list[Verdict]:
+def verify(
+    place: Path, history: CommitHistory, reference: Path | None = None, tolerance: float = 0.05
+) -> list[RunVerification]:
     """A verdict on each run below a directory, or on the run that `place` is; each beside the run of the same name in
     `reference`. Raises UsageError where no record is there, or what provenance states cannot be read.
     """
@@ -49,10 +51,10 @@ def verify(place: Path, history: History, reference: Path | None = None, toleran
     return verdicts
 
 
-def verify_run(run: StoredRun, name: str, history: History) -> tuple[Verdict, dict[str, Record]]:
+def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVerification, dict[str, Record]]:
     """The verdict on one run, and its records by trial id. Raises UsageError where it holds no record."""
     stated = run.stated()
-    verdict = Verdict(run=name)
+    verdict = RunVerification(run=name)
     failures = verdict.failures
     try:
         published = read_results(run.report_dir)
@@ -114,7 +116,7 @@ def _products(
     rows: list[Row],
     published: list[dict[str, str]] | None,
     figures: Mapping[str, Mapping[str, Figure]],
-    verdict: Verdict,
+    verdict: RunVerification,
 ) -> None:
     """What a report made of the records, and the figures of their rows. Of a packed run there may be no report; then
     the rows are those that one would have."""

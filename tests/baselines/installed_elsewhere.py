@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.ring_flash_attn import RingFlashAttention
 
 
 class Elsewhere(RingFlashAttention):
     @property
-    def places(self) -> list[Place]:
-        there = Place(system=self.package, flavour="current", base=Path(os.environ["SOME_SYSTEMS"]))
+    def places(self) -> list[InstallPlace]:
+        there = InstallPlace(system=self.package, flavour="current", base=Path(os.environ["SOME_SYSTEMS"]))
         return [there] if (there.base / self.package / "pin.yaml").exists() else super().places
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from baselines.called import UpstreamAttention
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.upstream import Rendered
 from engine.settings import TrialSettings
 
@@ -41,10 +41,10 @@ class SomeSystem(UpstreamAttention):
     end_seconds = 1.0
 
     @property
-    def places(self) -> list[Place]:
-        return [Place(system=self.package, flavour="current", base=Path(os.environ["SOME_SYSTEMS"]))]
+    def places(self) -> list[InstallPlace]:
+        return [InstallPlace(system=self.package, flavour="current", base=Path(os.environ["SOME_SYSTEMS"]))]
 
-    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         return Rendered(
             command=(
                 str(place.python),

@@ -11,7 +11,7 @@ import yaml
 from baselines.fidelity.cases import SYSTEMS
 from engine.settings import SettingsFrom
 from harness.report.results import METHOD_ORDER, cell
-from harness.spec.table import entry_of, settings_table
+from harness.spec.table import method_settings_of, settings_table
 from tests.baselines.test_fidelity import published_rows
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def settings_shown() -> str:
     lines = [("method", "`settings`", *(f"`{name}`" for name in SHOWN))]
     for method in (name for name in METHOD_ORDER if name in settings_table()):
         for variant in VARIANTS:
-            entry = entry_of(method, variant)
+            entry = method_settings_of(method, variant)
             assert entry is not None
             values = [cell(entry.choices[name].value) if name in entry.choices else "-" for name in SHOWN]
             lines.append((f"`{method}`", f"`{variant}`", *values))
@@ -68,14 +68,14 @@ def test_no_entry_of_a_native_baseline_names_a_setting_that_the_page_leaves_out(
         for method in settings_table()
         if not method.endswith("_upstream")
         for variant in VARIANTS
-        if (entry := entry_of(method, variant))
+        if (entry := method_settings_of(method, variant))
         for name in entry.choices
     }
     assert named <= {*SHOWN, *IN_WORDS}
 
 
 def test_the_page_says_what_burst_takes_as_published() -> None:
-    entry = entry_of("burst", "as_published")
+    entry = method_settings_of("burst", "as_published")
     assert entry is not None
     for name in ("schedule", "backward", "layout", "exchange"):
         assert f"`{name}: {entry.choices[name].value}`" in PAGE

@@ -17,10 +17,10 @@ import torch
 
 import baselines
 import engine
-from baselines.called import InWorker, Parts, head_ranks
+from baselines.called import InWorker, ShardParts, head_ranks
 from baselines.called_attention import ENTERED, CalledMethod, forget_shapes
 from baselines.enter import link_packages, main, worker_of
-from baselines.install.places import Place, beside_torch
+from baselines.install.places import InstallPlace, beside_torch
 from baselines.programs.program_parts import load
 from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
@@ -65,9 +65,9 @@ def test_yunchangs_ranks_hold_the_tokens_that_its_call_says(schedule: str, ranks
 
 
 def test_parts_of_a_shard_follow_one_another_and_a_group_of_one_has_the_whole_shard() -> None:
-    assert positions(Parts(Zigzag(), 2), 16, 4) == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert positions(Parts(Zigzag(), 1), 16, 4) == positions(Zigzag(), 16, 4)
-    assert Parts(Zigzag(), 4).chunks(8) == 16
+    assert positions(ShardParts(Zigzag(), 2), 16, 4) == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert positions(ShardParts(Zigzag(), 1), 16, 4) == positions(Zigzag(), 16, 4)
+    assert ShardParts(Zigzag(), 4).chunks(8) == 16
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_rank_that_has_no_part_in_the_trial_writes_no_refusal_of_it(
     trial_dir.mkdir()
     turns = TrialQueue(tmp_path)
     turns.give(1, trial_dir, 2)
-    monkeypatch.setattr(Place, "not_installed_reason", lambda *_: "it is not installed")
+    monkeypatch.setattr(InstallPlace, "not_installed_reason", lambda *_: "it is not installed")
     for name, value in {**turns.environment, "RANK": rank}.items():
         monkeypatch.setenv(name, value)
     assert main([f"baselines.{CALLED[0].removesuffix('_upstream')}", str(trial_dir)]) == 1
@@ -209,16 +209,16 @@ def test_a_trial_meets_functions_of_torch_script_as_a_process_of_its_own_would(m
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> InstallPlace:
     """A place for ring-flash-attention where nothing is installed."""
     pin = Path(baselines.__path__[0]) / "ring_flash_attn" / "pin.yaml"
     (tmp_path / "ring_flash_attn").mkdir()
     (tmp_path / "ring_flash_attn" / "pin.yaml").write_text(pin.read_text("utf-8"))
-    return Place(system="ring_flash_attn", flavour="current", base=tmp_path)
+    return InstallPlace(system="ring_flash_attn", flavour="current", base=tmp_path)
 
 
 def test_the_worker_is_started_with_two_packages_of_ours_and_told_what_is_installed(
-    place: Place, tmp_path: Path
+    place: InstallPlace, tmp_path: Path
 ) -> None:
     place.folder.mkdir(parents=True)
     worker = worker_of(place, tmp_path / "trial")
@@ -241,7 +241,7 @@ def test_links_that_lead_elsewhere_are_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_rank_on_a_host_without_the_system_refuses_its_trial(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: InstallPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SOME_SYSTEMS", str(tmp_path))
     monkeypatch.setenv("RANK", "1")
@@ -255,7 +255,7 @@ def test_a_rank_on_a_host_without_the_system_refuses_its_trial(
     assert "usage: python -m baselines.enter MODULE TRIAL_DIR" in capsys.readouterr().err
 
 
-def test_flash_attention_4_beside_torch_takes_the_place_of_flash_attn_2(place: Place) -> None:
+def test_flash_attention_4_beside_torch_takes_the_place_of_flash_attn_2(place: InstallPlace) -> None:
     borrowed = place.folder / "borrowed" / "flash_attn"
     assert place.stand_ins == ["flash_attn"]
     assert not place.computes_on_gpus("flash_attn")

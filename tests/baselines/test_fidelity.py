@@ -17,10 +17,10 @@ from baselines.fidelity import run as fidelity
 from baselines.fidelity.attention import compared, error_of
 from baselines.fidelity.cases import SEQ_LEN, SYSTEMS
 from baselines.fidelity.ranks import run_ranks
-from baselines.fidelity.rows import Error, Row, verdict_of
+from baselines.fidelity.rows import FidelityError, Row, verdict_of
 from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training_cases import TRAINING
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.programs import attention_bytes
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_func
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
@@ -137,17 +137,17 @@ def test_the_stand_in_refuses_what_it_does_not_compute(monkeypatch: pytest.Monke
 
 
 def test_a_stand_in_is_used_where_the_interpreter_has_no_real_package(tmp_path: Path) -> None:
-    own = Place(system="ring_flash_attn", flavour="current")
+    own = InstallPlace(system="ring_flash_attn", flavour="current")
     (tmp_path / "ring_flash_attn").mkdir()
     (tmp_path / "ring_flash_attn" / "pin.yaml").write_text((own.base / own.system / "pin.yaml").read_text("utf-8"))
-    place = Place(system="ring_flash_attn", flavour="current", base=tmp_path)
+    place = InstallPlace(system="ring_flash_attn", flavour="current", base=tmp_path)
     assert place.stand_ins == ["flash_attn"]
     assert Path(place.environment["PYTHONPATH"], "flash_attn", "__init__.py").exists()
     (place.folder / "borrowed" / "flash_attn").mkdir(parents=True)
     (place.folder / "borrowed" / "flash_attn" / "__init__.py").touch()
     assert place.stand_ins == []
     assert "PYTHONPATH" not in place.environment
-    assert Place(system="transformer_engine", flavour="current").stand_ins == []  # GPUs alone
+    assert InstallPlace(system="transformer_engine", flavour="current").stand_ins == []  # GPUs alone
 
 
 def _sent_by_each_way() -> dict[str, int]:
@@ -181,7 +181,7 @@ def test_tensors_are_put_together_from_the_ranks_positions() -> None:
     left: list[dict[str, Any]] = [
         {"positions": held, "tensors": {"out": truth[:, held].float()}} for held in (even, odd)
     ]
-    assert compared(left, {"out": truth}) == {"out": Error(relative=0.0, largest=0.0)}
+    assert compared(left, {"out": truth}) == {"out": FidelityError(relative=0.0, largest=0.0)}
     left[1]["tensors"]["out"] += 2
     error = compared(left, {"out": truth})["out"]
     assert error.largest == 2
@@ -206,7 +206,7 @@ def test_a_tensor_that_is_not_finite_is_wrong() -> None:
     ],
 )
 def test_the_verdict_follows_from_the_errors(errors: dict[str, float], verdict: tuple[str, str]) -> None:
-    found = {name: Error(relative=value, largest=0.0) for name, value in errors.items()}
+    found = {name: FidelityError(relative=value, largest=0.0) for name, value in errors.items()}
     assert verdict_of(found, "fp32") == verdict
 
 
@@ -222,9 +222,9 @@ def test_ranks_that_fail_or_do_not_end_are_said_and_stopped(tmp_path: Path) -> N
 def test_a_system_that_is_not_installed_is_a_row_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = Place(system="yunchang", flavour="current", base=tmp_path)
+    place = InstallPlace(system="yunchang", flavour="current", base=tmp_path)
     (tmp_path / "yunchang").mkdir()
-    pin = Place(system="yunchang", flavour="current").base / "yunchang" / "pin.yaml"
+    pin = InstallPlace(system="yunchang", flavour="current").base / "yunchang" / "pin.yaml"
     (tmp_path / "yunchang" / "pin.yaml").write_text(pin.read_text("utf-8"))
     monkeypatch.setattr(fidelity, "place_of", lambda _: place)
     out = tmp_path / "out"

@@ -22,7 +22,7 @@ from baselines.install.build import check_space, install_system
 from baselines.install.bundle import make_bundle
 from baselines.install.interpreter import Interpreter, clean_environment, look_at
 from baselines.install.other_build import parse
-from baselines.install.places import Installed, Place
+from baselines.install.places import Installation, InstallPlace
 from baselines.install.verify import verify
 from cluster.files.errors import UsageError
 from harness.cli import main
@@ -61,12 +61,12 @@ def given(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path, given: Path) -> Place:
+def place(tmp_path: Path, given: Path) -> InstallPlace:
     return make_place(tmp_path, given)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[InstallPlace, Path]:
     """An installation, and what it was made from; tests leave it whole."""
     folder = tmp_path_factory.mktemp("whole")
     given = make_given(folder)
@@ -88,7 +88,7 @@ def make_given(tmp_path: Path) -> Path:
     return folder
 
 
-def make_place(tmp_path: Path, given: Path) -> Place:
+def make_place(tmp_path: Path, given: Path) -> InstallPlace:
     """A pinned system of the test, in a folder of its own."""
     base = tmp_path / "systems"
     (base / "some").mkdir(parents=True)
@@ -106,10 +106,12 @@ def make_place(tmp_path: Path, given: Path) -> Place:
         },
     }  # fmt: skip
     (base / "some" / "pin.yaml").write_text(yaml.safe_dump(pin))
-    return Place(system="some", flavour="current", base=base)
+    return InstallPlace(system="some", flavour="current", base=base)
 
 
-def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment(whole: tuple[Place, Path]) -> None:
+def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment(
+    whole: tuple[InstallPlace, Path],
+) -> None:
     place, _ = whole
     assert place.condition()[0] == "installed"
     code = "import somering, torch, numpy; print(somering.__file__, torch.__version__)"
@@ -127,7 +129,7 @@ def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment
 
 
 def test_what_was_cut_off_is_found_and_finished_without_what_it_had_fetched(
-    place: Place, given: Path, tmp_path: Path
+    place: InstallPlace, given: Path, tmp_path: Path
 ) -> None:
     (given / "somering-1.2-py3-none-any.whl").rename(tmp_path / "kept.whl")
     with pytest.raises(UsageError, match="pip download failed"):
@@ -143,7 +145,7 @@ def test_what_was_cut_off_is_found_and_finished_without_what_it_had_fetched(
     assert place.condition()[0] == "installed"
 
 
-def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[Place, Path]) -> None:
+def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[InstallPlace, Path]) -> None:
     place, given = whole
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
     module.write_text("RING = 'patched'\n")
@@ -154,14 +156,14 @@ def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[P
     assert module.read_text() == "RING = 'flat'\n"
 
 
-def test_a_wheel_with_another_hash_is_not_installed(place: Place, given: Path) -> None:
+def test_a_wheel_with_another_hash_is_not_installed(place: InstallPlace, given: Path) -> None:
     wheel(given, "somering", "1.2", "RING = 'another'\n")
     with pytest.raises(UsageError, match=r"pip download failed .*hash"):
         install_system(place, given=given, say=quiet)
     assert place.condition()[0] == "half-finished"
 
 
-def test_a_bundle_installs_where_there_is_no_network(place: Place, given: Path, tmp_path: Path) -> None:
+def test_a_bundle_installs_where_there_is_no_network(place: InstallPlace, given: Path, tmp_path: Path) -> None:
     pin_file = place.base / "some" / "pin.yaml"
     pin = yaml.safe_load(pin_file.read_text())
     pin["current"]["checkout"]["repository"] = f"file://{given / 'some-clone'}"
@@ -193,7 +195,7 @@ def test_a_bundle_installs_where_there_is_no_network(place: Place, given: Path, 
     ],
 )
 def test_an_archive_that_cannot_be_read_is_refused_in_one_sentence(
-    place: Place, tmp_path: Path, content: bytes | str, reason: str
+    place: InstallPlace, tmp_path: Path, content: bytes | str, reason: str
 ) -> None:
     path = tmp_path / "bundle.tar.gz"
     if isinstance(content, bytes):
@@ -214,7 +216,7 @@ def test_an_archive_that_cannot_be_read_is_refused_in_one_sentence(
     assert place.condition()[0] != "installed"
 
 
-def with_numpy_pinned(place: Place, given: Path) -> None:
+def with_numpy_pinned(place: InstallPlace, given: Path) -> None:
     """The pin names numpy, too, in a version that nobody has; so it can only come from beside torch."""
     pin_file = place.base / "some" / "pin.yaml"
     pin = yaml.safe_load(pin_file.read_text())
@@ -222,7 +224,7 @@ def with_numpy_pinned(place: Place, given: Path) -> None:
     pin_file.write_text(yaml.safe_dump(pin))
 
 
-def test_common_packages_come_from_beside_torch_where_asked(place: Place, given: Path) -> None:
+def test_common_packages_come_from_beside_torch_where_asked(place: InstallPlace, given: Path) -> None:
     with_numpy_pinned(place, given)
     with pytest.raises(UsageError, match=r"pip download failed .*numpy==0.0.1"):
         install_system(place, given=given, say=quiet)
@@ -254,7 +256,7 @@ def packed(folder: Path, version: str = "1.2") -> Path:
 
 
 def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
-    place: Place, given: Path, tmp_path: Path
+    place: InstallPlace, given: Path, tmp_path: Path
 ) -> None:
     archive = packed(tmp_path)
     (given / "somering-1.2-py3-none-any.whl").unlink()
@@ -282,7 +284,7 @@ def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
     ],
 )
 def test_a_build_that_is_no_build_of_the_pin_is_refused(
-    place: Place, given: Path, tmp_path: Path, words: str, note: str, expected: str
+    place: InstallPlace, given: Path, tmp_path: Path, words: str, note: str, expected: str
 ) -> None:
     (tmp_path / "newer").mkdir()
     words = words.replace("ARCHIVE", str(packed(tmp_path))).replace("NEWER", str(packed(tmp_path / "newer", "1.3")))
@@ -291,7 +293,7 @@ def test_a_build_that_is_no_build_of_the_pin_is_refused(
         install_system(place, given=given, builds=parse([words], note), say=quiet)
 
 
-def test_a_bundle_is_made_for_another_python_and_from_a_clone(place: Place, given: Path, tmp_path: Path) -> None:
+def test_a_bundle_is_made_for_another_python_and_from_a_clone(place: InstallPlace, given: Path, tmp_path: Path) -> None:
     with_numpy_pinned(place, given)
     other = VERSION.replace("3.", "3.9")  # 3.911: no interpreter is that
     pin_file = place.base / "some" / "pin.yaml"
@@ -317,7 +319,7 @@ def test_a_bundle_is_made_for_another_python_and_from_a_clone(place: Place, give
             assert sorted(member.name for member in opened if member.isfile()) == expected
 
 
-def test_libraries_beside_torch_come_before_those_of_the_machine(place: Place) -> None:
+def test_libraries_beside_torch_come_before_those_of_the_machine(place: InstallPlace) -> None:
     pin_file = place.base / "some" / "pin.yaml"
     pin = yaml.safe_load(pin_file.read_text())
     pin["current"]["preload"] = ["nvidia/a/lib/liba.so.1", "nvidia/a/lib/libb.so.2", "nvidia/absent/libc.so"]
@@ -331,7 +333,7 @@ def test_libraries_beside_torch_come_before_those_of_the_machine(place: Place) -
     assert place.environment["LD_LIBRARY_PATH"] == str(folder)
 
 
-def test_two_programs_do_not_install_into_one_place(place: Place, given: Path) -> None:
+def test_two_programs_do_not_install_into_one_place(place: InstallPlace, given: Path) -> None:
     place.folder.parent.mkdir(parents=True)
     with open(place.folder.with_suffix(".lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -345,11 +347,13 @@ def test_two_programs_do_not_install_into_one_place(place: Place, given: Path) -
     ("content", "expected"),
     [("{", "broken"), ('{"pin": 3}', "broken"), (None, "half-finished"), ("other", "outdated")],
 )
-def test_the_state_of_an_installation_is_told_from_its_files(place: Place, content: str | None, expected: str) -> None:
+def test_the_state_of_an_installation_is_told_from_its_files(
+    place: InstallPlace, content: str | None, expected: str
+) -> None:
     place.folder.mkdir(parents=True)
     (place.folder / "wheels").mkdir()
     if content == "other":
-        state = Installed(pin="another", python="3.11.7", torch="2.13.0", cuda="")
+        state = Installation(pin="another", python="3.11.7", torch="2.13.0", cuda="")
         content = json.dumps({name: getattr(state, name) for name in ("pin", "python", "torch", "cuda")})
     if content is not None:
         (place.folder / "installed.json").write_text(content)
@@ -387,7 +391,7 @@ FITTING = Interpreter(path=Path("/p"), python="3.12.1", torch="2.11.0", cuda="13
 def test_an_interpreter_that_does_not_fit_is_refused(fields: dict[str, str], expected: str | None) -> None:
     from dataclasses import replace
 
-    pinned = Place(system="transformer_engine", flavour="current").pinned
+    pinned = InstallPlace(system="transformer_engine", flavour="current").pinned
     assert replace(FITTING, **fields).unsupported_reason(pinned) == expected
 
 

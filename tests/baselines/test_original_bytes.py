@@ -1,7 +1,7 @@
-"""Each native form sends the bytes of its original: the original's own formula, with the place it was read in, against
-the bytes that the plan computes and those that gloo ranks counted.
+"""Each native baseline sends the bytes of its original: the original's own formula, with the place it was read in,
+against the bytes that the plan computes and those that gloo ranks counted.
 
-Where a native form sends fewer or more, the difference is a term of its own here and stands in its module's docstring.
+Where one sends fewer or more, the difference is a term of its own here and stands in its module's docstring.
 A kernel that writes gradients in the inputs' dtype stands for those of GPUs.
 """
 
@@ -232,14 +232,14 @@ MIB = 1 << 20
 @pytest.mark.parametrize(("sent", "expected"), [("auto", 2304), ("fp32", 3072)])
 def test_megatrons_ring_sends_2304_mib_of_a_7b_layer_at_64k_on_four_ranks(sent: str, expected: int) -> None:
     from engine.attention.comm_plan import comm_plan
-    from engine.attention.comm_volume import RingVolume, Shards, Widths, narrowed
+    from engine.attention.comm_volume import GradientWidths, RingVolume, Shards, narrowed
     from engine.attention.geometry.layout import layout_named
     from engine.attention.geometry.ring import Ring
     from engine.attention.masks import Causal
     from harness.spec.methods import method_named
 
     taken = method_named("megatron_cp").grad_comm_dtype if sent == "auto" else sent
-    width = Widths(2, 2 if narrowed(taken).first_ring else 4)
+    width = GradientWidths(2, 2 if narrowed(taken).first_ring else 4)
     shards = Shards(
         batch=1, tokens=16384, heads=32, kv_heads=32, head_dim=128, input_bytes=2, intra_node=width, inter_node=width
     )

@@ -18,13 +18,13 @@ from baselines.programs.program_parts import batch, llama_config
 from baselines.tokens import PLAIN, write_tokens
 from baselines.transformers import Transformers
 from baselines.transformers.transformers_bf16 import TransformersBf16
-from baselines.upstream import Printed
+from baselines.upstream import PrintedSteps
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 
-def steps_of(method: Transformers, folder: Path, **changes: object) -> tuple[dict[str, object], Printed]:
+def steps_of(method: Transformers, folder: Path, **changes: object) -> tuple[dict[str, object], PrintedSteps]:
     """What the program was asked, and what it printed."""
     values = {
         "task": "train", "method": method.name, "model": SHAPE, "seq_len": 64, "learning_rate": 3e-3,

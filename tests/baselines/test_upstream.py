@@ -17,11 +17,11 @@ import pytest
 from baselines.called import InWorker
 from baselines.drive import GpuWatch
 from baselines.drive import main as drive
-from baselines.install.places import Place
+from baselines.install.places import InstallPlace
 from baselines.programs import PROGRAMS
 from baselines.upstream import Upstream, foreign_environment
 from engine.measurement import GpuState, write_json
-from engine.memory.gpu_state import Gpu
+from engine.memory.gpu_state import GpuReading
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import unsupported_reason
@@ -45,7 +45,11 @@ def settings(method: str, **changes: Any) -> TrialSettings:
 def rendered(method: str, **changes: Any) -> tuple[str, dict[str, str], dict[str, str]]:
     """Command, environment and files with the folders of this machine as names."""
     found: Upstream = method_named(method)  # type: ignore[assignment]
-    place = found.places[0] if "flavour" not in changes else Place(system=found.package, flavour=changes.pop("flavour"))
+    place = (
+        found.places[0]
+        if "flavour" not in changes
+        else InstallPlace(system=found.package, flavour=changes.pop("flavour"))
+    )
     made = found.render(settings(method, **changes), Path("/T"), place)
 
     def named(text: str) -> str:
@@ -223,7 +227,7 @@ def test_megatron_lm_refuses_a_schedule_that_it_cannot_run(changes: dict[str, An
 
 def test_the_papers_megatron_lm_sends_point_to_point_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     method = method_named("megatron_lm_upstream")
-    paper = Place(system="megatron_lm", flavour="paper")
+    paper = InstallPlace(system="megatron_lm", flavour="paper")
     monkeypatch.setattr(type(method), "place", property(lambda _: paper))
     given = {"cp_size": 4, "checkpoint": Checkpoint(every=1, tail=0)}
     assert method.refuse(settings("megatron_lm_upstream", schedule="ring", **given)) is None
@@ -242,7 +246,7 @@ def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_no
     ) in command
     method = method_named("megatron_lm_upstream")
     own = settings("megatron_lm_upstream", optimizer_offload=True)
-    release, paper = (Place(system="megatron_lm", flavour=flavour) for flavour in ("current", "paper"))
+    release, paper = (InstallPlace(system="megatron_lm", flavour=flavour) for flavour in ("current", "paper"))
     monkeypatch.setattr(type(method), "place", release)
     assert method.refuse(own) is None
     monkeypatch.setattr(type(method), "place", paper)
@@ -425,7 +429,7 @@ def test_a_system_says_with_which_kernel_it_attends_or_why_that_is_unknown(
 ) -> None:
     method: Upstream = method_named(f"{system}_upstream")  # type: ignore[assignment]
     trial = settings(method.name, **changes)
-    assert method.kernel(trial, Place(system=system, flavour=flavour), environment) == expected
+    assert method.kernel(trial, InstallPlace(system=system, flavour=flavour), environment) == expected
 
 
 def test_the_kernel_of_every_system_that_runs_outside_of_the_engines_worker_is_in_the_table() -> None:
@@ -455,7 +459,7 @@ def test_a_gpu_is_looked_at_before_the_program_and_last_during_its_steps(
 ) -> None:
     monkeypatch.setattr("baselines.drive._GPU_LOOK_SECONDS", seconds_between)
     looks = iter(range(100))
-    watch = GpuWatch(lambda: Gpu(digest="ab", driver="580.1", state=GpuState(sm_mhz=next(looks))))
+    watch = GpuWatch(lambda: GpuReading(digest="ab", driver="580.1", state=GpuState(sm_mhz=next(looks))))
     for began, ended in told:
         watch.while_running(began, ended)
     seen = watch.seen()

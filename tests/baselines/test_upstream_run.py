@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from baselines.install.places import Installed, Place
+from baselines.install.places import Installation, InstallPlace
 from baselines.ring_flash_attn import RingFlashAttention
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import digest_of
@@ -27,7 +27,7 @@ from harness.machine.this_machine import Machine
 from harness.plan.matrix import unsupported_reason
 from harness.records.record import Record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
+from harness.run.attempt import RunContext
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
@@ -62,14 +62,14 @@ def record_of(
 ) -> tuple[Record, Path]:
     """The trial's record and directory, after a run of it alone."""
     alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240, share_ranks=True)
-    host = Host(machine=HERE, launcher=launcher, environment=dict(environment), commit="abc")
+    host = RunContext(machine=HERE, launcher=launcher, environment=dict(environment), commit="abc")
     run_experiment("exp", [alone], host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None)
     [record] = read_records(run_dir)
     return record, run_dir / "trials" / alone.id
 
 
 @pytest.fixture
-def some(systems: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def some(systems: Path, monkeypatch: pytest.MonkeyPatch) -> InstallPlace:
     """An installation of the tests' system: this Python."""
     monkeypatch.setenv("SOME_SYSTEMS", str(systems))
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _: some_system.__name__)
@@ -87,12 +87,14 @@ def some(systems: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     place.python.parent.mkdir(parents=True, exist_ok=True)
     place.python.unlink(missing_ok=True)
     place.python.symlink_to(sys.executable)
-    state = Installed(pin=place.pinned.digest, python="3.11.7", torch="2.13.0", cuda="", packages={"some": "1"})
+    state = Installation(pin=place.pinned.digest, python="3.11.7", torch="2.13.0", cuda="", packages={"some": "1"})
     write_json(place.folder / "installed.json", to_json(state))
     return place
 
 
-def test_a_foreign_program_runs_as_ranks_of_the_launcher(some: Place, launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_a_foreign_program_runs_as_ranks_of_the_launcher(
+    some: InstallPlace, launcher: LocalLauncher, tmp_path: Path
+) -> None:
     record, folder = record_of(launcher, tmp_path / "run", settings("some_upstream"))
     assert (record.status, record.reason) == ("ok", "")
     assert record.measurement is not None
@@ -134,7 +136,7 @@ BUSY = GpuState(sm_mhz=1605, memory_mhz=2619, power_watts=699.42, temperature_c=
     ],
 )
 def test_the_record_of_a_foreign_program_has_each_ranks_gpu_and_its_states(
-    some: Place, systems: Path, tmp_path: Path, model: str, digests: list[str], before: GpuState, after: GpuState
+    some: InstallPlace, systems: Path, tmp_path: Path, model: str, digests: list[str], before: GpuState, after: GpuState
 ) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
@@ -158,7 +160,7 @@ def test_the_record_of_a_foreign_program_has_each_ranks_gpu_and_its_states(
 
 
 def test_a_program_that_stays_after_its_last_step_is_ended_and_its_record_says_so(
-    some: Place, launcher: LocalLauncher, tmp_path: Path
+    some: InstallPlace, launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     record, _ = record_of(launcher, tmp_path / "run", settings("some_upstream", seed=some_system.STAYS))
     assert (record.status, record.reason) == ("ok", "")
@@ -177,7 +179,7 @@ def test_a_program_that_stays_after_its_last_step_is_ended_and_its_record_says_s
     ],
 )
 def test_how_a_foreign_program_ends_is_what_its_record_says(
-    some: Place, launcher: LocalLauncher, tmp_path: Path, seed: int, status: str, expected: str
+    some: InstallPlace, launcher: LocalLauncher, tmp_path: Path, seed: int, status: str, expected: str
 ) -> None:
     record, _ = record_of(launcher, tmp_path / "run", settings("some_upstream", seed=seed))
     assert record.status == status
@@ -230,7 +232,7 @@ def test_a_system_that_fails_is_one_failed_trial_with_its_error(
 
 def needs_deepspeed(trial: TrialSettings) -> None:
     """Skip where a plan would refuse the trial because DeepSpeed is missing; another refusal is a failure."""
-    condition, sentence = Place(system="deepspeed", flavour="current").condition()
+    condition, sentence = InstallPlace(system="deepspeed", flavour="current").condition()
     if condition != "installed":
         pytest.skip(f"DeepSpeed is {condition}; {sentence}")
     assert unsupported_reason(trial, HERE) is None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
-from cluster.checks import BoardCheck, Check
+from cluster.checks import Check
 from cluster.inventory.site import GpuExpectation, Site
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
-from cluster.profiles import Board, Profile, find, load_profiles
+from cluster.profiles import Board, default_profiles
+from cluster.transport.reach import LocalRunner
+from tests.patience import AMPLE
 
 OUTPUTS = Path(__file__).parent / "outputs"
 MODELS = ("a100", "a800", "h100", "h200")
@@ -22,19 +23,16 @@ NAMES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
 }
+ANY_SITE = Site()
 EIGHT = Site(gpus=GpuExpectation(count=8))
+NO_GPUS = Board()
 STRANGER = Board(name="NVIDIA L40S", count=8)
 
 Install = Callable[[str], Path]  # puts an nvidia-smi with this shell body on PATH; returns its $STATE
 
 
-@cache
-def _profiles() -> dict[str, Profile]:
-    return load_profiles()
-
-
 def board(model: str, count: int = 8) -> Board:
-    return Board(name=NAMES[model], count=count, profile=find(NAMES[model], _profiles()))
+    return default_profiles().board(NAMES[model], count)
 
 
 def report(model: str, broken: Callable[[str], str] = lambda gpu: gpu, count: int = 8) -> str:
@@ -69,9 +67,17 @@ def setting(path: str, value: str) -> Callable[[str], str]:
     return change
 
 
-def judge(check: Check | BoardCheck, text: str, site: Site, gpus: Board, exit_status: int = 0) -> Verdict:
-    output = Output(text=text, exit_status=exit_status)
-    return check.judge(output, site, gpus) if isinstance(check, BoardCheck) else check.judge(output, site)
+def judge(check: Check, text: str, site: Site = ANY_SITE, gpus: Board = NO_GPUS, exit_status: int = 0) -> Verdict:
+    return check.judge(Output(text=text, exit_status=exit_status), site, gpus)
+
+
+def look(check: Check, site: Site = ANY_SITE, **instead: object) -> Output:
+    """What the probe of the check prints on this machine; `sys` and the others name a folder in the place of /sys."""
+    script = check.probe(site).script
+    for path, folder in instead.items():
+        script = script.replace(f"/{path}/", f"{folder}/")
+    done = LocalRunner().run(["sh", "-c", f"exec 2>&1\n{script}"], deadline_seconds=AMPLE)
+    return Output(text=done.stdout, exit_status=done.exit_status)
 
 
 def install_node(install: Install, model: str, broken: Callable[[str], str] = str, name: str = "") -> Path:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.active.judge import judge_pairs, judge_speeds
+from cluster.active.judge import Pair, Speed, culprits, judge_pairs, judge_speeds, rounds, second_pass, suspects
 from cluster.active.measurement import NodeSpeeds, Unavailable, line, read_speeds, speeds_line
-from cluster.active.pairing import Pair, culprits, rounds, second_pass, suspects
 from cluster.profiles import load_profiles
 
 PROFILES = load_profiles()
+LIMITS = PROFILES.limits
 EIGHT = NodeSpeeds(
     gpu="NVIDIA H200",
     gemm_tflops=[780.0] * 8,
@@ -141,14 +141,12 @@ def test_the_second_pass_tells_the_broken_from_the_cleared() -> None:
     assert culprits(outcomes("ab", "ab"), {}) == {"a": "undecided", "b": "undecided"}
 
 
-def speeds(nodes: str, **special: float | None) -> dict[Pair, float | None]:
+def speeds(nodes: str, **special: Speed) -> dict[Pair, Speed]:
     return {(a, b): special.get(a + b, 40.0) for a, b in itertools.combinations(nodes, 2)}
 
 
 def test_a_node_that_fails_with_a_sound_one_again_is_isolated_and_its_partner_cleared() -> None:
-    verdicts = judge_pairs(
-        speeds("abcd", ab=None), {("a", "c"): None, ("b", "d"): 40.0}, {("a", "c"): "connection refused"}
-    )
+    verdicts = judge_pairs(speeds("abcd", ab="time out"), {("a", "c"): "connection refused", ("b", "d"): 40.0}, LIMITS)
     assert {node: verdict.level for node, verdict in verdicts.items()} == {"a": "fail", "b": "ok", "c": "ok", "d": "ok"}
     assert verdicts["a"].action == "isolate"
     assert "connection refused" in verdicts["a"].summary
@@ -156,17 +154,17 @@ def test_a_node_that_fails_with_a_sound_one_again_is_isolated_and_its_partner_cl
 
 
 def test_two_nodes_that_fail_together_both_fail_without_a_third_to_separate_them() -> None:
-    verdicts = judge_pairs(speeds("ab", ab=None), {}, {("a", "b"): "time out"})
+    verdicts = judge_pairs(speeds("ab", ab="time out"), {}, LIMITS)
     assert {verdict.level for verdict in verdicts.values()} == {"fail"}
     assert all("no node is beyond doubt" in verdict.summary for verdict in verdicts.values())
 
 
 def test_a_node_slow_with_everybody_is_a_warning_and_its_partners_are_not() -> None:
-    verdicts = judge_pairs(speeds("abcde", ae=20.0, be=20.0, ce=20.0, de=20.0), {}, {})
+    verdicts = judge_pairs(speeds("abcde", ae=20.0, be=20.0, ce=20.0, de=20.0), {}, LIMITS)
     assert {node: verdict.level for node, verdict in verdicts.items()} == {
         "a": "ok", "b": "ok", "c": "ok", "d": "ok", "e": "warn",
     }  # fmt: skip
 
 
 def test_one_node_alone_has_no_pairs_to_judge() -> None:
-    assert judge_pairs({}, {}, {}) == {}
+    assert judge_pairs({}, {}, LIMITS) == {}

@@ -10,6 +10,7 @@ from cluster.active.fleet import Plan, exchange
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
+from cluster.profiles import default_profiles
 from cluster.transport.ssh import SshOptions, connector
 from tests import lab as lab_module
 from tests.lab import Lab, LabHost, open_lab
@@ -32,8 +33,8 @@ def received_bytes(lab: Lab, host: LabHost) -> int:
 def test_two_hosts_exchange_over_the_interface_between_them_and_a_wrong_one_is_a_reason(tmp_path: Path) -> None:
     with open_lab(2, tmp_path) as lab:
         one, other = lab.hosts
-        plan = Plan(connect=connector(SshOptions(known_hosts=lab.known_hosts)), profiles={}, device="cpu",
-                    pair_seconds=100.0)  # fmt: skip
+        connect = connector(SshOptions(known_hosts=lab.known_hosts))
+        plan = Plan(connect=connect, profiles=default_profiles(), device="cpu", pair_seconds=100.0)
         before = received_bytes(lab, one)
         speed = exchange(plan, {"a": node(lab, one), "b": node(lab, other)}, ("a", "b"))
         assert isinstance(speed, float), speed

@@ -13,17 +13,18 @@ import pytest
 
 from cluster.active import rails as node_rails
 from cluster.active.fleet import Plan
-from cluster.active.rail_fleet import RailSpeed, facing_rails, judge_rails, run_rails
+from cluster.active.rail_fleet import RailSpeed, facing_rails, find_rails, judge_rails, rails_of, run_rails
 from cluster.active.rails import Rail, parse_rails
-from cluster.health.rails import find_rails, rails_of
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
+from cluster.profiles import default_profiles
 from cluster.transport.reach import connect_local
 from tests.cluster.fake_node import FakeNode, a800, h100
 from tests.cluster.gpu_outputs import OUTPUTS
 from tests.patience import AMPLE
 
+LIMITS = default_profiles().limits
 FOUR = tuple(Rail(port=f"mlx5_{number}:1", gpu=number, rate_gbps=400.0) for number in range(4))
 
 
@@ -71,7 +72,7 @@ def nodes(*names: str) -> list[Node]:
 
 
 def plan() -> Plan:
-    return Plan(connect=connect_local, profiles={}, pair_seconds=60.0)
+    return Plan(connect=connect_local, profiles=default_profiles(), pair_seconds=60.0)
 
 
 def test_every_rail_is_measured_from_gpu_to_gpu_and_the_slow_one_named(perftest: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_node_without_the_program_or_without_adapters_is_no_fault(
     assert verdicts["a"].level == "ok"
     assert "ib_write_bw is not installed on the node" in verdicts["a"].summary
     assert run_rails(nodes("a"), {"a": ()}, plan()) == {}
-    assert judge_rails({}, {"a": "no answer"})["a"].level == "warn"
+    assert judge_rails({}, {"a": "no answer"}, LIMITS)["a"].level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -140,12 +141,12 @@ def test_a_node_without_the_program_or_without_adapters_is_no_fault(
 def test_a_rail_is_judged_beside_the_fleet_and_by_its_own_rate(speed: float, rate: float | None, level: str) -> None:
     usual = [RailSpeed(rail=Rail(port=f"mlx5_{n}:1"), other="b", speed=390.0) for n in range(3)]
     one = RailSpeed(rail=Rail(port="mlx5_9:1", rate_gbps=rate), other="b mlx5_9:1", speed=speed)
-    assert judge_rails({"a": [*usual, one]}, {})["a"].level == level
+    assert judge_rails({"a": [*usual, one]}, {}, LIMITS)["a"].level == level
 
 
 def test_the_fleet_that_is_slow_as_a_whole_is_found_by_the_ports_rate() -> None:
     slow = [RailSpeed(rail=rail, other="b", speed=200.0) for rail in FOUR]
-    assert judge_rails({"a": slow}, {})["a"].level == "warn"
+    assert judge_rails({"a": slow}, {}, LIMITS)["a"].level == "warn"
 
 
 def test_arguments_of_a_worker_read_back_as_the_rails_they_name() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.cli import main
+from cluster.discovery.drift import READS
 from cluster.health.history import History
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
 from tests.patience import AMPLE
@@ -85,6 +86,9 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--site", "/absent.yaml"], "no such site file"),
         (["--only", "disks"], "there is no check 'disks'; did you mean disk?"),
         (["--only", "disk", "--skip", "disk"], "leave no check"),
+        (["--only", "drifts"], "there is no check 'drifts'; did you mean drift?"),
+        (["--skip", "reachability"], "reachability cannot be skipped"),
+        (["--only", "active_gemm"], "--only active_gemm is an active test, which loads nodes; add --active"),
         (["--json", "--nagios"], "not allowed with"),
         (["/absent.yaml"], "no such inventory"),
         (["/absent.yaml", "gpu01"], "no such inventory"),
@@ -280,6 +284,23 @@ def test_an_inventory_judges_each_node_by_its_own_expectations(
     assert json.loads(capsys.readouterr().out)["node"] == "one"
     assert main([str(inventory), "three", *arguments]) == 3
     assert "three is no node of the inventory lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--only", "clock"], {"reachability", "clock", "history"}),
+        (["--only", "disk", "--skip", "clock,history"], {"reachability", "disk"}),
+        (["--only", "drift", "--no-history"], {"reachability", "clock", "drift", *READS}),
+    ],
+)
+def test_every_name_of_the_check_column_can_be_chosen(
+    arguments: list[str], names: set[str], sshd: LoopbackSshd, roomy_site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [sshd.target("127.0.0.1"), sshd.target("127.0.0.2")]
+    main([*nodes, *sshd.arguments(), "--site", str(roomy_site), "--json", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    assert [set(json.loads(line)["checks"]) for line in lines] == [names] * 2
 
 
 def test_a_counter_that_rose_since_the_last_look_is_told(

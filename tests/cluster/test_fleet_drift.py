@@ -1,12 +1,10 @@
-"""Versions compared between nodes, and clocks compared with ours."""
+"""Versions compared between nodes."""
 
 from __future__ import annotations
 
 import pytest
 
 from cluster.discovery.drift import version_drift
-from cluster.probing import clock
-from cluster.probing.clock import ClockReading
 from cluster.probing.verdict import Verdict
 
 Node = tuple[str, dict[str, Verdict]]  # its name, and its verdicts by check
@@ -94,34 +92,3 @@ def test_nodes_without_gpus_are_compared_among_themselves() -> None:
 def test_nodes_without_versions_are_left_out() -> None:
     silent = ("z", {"reachability": Verdict(level="unknown", summary="")})
     assert levels(node("a"), silent) == {}
-
-
-def reading(ahead: float, out: float = 0.1, back: float = 0.1, work: float = 20.0) -> ClockReading:
-    sent = 1000.0
-    begun, ended = sent + out + ahead, sent + out + work + ahead
-    return ClockReading(sent=sent, begun=begun, ended=ended, received=sent + out + work + back)
-
-
-@pytest.mark.parametrize(
-    ("ahead", "level", "words"),
-    [
-        (0.0, "ok", "within 0.10 s"),
-        (1.05, "ok", "within 1.05 s"),
-        (1.2, "warn", "1.2 s ahead of this machine"),
-        (-3600.0, "warn", "3600.0 s behind this machine"),
-    ],
-)
-def test_a_clock_is_judged_by_both_ways_however_long_the_work_took(ahead: float, level: str, words: str) -> None:
-    verdict = clock.judge(reading(ahead))
-    assert verdict.level == level
-    assert words in verdict.summary
-
-
-def test_a_slow_way_makes_the_offset_uncertain_not_wrong() -> None:
-    assert clock.judge(reading(0.0, out=5.0)).level == "ok"
-    assert clock.judge(reading(4.0, out=5.0)).level == "warn"
-
-
-@pytest.mark.parametrize(("begun", "ended"), [(None, None), (1.0, None)])
-def test_a_node_that_does_not_say_its_time_is_unknown(begun: float | None, ended: float | None) -> None:
-    assert clock.judge(ClockReading(sent=0.0, begun=begun, ended=ended, received=2.0)).level == "unknown"

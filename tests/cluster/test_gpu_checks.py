@@ -17,6 +17,7 @@ from cluster.checks.gpu import gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.probing.verdict import Verdict
+from cluster.profiles import Board
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
@@ -114,7 +115,7 @@ def test_output_that_is_no_list_of_gpus_is_unknown() -> None:
 
 @pytest.mark.parametrize("output", [Output(text=rows(8), exit_status=124), Output(text="", exit_status=None), None])
 def test_a_probe_that_hangs_or_never_ran_is_unknown(output: Output | None) -> None:
-    verdict = conclude(gpus.CHECK, gpus.probe(EIGHT_H200), output, "sh: not found", EIGHT_H200)
+    verdict = conclude(gpus, gpus.probe(EIGHT_H200), output, "sh: not found", EIGHT_H200, Board())
     assert verdict.level == "unknown"
 
 

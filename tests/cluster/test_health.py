@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from cluster.checks import Check, discover
-from cluster.health.nodes import NodeReport, check_nodes
+from cluster.checks import check, discover
+from cluster.health.nodes import ClockReading, NodeReport, check_nodes, judge_clock
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
+from cluster.profiles import Board
 from cluster.transport import fleet
 from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Runner
@@ -47,11 +49,20 @@ def test_every_level_has_its_exit_code() -> None:
         ("warn", True, False),
         ("ok", True, False),
         ("fail", False, False),
-        ("unknown", False, False),
+        ("unknown", False, True),  # of a check of this name; see the next test
     ],
 )
 def test_only_a_node_known_to_be_sound_and_free_is_usable(level: Level, busy: bool, usable: bool) -> None:
     assert report(Verdict(level="ok", summary=""), Verdict(level=level, busy=busy, summary="")).usable is usable
+
+
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [("reachability", False), ("software", False), ("gpus", False), ("gpu_memory", False), ("cpu_idle", True)],
+)
+def test_only_an_answer_that_work_needs_keeps_it_away_by_its_absence(name: str, usable: bool) -> None:
+    silent = NodeReport(host=LOCAL, verdicts={name: Verdict(level="unknown", summary="")}, seconds=0.0)
+    assert (silent.usable, silent.level) == (usable, "unknown")
 
 
 def test_a_node_asks_for_the_strongest_action_of_its_checks() -> None:
@@ -74,7 +85,7 @@ def test_every_check_is_found_by_its_file_name_and_names_its_source() -> None:
     checks = discover()
     assert list(checks) == sorted(checks)
     assert {"disk", "gpus", "gpu_memory", "host_memory"} <= set(checks)
-    assert all(check.source for check in checks.values())
+    assert all(one.source for one in checks.values())
 
 
 @pytest.mark.parametrize("name", list(discover()))
@@ -85,12 +96,12 @@ def test_no_check_takes_silence_or_noise_for_health(name: str) -> None:
 
 
 def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
-    def judge(output: Output, site: Site) -> Verdict:
+    def judge(output: Output, site: Site, board: Board) -> Verdict:
         return Verdict(level="ok", summary=output.text)
 
     checks = {
-        "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 600", seconds=1), judge=judge),
-        "works": Check(source="x", probe=lambda site: Probe(script="echo fine"), judge=judge),
+        "hangs": check(Probe(script="sleep 600", seconds=1), "x")(judge),
+        "works": check(Probe(script="echo fine"), "x")(judge),
     }
     (only,) = check_nodes([HERE], connect_local, checks, AMPLE)
     assert {name: verdict.level for name, verdict in only.verdicts.items()} == {
@@ -99,6 +110,16 @@ def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
         "hangs": "unknown",
         "works": "ok",
     }
+
+
+def test_a_probe_that_is_slow_once_is_asked_once_more(tmp_path: Path) -> None:
+    def judge(output: Output, site: Site, board: Board) -> Verdict:
+        return Verdict(level="ok", summary=output.text)
+
+    script = f"[ -e {tmp_path}/once ] && echo fine && exit; touch {tmp_path}/once; sleep 600"
+    checks = {"slow": check(Probe(script=script, seconds=1), "x")(judge)}
+    (only,) = check_nodes([HERE], connect_local, checks, AMPLE)
+    assert (only.verdicts["slow"].level, only.verdicts["slow"].summary) == ("ok", "fine")
 
 
 def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(
@@ -121,9 +142,40 @@ def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_
 
 
 def test_a_mistake_in_a_check_is_raised_not_hidden() -> None:
-    def judge(output: Output, site: Site) -> Verdict:
+    def judge(output: Output, site: Site, board: Board) -> Verdict:
         raise KeyError("mistake")
 
-    checks = {"broken": Check(source="x", probe=lambda site: Probe(script="true"), judge=judge)}
+    checks = {"broken": check(Probe(script="true"), "x")(judge)}
     with pytest.raises(KeyError, match="mistake"):
         list(check_nodes([HERE], connect_local, checks, AMPLE))
+
+
+def reading(ahead: float, out: float = 0.1, back: float = 0.1, work: float = 20.0) -> ClockReading:
+    sent = 1000.0
+    begun, ended = sent + out + ahead, sent + out + work + ahead
+    return ClockReading(sent=sent, begun=begun, ended=ended, received=sent + out + work + back)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "level", "words"),
+    [
+        (0.0, "ok", "within 0.10 s"),
+        (1.05, "ok", "within 1.05 s"),
+        (1.2, "warn", "1.2 s ahead of this machine"),
+        (-3600.0, "warn", "3600.0 s behind this machine"),
+    ],
+)
+def test_a_clock_is_judged_by_both_ways_however_long_the_work_took(ahead: float, level: str, words: str) -> None:
+    verdict = judge_clock(reading(ahead), 1.0)
+    assert verdict.level == level
+    assert words in verdict.summary
+
+
+def test_a_slow_way_makes_the_offset_uncertain_not_wrong() -> None:
+    assert judge_clock(reading(0.0, out=5.0), 1.0).level == "ok"
+    assert judge_clock(reading(4.0, out=5.0), 1.0).level == "warn"
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(None, None), (1.0, None)])
+def test_a_node_that_does_not_say_its_time_is_unknown(begun: float | None, ended: float | None) -> None:
+    assert judge_clock(ClockReading(sent=0.0, begun=begun, ended=ended, received=2.0), 1.0).level == "unknown"

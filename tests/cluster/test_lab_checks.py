@@ -17,7 +17,7 @@ if reason := lab_module.unavailable():
 
 ROOMY = (
     "host_memory: {warn_percent: 100}\ngpu_memory: {one_gpu_mib: 1000000, all_gpus_mib: 8000000}\n"
-    "ranks_per_node: 1\nray: {object_store_gib: 0.1, dashboard: false}\n"
+    "ranks_per_node: 1\nray: {object_store_gib: 0.1}\n"
 )
 
 

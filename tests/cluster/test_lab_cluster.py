@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.this_machine import PACKAGES
+from cluster.inventory.checkout import CODE
 from harness.records.provenance import PROJECT_ROOT
 from tests import lab as lab_module
 from tests.cluster.test_lab_checks import write_inventory
@@ -330,7 +330,7 @@ def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
 def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_them(tmp_path):
     """No interpreter, another checkout, a Ray that does not start: the fourth host is a cluster of its own."""
     checkout = tmp_path / "other" / "harness"
-    for package in PACKAGES:
+    for package in CODE:
         shutil.copytree(
             PROJECT_ROOT / package,
             tmp_path / "other" / package,

@@ -1,7 +1,7 @@
-"""Ports, interfaces and what they need, judged on what sysfs and iproute2 print.
+"""Ports, their counters, keys and firmware, interfaces and what they need, on what sysfs and iproute2 print.
 
 sysfs rows and ip's JSON are written by us after the kernel's sysfs-class-infiniband document and ip-address(8); the
-probes themselves run here against a folder laid out like sysfs.
+probes themselves run here against folders laid out like sysfs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from cluster.checks.network import infiniband, interface, memlock, peermem
+from cluster.checks import Check
+from cluster.checks.network import PER_HOUR, adapters, infiniband, interface, memlock, peermem, pkey, port_errors
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.probing.probe import Output
-from cluster.profiles import NO_GPUS
+from cluster.profiles import Board
 from cluster.transport.reach import LocalRunner
-from tests.cluster.gpu_outputs import EIGHT, STRANGER, board
+from tests.cluster.gpu_outputs import NO_GPUS, STRANGER, board, judge, look
 from tests.patience import AMPLE
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
@@ -110,9 +111,7 @@ def test_the_probe_reads_every_port_of_a_tree_like_sysfs(tmp_path: Path) -> None
     for name, content in (("state", "4: ACTIVE"), ("phys_state", "5: LinkUp"), ("rate", NDR),
                           ("link_layer", "InfiniBand"), ("counters/link_downed", "7")):  # fmt: skip
         (folder / name).write_text(content + "\n")
-    script = infiniband.PROBE.script.replace("/sys/class/infiniband", f"{tmp_path}/sys/class/infiniband")
-    done = LocalRunner().run(["sh", "-c", script], deadline_seconds=AMPLE)
-    verdict = infiniband.judge(Output(text=done.stdout), named("mlx5_3"), board("h200"))
+    verdict = infiniband.judge(look(infiniband, sys=f"{tmp_path}/sys"), named("mlx5_3"), board("h200"))
     assert verdict.level == "ok"
     assert verdict.facts["counters"] == {"mlx5_3:1 link_downed": 7}
 
@@ -153,8 +152,7 @@ def test_a_site_that_names_no_interface_takes_what_is_up() -> None:
 
 
 def test_this_machines_interfaces_can_be_read() -> None:
-    done = LocalRunner().run(["sh", "-c", interface.probe(Site()).script], deadline_seconds=AMPLE)
-    assert interface.judge(Output(text=done.stdout, exit_status=done.exit_status), Site()).level == "ok"
+    assert interface.judge(look(interface), Site()).level == "ok"
 
 
 def test_a_machine_without_iproute2_is_unknown_only_where_an_interface_is_expected() -> None:
@@ -164,41 +162,124 @@ def test_a_machine_without_iproute2_is_unknown_only_where_an_interface_is_expect
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus", "level"),
+    ("check", "text", "gpus", "level", "words"),
     [
-        ("module nvidia_peermem\nhcas 8", True, "ok"),
-        ("module nv_peer_mem\nhcas 8", True, "ok"),
-        ("hcas 8", True, "warn"),
-        ("hcas 0", True, "ok"),
-        ("hcas 8", False, "ok"),
-        ("awk: not found", True, "unknown"),
+        (peermem, "module nvidia_peermem\nhcas 8", board("h200"), "ok", "nvidia_peermem is loaded"),
+        (peermem, "module nv_peer_mem\nhcas 8", board("h200"), "ok", "nv_peer_mem is loaded"),
+        (peermem, "hcas 8", board("h200"), "warn", "modprobe nvidia_peermem"),
+        (peermem, "hcas 0", board("h200"), "ok", ""),
+        (peermem, "hcas 8", NO_GPUS, "ok", "no GPU and adapter to join"),
+        (peermem, "awk: not found", board("h200"), "unknown", "awk: not found"),
+        (memlock, "memlock unlimited\nhcas 8", NO_GPUS, "ok", "unlimited"),
+        (memlock, "memlock 16777216\nhcas 8", NO_GPUS, "ok", "16 GiB of memory"),
+        (memlock, "memlock 16777215\nhcas 8", NO_GPUS, "warn", "expected 16; set memlock in limits.conf"),
+        (memlock, "memlock 64\nhcas 8", NO_GPUS, "warn", "only 0.0625 MiB of memory"),
+        (memlock, "memlock 64\nhcas 0", NO_GPUS, "ok", "no adapter that needs more"),
+        (memlock, "memlock 2097152\nhcas 0", NO_GPUS, "ok", "2 GiB of memory"),
+        (memlock, "memlock\nhcas 8", NO_GPUS, "unknown", ""),
     ],
 )
-def test_peer_memory_is_wanted_where_gpus_and_adapters_meet(text: str, gpus: bool, level: str) -> None:
-    assert peermem.judge(Output(text=text), Site(), board("h200") if gpus else NO_GPUS).level == level
-
-
-@pytest.mark.parametrize(
-    ("text", "level"),
-    [
-        ("memlock unlimited\nhcas 8", "ok"),
-        ("memlock 16777216\nhcas 8", "ok"),
-        ("memlock 16777215\nhcas 8", "warn"),
-        ("memlock 64\nhcas 8", "warn"),
-        ("memlock 64\nhcas 0", "ok"),
-        ("memlock\nhcas 8", "unknown"),
-    ],
-)
-def test_locked_memory_matters_where_there_is_an_adapter(text: str, level: str) -> None:
-    assert memlock.judge(Output(text=text), EIGHT).level == level
-
-
-def test_a_small_limit_of_locked_memory_is_said_in_a_unit_that_suits_it() -> None:
-    assert memlock.judge(Output(text="memlock 64\nhcas 8"), EIGHT).summary.startswith("only 0.0625 MiB of memory")
-    assert memlock.judge(Output(text="memlock 2097152\nhcas 0"), EIGHT).summary.startswith("2 GiB of memory")
+def test_what_adapters_need_of_the_host(check: Check, text: str, gpus: Board, level: str, words: str) -> None:
+    verdict = judge(check, text, Site(), gpus)
+    assert verdict.level == level
+    assert words in verdict.summary
 
 
 @pytest.mark.parametrize("check", [memlock, peermem])
-def test_these_probes_answer_on_any_linux(check: Any) -> None:
-    done = LocalRunner().run(["sh", "-c", check.PROBE.script], deadline_seconds=AMPLE)
-    assert check.CHECK.judge(Output(text=done.stdout), Site(), *([NO_GPUS] * (check is peermem))).level != "unknown"
+def test_these_probes_answer_on_any_linux(check: Check) -> None:
+    assert check.judge(look(check), Site()).level != "unknown"
+
+
+NAMED = Site(network=NetworkExpectation(hcas=("mlx5_0",)))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two InfiniBand adapters with a port each."""
+    for number in (0, 1):
+        device = tmp_path / f"mlx5_{number}"
+        write(device / "fw_ver", "28.39.1002")
+        write(device / "board_id", "MT_0000000838")
+        write(device / f"device/net/ib{number}/mtu", "4092")
+        write(device / f"device/net/ib{number}/operstate", "up")
+        port = device / "ports/1"
+        for name, value in (("link_layer", "InfiniBand"), ("state", "4: ACTIVE"), ("pkeys/0", "0xffff"),
+                            ("pkeys/1", "0x8001"), ("pkeys/2", "0x0000")):  # fmt: skip
+            write(port / name, value)
+        for counter in PER_HOUR:
+            write(port / "counters" / counter, "3")
+    return tmp_path
+
+
+def write(path: Path, value: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value + "\n")
+
+
+def look_at(check: Check, tree: Path, between: str = ":") -> Output:
+    """What the probe prints of the tree; `between` runs where it would wait."""
+    script = check.probe(Site()).script.replace("/sys/class/infiniband", str(tree)).replace("sleep 2", between)
+    return Output(text=LocalRunner().run(["sh", "-c", script], deadline_seconds=AMPLE).stdout)
+
+
+def test_full_members_are_ok_and_their_keys_can_be_compared(tree: Path) -> None:
+    verdict = pkey.judge(look_at(pkey, tree), NAMED)
+    assert (verdict.level, verdict.summary) == ("ok", "2 InfiniBand ports with full membership")
+    assert verdict.facts["pkeys"] == ["0x8001 0xffff"]
+
+
+@pytest.mark.parametrize("keys", ["0x7fff", "0x0000"])
+def test_a_limited_member_fails_where_the_site_names_it_and_is_worth_a_look_elsewhere(keys: str, tree: Path) -> None:
+    for number in (0, 1):
+        write(tree / "mlx5_0/ports/1/pkeys" / str(number), keys)
+    output = look_at(pkey, tree)
+    assert pkey.judge(output, NAMED).level == "fail"
+    assert f"(keys: {'none' if keys == '0x0000' else keys})" in pkey.judge(output, NAMED).summary
+    assert pkey.judge(output, Site()).level == "warn"
+    assert pkey.judge(output, Site(network=NetworkExpectation(hcas=("mlx5_1",)))).level == "warn"
+
+
+def test_ports_that_are_down_or_ethernet_need_no_key(tree: Path) -> None:
+    for name, value in (("mlx5_0/ports/1/state", "1: DOWN"), ("mlx5_1/ports/1/link_layer", "Ethernet")):
+        write(tree / name, value)
+    write(tree / "mlx5_0/ports/1/pkeys/0", "0x0000")
+    assert pkey.judge(look_at(pkey, tree), Site()).summary == "no InfiniBand ports with full membership"
+    assert pkey.judge(Output(text=""), Site()).level == "unknown"
+
+
+def test_counters_that_rest_are_ok_and_kept(tree: Path) -> None:
+    verdict = port_errors.judge(look_at(port_errors, tree), Site())
+    assert (verdict.level, verdict.summary) == ("ok", "no error counter of 2 ports rises")
+    assert verdict.facts["counters"]["mlx5_1:1 symbol_error"] == 3  # type: ignore[index]
+
+
+def test_a_counter_that_rises_while_it_is_looked_at_is_a_rate(tree: Path) -> None:
+    rising = look_at(port_errors, tree, f"echo 43 >{tree}/mlx5_1/ports/1/counters/symbol_error")
+    verdict = port_errors.judge(rising, Site())
+    assert verdict.level == "warn"
+    assert "mlx5_1:1 symbol_error by 20 a second" in verdict.summary
+    assert verdict.facts["counters"]["mlx5_1:1 symbol_error"] == 43  # type: ignore[index]
+
+
+def test_a_machine_without_ports_does_not_wait(tmp_path: Path) -> None:
+    output = look_at(port_errors, tmp_path / "absent", "echo waited")
+    assert "waited" not in output.text
+    assert port_errors.judge(output, Site()).summary == "no error counter of no ports rises"
+    assert port_errors.judge(Output(text="x"), Site()).level == "unknown"
+
+
+def test_adapters_of_one_kind_carry_one_firmware(tree: Path) -> None:
+    verdict = adapters.judge(look_at(adapters, tree), Site())
+    assert (verdict.level, verdict.summary) == ("ok", "2 adapters, firmware MT_0000000838 28.39.1002")
+    assert verdict.facts == {"firmware": {"MT_0000000838": ["28.39.1002"]}, "mtu": "4092"}
+    write(tree / "mlx5_1/fw_ver", "28.36.1010")
+    differing = adapters.judge(look_at(adapters, tree), Site())
+    assert differing.level == "warn"
+    assert "MT_0000000838: 28.36.1010, 28.39.1002" in differing.summary
+    write(tree / "mlx5_1/board_id", "MT_0000000222")
+    assert adapters.judge(look_at(adapters, tree), Site()).level == "ok", "another kind of adapter"
+
+
+def test_no_adapter_is_ok_and_no_answer_unknown(tmp_path: Path) -> None:
+    assert adapters.judge(look_at(adapters, tmp_path / "absent"), Site()).summary == "no adapter"
+    assert adapters.judge(Output(text=""), Site()).level == "unknown"

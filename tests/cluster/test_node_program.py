@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
 from harness.launch.nodes.actor import node_environment
 from tests.patience import AMPLE, running, scaled
+from tests.processes import content
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
 # as Ray's agents do with their titles, and returns.
@@ -178,6 +180,27 @@ def test_ray_says_itself_why_it_did_not_start_and_its_log_comes_back(tmp_path):
     assert "Traceback" in caught.value.log
     assert "s3cret" not in caught.value.log
     assert not own.exists()
+
+
+def test_a_head_opens_no_port_for_ray_client():
+    """Ray would, wherever grpc is installed."""
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc")
+    own = Path(tempfile.mkdtemp(prefix="burst-", dir="/tmp")) / "own"
+    command = ray_commands.head_command(
+        sys.executable, RayPorts(head_port=0, object_store_gib=0.1), address="127.0.0.1", name="n", directory=f"{own}/r"
+    )
+    try:
+        started = request(
+            "start", mark="test/12", directory=str(own), token="s3cret" * 8, command=command,
+            environment=dict(ray_commands.SETTINGS), wait_seconds=AMPLE,
+        )  # fmt: skip
+        lines = [content(int(one["pid"]), "cmdline") for one in started["processes"]]
+        assert any(b"gcs_server" in line for line in lines)
+        assert not any(b"ray.util.client.server" in line for line in lines)
+    finally:
+        request("stop", mark="test/12", directory=str(own), session=0, processes=[])
+        own.parent.rmdir()
 
 
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):

@@ -15,7 +15,7 @@ from cluster.health.nodes import check_nodes
 from cluster.inventory.hosts import this_machine
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.profiles import find, load_profiles
+from cluster.profiles import load_profiles
 from cluster.transport.reach import LocalRunner, connect_local
 from tests.patience import AMPLE
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def test_the_drivers_report_is_understood() -> None:
-    if find(torch.cuda.get_device_name(0), load_profiles()) is None:
+    if load_profiles().find(torch.cuda.get_device_name(0)) is None:
         pytest.skip(f"{torch.cuda.get_device_name(0)} has no profile, so its checks are unknown by design")
     readable = ("gpus", "gpu_ecc", "gpu_rows", "gpu_recovery", "gpu_clocks", "gpu_thermal", "gpu_versions", "nvlink")
     (report,) = check_nodes([Node(host=this_machine(), site=Site())], connect_local, select(readable, ()), 120.0)

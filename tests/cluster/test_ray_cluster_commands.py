@@ -25,18 +25,19 @@ from cluster.ray_cluster.status import cluster_status
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connect_local
 from cluster.transport.runner import Unreachable
-from harness.machine.this_machine import Machine, code_digest, ranks_of
+from harness.machine.this_machine import Machine, ranks_of
 from tests.patience import AMPLE
 
-PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
+PORTS = RayPorts(head_port=7000, worker_port_first=21000, worker_port_last=21099)
 
 
 def test_the_head_listens_where_the_site_says_and_takes_no_gpus():
     command = ray_commands.head_command("/venv/bin/python", PORTS, address="10.0.0.1", name="gpu01", directory="/tmp/r")
     assert shlex.join(command) == (
-        "/venv/bin/python -u -m ray.scripts.scripts start --node-ip-address=10.0.0.1 --node-manager-port=0 "
+        "/venv/bin/python -u -c 'import ray.scripts.scripts as ray; ray.get_ray_client_dependency_error = lambda: "
+        "True; ray.main()' start --node-ip-address=10.0.0.1 --node-manager-port=0 "
         "--object-manager-port=0 --temp-dir=/tmp/r --object-store-memory=1073741824 --num-gpus=0 "
-        "--include-log-monitor=false --disable-usage-stats --head --port=7000 --ray-client-server-port=10001 "
+        "--include-log-monitor=false --disable-usage-stats --head --port=7000 "
         "--include-dashboard=false --dashboard-host=127.0.0.1 --dashboard-port=8265 --num-cpus=1 "
         "'--resources={\"burst_node_gpu01\": 1}' --min-worker-port=21000 --max-worker-port=21099"
     )
@@ -58,7 +59,7 @@ def test_a_worker_joins_the_head_and_a_guest_offers_nothing():
 
 
 def test_ports_that_must_be_free_are_those_the_site_fixes():
-    assert ray_commands.fixed_ports(PORTS, head=True) == {"head_port": 7000, "client_port": 10001}
+    assert ray_commands.fixed_ports(PORTS, head=True) == {"head_port": 7000}
     assert ray_commands.fixed_ports(PORTS, head=False) == {}
     assert ray_commands.fixed_ports(RayPorts(node_manager_port=7001), head=False) == {"node_manager_port": 7001}
 
@@ -111,16 +112,6 @@ def test_a_difference_in_versions_names_what_and_where():
     assert sentence.startswith("python is 3.11.7 on 2 of 3 nodes but 3.11.9 on c; install the same everywhere")
     assert "code is not known on 2 of 3 nodes but x on c" in mismatch({"a": {}, "b": {}, "c": {"code": "x"}})
     assert absent({"ray": "not installed", "torch": "2.13.0"}) == ["ray"]
-
-
-def test_the_code_digest_tells_edits_apart_and_places_not(tmp_path):
-    digests = []
-    for folder, text in (("a", "x = 1\n"), ("b", "x = 1\n"), ("c", "x = 2\n")):
-        (tmp_path / folder / "engine").mkdir(parents=True)
-        (tmp_path / folder / "engine" / "module.py").write_text(text)
-        (tmp_path / folder / "engine" / "module.pyc").write_text(folder)
-        digests.append(code_digest(tmp_path / folder))
-    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize(

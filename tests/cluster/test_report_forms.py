@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jsonschema
 import pytest
 from rich.console import Console
 
@@ -18,13 +19,14 @@ from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.probing.verdict import Verdict
+from cluster.probing.verdict import ACTIONS, LEVELS, Verdict
 from cluster.render.grouping import Selection
 from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
-from cluster.render.text import headline, json_line, nagios_line, table, why_not
+from cluster.render.text import SCHEMA, headline, json_line, nagios_line, table, why_not
 from tests.browser import Browser, chromium
 
+RENDER = Path(__file__).parents[2] / "cluster" / "render"
 OK = Verdict(level="ok", summary="fine")
 BUSY = Verdict(level="warn", summary="busy: by alice", busy=True, action="monitor")
 EVIL = "<script>alert('x')</script> | \x1b[31m & \"quoted\""
@@ -69,6 +71,16 @@ def test_sixty_four_healthy_nodes_are_one_line_and_the_same_fault_of_several_is_
         ["gpu65", "1", "check"],
         ["gpu[01-64]", "3-4", "checks"],
     ]
+
+
+def test_one_fault_of_256_nodes_is_one_row_whatever_names_its_sentence_has_and_whatever_else_some_have() -> None:
+    same = [report(f"gpu{n:03}", interface=Verdict(level="fail", summary=f"gpu{n:03}: no route"),
+                   **({"xid": Verdict(level="warn", summary=f"XID 13 of {n}")} if n < 3 else {}))
+            for n in range(256)]  # fmt: skip
+    rows = table(same, Selection(only_faults=True)).splitlines()
+    assert rows[1].split(maxsplit=4) == ["gpu[000-255]", "interface", "fail", "none", "<node>: no route"]
+    assert [row.split()[0] for row in rows[2:5]] == ["gpu000", "gpu001", "gpu002"]
+    assert table(same[:1], Selection(only_faults=True)).splitlines()[1].endswith("gpu000: no route")
 
 
 def test_nodes_that_no_range_expresses_are_named_in_part() -> None:
@@ -143,6 +155,28 @@ def test_nagios_names_three_nodes_and_counts_the_rest() -> None:
     line = nagios_line([report(f"gpu{n}", gpus=BAD.verdicts["gpus"]) for n in range(64)])
     assert line.count("gpus:") == 3
     assert "and 61 more nodes" in line
+
+
+@pytest.mark.parametrize("judged", FLEET, ids=lambda one: one.host.name)
+def test_a_json_line_is_of_the_published_schema(judged: NodeReport) -> None:
+    schema = json.loads((RENDER / "node.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    line = json.loads(json_line(judged))
+    jsonschema.validate(line, schema)
+    assert line["schema"] == SCHEMA == schema["properties"]["schema"]["const"]
+    assert list(line) == schema["required"], "a new key needs its line in the schema; one that goes, a new version"
+    assert [list(one) for one in line["checks"].values()] == [
+        schema["properties"]["checks"]["additionalProperties"]["required"] for _ in line["checks"]
+    ]
+    assert tuple(schema["$defs"]["verdict"]["enum"]) == LEVELS
+    assert tuple(schema["$defs"]["action"]["enum"]) == ACTIONS
+    for damaged in (
+        {**line, "schema": 2},
+        {**line, "verdict": "fine"},
+        {k: v for k, v in line.items() if k != "usable"},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(damaged, schema)
 
 
 def test_a_json_line_holds_everything() -> None:

@@ -107,7 +107,7 @@ def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> No
         ("container: {ulimits: {memlock: true}}\n", "container.ulimits.memlock is true; expected text"),
         ("ray: {head_port: 70000}\n", "ray.head_port is 70000; expected 0 to 65535"),
         ("ray: {head_port: 20001}\n", "ray would use port 20001 twice"),
-        ("ray: {client_port: 6379}\n", "ray would use port 6379 twice"),
+        ("ray: {dashboard_port: 6379}\n", "ray would use port 6379 twice"),
         ("ray: {worker_port_first: 30000}\n", "ray's worker ports are 30000 to 20999; expected a range"),
         ("ray: {temp_dir: tmp}\n", "ray.temp_dir is 'tmp'; expected an absolute path"),
         ("ranks_per_node: 0\n", "ranks_per_node is 0; expected 1 to 1024"),

@@ -24,9 +24,9 @@ from harness.records.caveats import caveats_of
 from harness.records.record import Record, Status
 from harness.records.stated import NOTHING_STATED
 from harness.records.stored import read_records
-from harness.run.attempt import Host, completed, measured
+from harness.run.attempt import RunContext, completed, measured
 from harness.run.directory import RunDirectory
-from harness.run.execution import Resume, Ways
+from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
@@ -148,7 +148,7 @@ def trial(seed: int, share: bool, measured: int = 2) -> Trial:
 
 
 def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Resume | None = None) -> list[Record]:
-    host = Host(
+    host = RunContext(
         machine=Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0),
         launcher=launcher,
         environment=ENVIRONMENT,
@@ -163,7 +163,7 @@ def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Res
         view=view,
         say=lambda _: None,
         resume=resume,
-        ways=Ways(shuffle=lambda _: None),
+        options=ExecutionOptions(shuffle=lambda _: None),
     )  # in the order of the plan
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials]

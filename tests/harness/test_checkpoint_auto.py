@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.planning.choice import PLANNABLE
+from engine.checkpoint.planning.memory_settings import PLANNABLE
 from engine.measurement import write_json
 from engine.reader import to_json
 from engine.settings import Checkpoint, TrialSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.metrics.intervals import Interval, TwoRounds
-from harness.report.digits import Measured, ratio_spread_text, ratio_text, spread_text, supported
+from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, spread_text, supported
 from harness.report.results import cell
 
 
@@ -30,11 +30,11 @@ def between(low: float, high: float) -> Interval:
     ],
 )
 def test_a_number_has_the_digits_that_its_interval_supports(value, spread, text) -> None:
-    assert supported()(Measured(value, spread)) == text
+    assert supported()(MeasuredNumber(value, spread)) == text
 
 
 def test_a_scale_moves_the_digits_and_files_keep_all_of_them() -> None:
-    seconds = Measured(0.208123456, between(0.2070, 0.2092))
+    seconds = MeasuredNumber(0.208123456, between(0.2070, 0.2092))
     assert supported(1e3)(seconds) == "208"
     assert cell(seconds) == "0.208123456"
     assert seconds * 2 == pytest.approx(0.416246912)

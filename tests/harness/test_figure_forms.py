@@ -11,7 +11,7 @@ import pytest
 from matplotlib.text import Text
 
 from harness.report.drawing.looks import PALETTE, palette_css
-from harness.report.drawing.sheet import COLUMN_INCHES, NARROW, SCREEN, WIDE, Form, Sheet, text_inches, wrapped
+from harness.report.drawing.sheet import COLUMN_INCHES, NARROW, SCREEN, WIDE, FigureSize, Sheet, text_inches, wrapped
 from harness.report.figures import all_figures, inline, render, save_figure, shown_of
 from harness.report.results import Row, rows_of
 from tests.harness.drawn import SVG, sheet_of
@@ -44,7 +44,7 @@ def test_a_pdf_has_truetype_fonts_and_the_width_of_a_column() -> None:
 
 
 @pytest.mark.parametrize("form", [SCREEN, WIDE, NARROW], ids=["screen", "wide", "narrow"])
-def test_no_letter_is_too_small_or_outside_the_figure(form: Form) -> None:
+def test_no_letter_is_too_small_or_outside_the_figure(form: FigureSize) -> None:
     assert {name for name, _ in all_sheets()} == set(all_figures())
     for name, sheet in all_sheets():
         figure = sheet.drawn(form).figure

@@ -9,7 +9,7 @@ import pytest
 from harness.records.record import Record
 from harness.report.drawing.by_length import MAX_BARS
 from harness.report.drawing.looks import MAX_SERIES, method_colour
-from harness.report.drawing.points import MAX_GROUPS, MAX_PANELS, Point, groups_of, laid_out
+from harness.report.drawing.points import MAX_GROUPS, MAX_PANELS, SeriesPoint, groups_of, laid_out
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import shown_of
 from harness.report.results import Row, rows_of
@@ -17,8 +17,8 @@ from tests.harness.drawn import sheet_of, tips
 from tests.harness.synthetic_records import H200, in_rounds, record
 
 
-def point_of(*records: Record) -> Point:
-    return Point(series="", seq_len=1024, rows=rows_of(records))
+def point_of(*records: Record) -> SeriesPoint:
+    return SeriesPoint(series="", seq_len=1024, rows=rows_of(records))
 
 
 def test_a_whisker_is_the_interval_over_rounds_where_there_are_several() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from engine.settings import Checkpoint
 from harness.records.record import Record
-from harness.report.contests import Contest, contests_of, sizes_table, verdict_sentence
-from harness.report.digits import Measured
-from harness.report.dots import Axis, Compared, Dots, dots_of, ratio_dots
+from harness.report.digits import MeasuredNumber
+from harness.report.dots import Axis, Dots, RatioRow, dots_of, ratio_dots
 from harness.report.headline import TOO_FEW_ROUNDS, headline_of
+from harness.report.rankings import SizeRanking, rankings_of, sizes_table, verdict_sentence
 from harness.report.results import rows_of
 from harness.report.tables.trials import CPU_TIMES
 from tests.harness.synthetic_records import H200, LARGE, around, cpu_sweep, gpu_sweep, record, with_memory
@@ -22,8 +22,8 @@ def on_gpu(**changes: object) -> Record:
     return record(**{"gpu": H200, "dtype": "bf16", "model": LARGE, "seq_len": 1 << 20, "cp_size": 4} | changes)  # type: ignore[arg-type]
 
 
-def first(*trials: Record, baseline: str | None = None) -> Contest:
-    return contests_of(rows_of(trials), baseline)[0]
+def first(*trials: Record, baseline: str | None = None) -> SizeRanking:
+    return rankings_of(rows_of(trials), baseline)[0]
 
 
 def plot(*trials: Record) -> Dots:
@@ -58,16 +58,16 @@ def test_within_the_noise_nobody_is_faster() -> None:
 def test_ours_is_beside_the_fastest_other_method_and_a_baseline_takes_its_place() -> None:
     times = {"burst": 2.0, "ring": 4.0, "ulysses": 1.0}
     trials = [on_gpu(method=method, rounds=around(seconds)) for method, seconds in times.items()]
-    assert [entrant.name for entrant in first(*trials).entrants] == ["ulysses", "burst", "ring"]
+    assert [series.name for series in first(*trials).compared] == ["ulysses", "burst", "ring"]
     assert (first(*trials).subject.name, first(*trials).other.name) == ("burst", "ulysses")
     assert "burst is 2.000 times as fast as ring" in verdict_sentence(first(*trials, baseline="ring"))
 
 
 def test_ours_is_never_beside_itself_where_other_methods_ran() -> None:
     ours = [on_gpu(mlp_tiles=tiles, rounds=around(seconds)) for tiles, seconds in ((1, 1.0), (8, 1.1))]
-    contest = first(*ours, on_gpu(method="ring", rounds=around(1.5)))
-    assert contest.other.method == "ring"
-    dots = dots_of(contest)
+    ranking = first(*ours, on_gpu(method="ring", rounds=around(1.5)))
+    assert ranking.other.method == "ring"
+    dots = dots_of(ranking)
     assert [row.verdict.partition(";")[0] for row in dots.rows] == ["", "", "slower"]
 
 
@@ -79,9 +79,9 @@ def test_settings_of_one_method_are_named_by_what_differs() -> None:
 
 
 def test_a_series_alone_is_told_with_its_speed_and_has_no_plot() -> None:
-    contest = first(on_gpu(rounds=[[300.0]]))
-    assert verdict_sentence(contest) == "burst ran at 874 tokens/s per GPU; nothing was measured beside it."
-    assert dots_of(contest) is None
+    ranking = first(on_gpu(rounds=[[300.0]]))
+    assert verdict_sentence(ranking) == "burst ran at 874 tokens/s per GPU; nothing was measured beside it."
+    assert dots_of(ranking) is None
 
 
 def test_other_kernels_are_said_and_the_same_kernel_is_compared_where_it_ran() -> None:
@@ -103,7 +103,7 @@ def test_other_kernels_are_said_and_the_same_kernel_is_compared_where_it_ran() -
 def test_the_largest_contest_of_methods_comes_first_and_training_before_attention() -> None:
     trials = [on_gpu(method=method, seq_len=1 << power, task=task)
               for power in (18, 19) for task in ("attention", "train") for method in ("burst", "ring")]  # fmt: skip
-    places = [contest.place for contest in contests_of(rows_of([*trials, on_gpu()]))]
+    places = [ranking.place for ranking in rankings_of(rows_of([*trials, on_gpu()]))]
     assert places == [
         "Training 1b, 512k tokens, 4 × H200", "Training 1b, 256k tokens, 4 × H200",
         "Attention 1b, 512k tokens, 4 × H200", "Attention 1b, 256k tokens, 4 × H200",
@@ -126,15 +126,15 @@ def test_a_place_says_what_is_not_usual(changes, place) -> None:
 def test_sizes_batches_and_nodes_are_never_mixed() -> None:
     others = [{"seq_len": 4096}, {"cp_size": 2}, {"batch_size": 2}, {"emulate_nodes": 2}, {"mask": "full"}]
     rows = rows_of([on_gpu(), *(on_gpu(method="ring", **changes) for changes in others)])
-    assert not any(contest.of_methods for contest in contests_of(rows))
+    assert not any(ranking.of_methods for ranking in rankings_of(rows))
     both = [*rows_of([on_gpu()], run="a"), *rows_of([on_gpu(method="ring")], run="b")]
-    assert len(contests_of(both)) == 2
+    assert len(rankings_of(both)) == 2
 
 
 def test_every_other_size_has_its_line_with_ratio_and_verdict() -> None:
     trials = [on_gpu(method=method, seq_len=1 << power, rounds=around(seconds)) for power in (16, 18)
               for method, seconds in (("burst", 1.0), ("ring", 1.5))]  # fmt: skip
-    lines = as_dicts(sizes_table(contests_of(rows_of([*trials, on_gpu(seq_len=4096)]))))
+    lines = as_dicts(sizes_table(rankings_of(rows_of([*trials, on_gpu(seq_len=4096)]))))
     assert [line["set-up"].split(", ")[1] for line in lines] == ["256k tokens", "64k tokens", "4k tokens"]
     assert [line["verdict"] for line in lines] == ["faster", "faster", "alone"]
     assert lines[0]["times as fast"] == pytest.approx(1.5)
@@ -156,16 +156,16 @@ def test_the_plot_is_sorted_and_says_speed_memory_verdict_and_what_was_lost() ->
 
 
 def test_an_axis_has_round_ticks_inside_its_ends() -> None:
-    axis = Axis([Measured(10786.0), Measured(17023.0)])
+    axis = Axis([MeasuredNumber(10786.0), MeasuredNumber(17023.0)])
     assert [text for _, text in axis.ticks()] == ["12,000", "14,000", "16,000"]
     assert all(0 <= at <= 100 for at, _ in axis.ticks())
-    assert Axis([Measured(1.0), Measured(10.0)]).low == 0.0
-    assert Axis([Measured(5.0), Measured(5.0)]).at(5.0) == 50.0
+    assert Axis([MeasuredNumber(1.0), MeasuredNumber(10.0)]).low == 0.0
+    assert Axis([MeasuredNumber(5.0), MeasuredNumber(5.0)]).at(5.0) == 50.0
 
 
 def test_ratios_are_drawn_around_1() -> None:
     one, other = (
-        Compared(name=name, link="", about="", ratio=Measured(ratio), verdict=verdict, other="ring")
+        RatioRow(name=name, link="", about="", ratio=MeasuredNumber(ratio), verdict=verdict, other="ring")
         for name, ratio, verdict in (("b", 0.9, "slower"), ("a", 1.2, "faster"))
     )
     made = ratio_dots([one, other])
@@ -200,7 +200,7 @@ def test_training_on_gpus_is_told_before_attention_and_agreement() -> None:
 def test_on_a_cpu_the_verdict_is_agreement_and_no_speed() -> None:
     told = headline_of(rows_of(cpu_sweep()))
     assert told.verdict.startswith("All methods and parallel sizes compute the same thing: losses and gradient norms ")
-    assert told.contests == []
+    assert told.rankings == []
     assert told.notes == [
         "Attention and its gradients differ from a dense float64 run by at most 3.0e-07 in fp32.",
         CPU_TIMES,

@@ -22,7 +22,7 @@ from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
 from harness.plan.times import step_seconds
 from harness.records.provenance import PROJECT_ROOT
-from harness.run.attempt import Host, job_of
+from harness.run.attempt import RunContext, job_of
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 from tests.harness.test_launch_supervisor import HERE, job, pids, quick
@@ -157,7 +157,9 @@ def the_trial(folder: Path, overrides: Sequence[str], machine: Machine, task: st
 
 
 def job_on(machine: Machine, trial: Trial) -> Job:
-    return job_of(trial, Path("trial"), Host(machine=machine, launcher=LocalLauncher(), environment={}, commit=""))
+    return job_of(
+        trial, Path("trial"), RunContext(machine=machine, launcher=LocalLauncher(), environment={}, commit="")
+    )
 
 
 @pytest.mark.parametrize("task", ["train", "attention"])

@@ -10,7 +10,7 @@ import pytest
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine, together
 from harness.plan.matrix import plan
-from harness.run.attempt import Host, job_of
+from harness.run.attempt import RunContext, job_of
 from harness.spec.experiment import load_experiment
 
 NODE = Machine(
@@ -51,7 +51,7 @@ def test_a_plan_refuses_what_does_not_spread_and_threads_are_shared_within_a_hos
     trials = {trial.settings.cp_size: trial for trial in plan(experiment, together(nodes, ranks_per_node=1))}
     assert trials[2].unsupported_reason is None
     assert "4 ranks do not spread evenly over the 3 nodes with 1 each" in (trials[4].unsupported_reason or "")
-    host = Host(machine=together(nodes, ranks_per_node=1), launcher=None, environment={}, commit="")  # type: ignore[arg-type]
+    host = RunContext(machine=together(nodes, ranks_per_node=1), launcher=None, environment={}, commit="")  # type: ignore[arg-type]
     environment = job_of(trials[2], Path("/t"), host).environment
     assert environment["OMP_NUM_THREADS"] == "4"
     assert "GLOO_SOCKET_IFNAME" not in environment  # each host has its own

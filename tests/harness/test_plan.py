@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.planning.choice import left_open
+from engine.checkpoint.planning.memory_settings import left_open
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings

@@ -21,8 +21,8 @@ from harness.machine.this_machine import Machine
 from harness.records.provenance import redacted_command
 from harness.records.record import Record, write_record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
-from harness.run.execution import FRESHLY, Resume, Ways
+from harness.run.attempt import RunContext
+from harness.run.execution import FRESHLY, ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
@@ -98,11 +98,13 @@ class Runner:
         code = run_experiment(
             "exp",
             trials,
-            Host(machine=machine, launcher=launcher, environment={}, commit="abc", run_command=["burst", "run", "e"]),
+            RunContext(
+                machine=machine, launcher=launcher, environment={}, commit="abc", run_command=["burst", "run", "e"]
+            ),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
-            ways=Ways(repetition=repetition, shuffle=shuffle),
+            options=ExecutionOptions(repetition=repetition, shuffle=shuffle),
             resume=resume,
             again=["burst", "run", "exp.yaml"],
             **more,

@@ -19,8 +19,8 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
-from harness.run.attempt import Host
-from harness.run.execution import Resume, Ways
+from harness.run.attempt import RunContext
+from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
@@ -85,7 +85,7 @@ def in_order(_trials: Any) -> None:
     """A round's order that is the plan's."""
 
 
-WAYS = {one.name for one in dataclasses.fields(Ways)}
+OPTIONS = {one.name for one in dataclasses.fields(ExecutionOptions)}
 
 
 class Runner:
@@ -112,13 +112,17 @@ class Runner:
         code = run_experiment(
             experiment,
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes),
+            RunContext(
+                machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes
+            ),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            ways=Ways(shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in WAYS}),
+            options=ExecutionOptions(
+                shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in OPTIONS}
+            ),
             **how,
         )
         return code, launcher

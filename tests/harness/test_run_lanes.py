@@ -19,8 +19,8 @@ from harness.records.caveats import caveats_of
 from harness.records.record import read_record
 from harness.records.stated import NOTHING_STATED
 from harness.records.stored import read_records
-from harness.run.attempt import Host
-from harness.run.execution import Ways
+from harness.run.attempt import RunContext
+from harness.run.execution import ExecutionOptions
 from harness.run.experiment import run_experiment
 from harness.run.lanes import lanes_of
 from harness.run.progress import PlainView
@@ -63,18 +63,18 @@ def wide(seq_len: int, ranks: int) -> Trial:
 
 
 def execute(
-    run_dir: Path, trials: list[Trial], number: int, met: list[int] | None = None, **ways: object
+    run_dir: Path, trials: list[Trial], number: int, met: list[int] | None = None, **options: object
 ) -> list[tuple[int, str]]:
     from rich.console import Console
 
     log: list[tuple[int, str]] = []
     met = [] if met is None else met
     meet = threading.Barrier(number)
-    host = Host(machine=FOUR, launcher=Meeting(None, log, met), environment={}, commit="abc")
+    host = RunContext(machine=FOUR, launcher=Meeting(None, log, met), environment={}, commit="abc")
     lanes = [replace(lane, launcher=Meeting(meet, log, met)) for lane in lanes_of(host, number)]
     code = run_experiment(
         "exp", trials, host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None,
-        ways=Ways(shuffle=in_order, lanes=lanes, **ways),  # type: ignore[arg-type]
+        options=ExecutionOptions(shuffle=in_order, lanes=lanes, **options),  # type: ignore[arg-type]
     )  # fmt: skip
     assert code == 0
     return log
@@ -115,13 +115,13 @@ def test_lengths_of_one_search_run_one_after_another_also_with_lanes(tmp_path):
 )
 def test_lanes_share_the_gpus_that_are_visible(visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    lanes = lanes_of(Host(machine=FOUR, launcher=Meeting(None, [], []), environment=environment, commit=""), 4)
+    lanes = lanes_of(RunContext(machine=FOUR, launcher=Meeting(None, [], []), environment=environment, commit=""), 4)
     assert [lane.environment["CUDA_VISIBLE_DEVICES"] for lane in lanes] == expected
     assert {(lane.machine.gpu_count, lane.machine.cores, lane.lanes) for lane in lanes} == {(1, 2, 4)}
 
 
 def test_more_lanes_than_gpus_or_cores_are_refused():
-    host = Host(machine=FOUR, launcher=Meeting(None, [], []), environment={}, commit="")
+    host = RunContext(machine=FOUR, launcher=Meeting(None, [], []), environment={}, commit="")
     with pytest.raises(UsageError, match="--parallel 5: this machine has 4 GPUs; give at most that many lanes"):
         lanes_of(host, 5)
     cpu = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)

@@ -10,7 +10,7 @@ from typing import Any
 from engine.settings import Checkpoint
 from harness.cli import main
 from harness.compare.pairs import compare
-from harness.compare.sources import Member
+from harness.compare.sources import ComparedRecord
 from harness.records.record import Record, RecordPlace
 from harness.records.stored import read_records
 from harness.report.page import report_tables
@@ -130,8 +130,10 @@ def test_a_report_prints_what_the_table_gave_and_what_no_setting_says() -> None:
 
 
 def test_compare_pairs_methods_as_published() -> None:
-    def member(one: Record) -> Member:
-        return Member(run=Path("run"), place=RecordPlace(Path(one.trial_id)), record=one, row=row_of(one, "run"))
+    def member(one: Record) -> ComparedRecord:
+        return ComparedRecord(
+            run=Path("run"), place=RecordPlace(Path(one.trial_id)), record=one, row=row_of(one, "run")
+        )
 
     pairs = compare(
         ("burst", "megatron_cp"),

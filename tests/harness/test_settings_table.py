@@ -17,7 +17,16 @@ from harness.plan.matrix import plan, unsupported_reason
 from harness.report.results import METHOD_ORDER, flatten
 from harness.spec.experiment import load_experiment
 from harness.spec.methods import all_methods, method_named
-from harness.spec.table import EQUAL, MAY_FILL, TABLE_FILE, VARIANTS, Entry, entry_of, read_table, settings_table
+from harness.spec.table import (
+    EQUAL,
+    MAY_FILL,
+    TABLE_FILE,
+    VARIANTS,
+    MethodSettings,
+    method_settings_of,
+    read_table,
+    settings_table,
+)
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
 
@@ -68,7 +77,7 @@ def test_every_method_has_an_entry_for_every_value_of_settings() -> None:
 def test_an_entry_names_where_it_comes_from_and_every_value_its_reason_and_source(
     method: str, variant: SettingsFrom
 ) -> None:
-    entry = entry_of(method, variant)
+    entry = method_settings_of(method, variant)
     assert entry is not None
     assert entry.source
     assert all(choice.reason and choice.source for choice in entry.choices.values())
@@ -77,12 +86,12 @@ def test_an_entry_names_where_it_comes_from_and_every_value_its_reason_and_sourc
 @pytest.mark.parametrize("method", [*NATIVE, "megatron_tp", "torch_cp"])
 def test_the_entries_of_native_forms_say_head_recomputation_offload_and_wire(method: str) -> None:
     for variant in FILLED:
-        entry = entry_of(method, variant)
+        entry = method_settings_of(method, variant)
         assert entry is not None
         planned = "checkpoint.plan" in entry.choices  # what it would name besides is chosen for the GPU's memory
         by_hand = set() if planned else {"checkpoint.every", "checkpoint.tail", "optimizer_offload"}
         assert {"lm_head_fusion", *by_hand} <= entry.choices.keys()
-    published = entry_of(method, "as_published")
+    published = method_settings_of(method, "as_published")
     assert published is not None
     assert method in ("megatron_tp", "torch_cp") or {"grad_comm_dtype", "sharding"} <= published.choices.keys()
 
@@ -112,7 +121,7 @@ def test_the_table_changes_the_settings_it_names_and_no_other(
     method: str, variant: SettingsFrom, tmp_path: Path
 ) -> None:
     equal, trial = (papers_trial(tmp_path, method, each) for each in (EQUAL, variant))
-    entry = entry_of(method, variant)
+    entry = method_settings_of(method, variant)
     assert entry is not None
     given = {name: choice.value for name, choice in entry.choices.items()}
     planned = given.get("checkpoint.plan") == "auto"
@@ -171,7 +180,7 @@ def test_an_unknown_value_names_the_nearest(tmp_path: Path) -> None:
 
 def test_a_method_without_an_entry_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = papers_trial(tmp_path, "burst", "tuned")
-    monkeypatch.setitem(settings_table(), "burst", {EQUAL: Entry()})
+    monkeypatch.setitem(settings_table(), "burst", {EQUAL: MethodSettings()})
     reason = unsupported_reason(trial.settings, NODES)
     assert reason is not None
     assert reason.startswith("settings tuned has no entry for burst in baselines/settings.yaml; add one")

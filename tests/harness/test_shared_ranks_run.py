@@ -12,8 +12,8 @@ from harness.machine.this_machine import Machine
 from harness.records.record import Record
 from harness.records.stored import read_records
 from harness.report.results import row_of
-from harness.run.attempt import Host
-from harness.run.execution import Resume, Ways
+from harness.run.attempt import RunContext
+from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.repetition import Repetition
@@ -62,7 +62,7 @@ def run(
     run_experiment(
         "exp",
         trials,
-        Host(
+        RunContext(
             machine=Machine(hostname="here", device="cpu", cores=4, memory_gib=8.0),
             launcher=launcher,
             environment=ENVIRONMENT,
@@ -72,7 +72,7 @@ def run(
         view=StopsAt(Console(quiet=True), stop),
         say=lambda _: None,
         resume=resume,
-        ways=Ways(shuffle=lambda _: None, repetition=Repetition(rounds=rounds)),  # the order of the plan
+        options=ExecutionOptions(shuffle=lambda _: None, repetition=Repetition(rounds=rounds)),  # the order of the plan
     )
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials if each.id in records]

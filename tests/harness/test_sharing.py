@@ -10,7 +10,7 @@ import pytest
 from engine.settings import ModelShape, TrialSettings
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.machine.this_machine import Machine
-from harness.run.attempt import Host, Turn, execute
+from harness.run.attempt import RoundPosition, RunContext, execute
 from harness.run.directory import RunDirectory
 from harness.run.progress import ProgressView
 from harness.run.sharing import Sharing
@@ -29,11 +29,11 @@ def trial(ranks: int, share: bool = True, **changes: object) -> Trial:
     return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=60, share_ranks=share)
 
 
-def host(machine: Machine, launcher: object = None, **environment: str) -> Host:
-    return Host(machine=machine, launcher=cast(Launcher, launcher), environment=environment, commit="")
+def host(machine: Machine, launcher: object = None, **environment: str) -> RunContext:
+    return RunContext(machine=machine, launcher=cast(Launcher, launcher), environment=environment, commit="")
 
 
-def groups(trials: list[Trial], where: Host) -> list[tuple[int, ...]]:
+def groups(trials: list[Trial], where: RunContext) -> list[tuple[int, ...]]:
     """World sizes of each group, in the order of the first trials."""
     sharing = Sharing(trials, where)
     found = dict.fromkeys((sharing.group(each), sharing.sizes(each)) for each in trials)
@@ -74,9 +74,9 @@ def test_no_more_ranks_are_started_than_the_machine_or_its_part_holds(tmp_path, 
             jobs.append(job)
             return Outcome(status="failed", reason="noted", wall_seconds=1.0, hosts=["here"], turn=1, idle_ranks=3)
 
-    turn = Turn(round=1, place=1, sharing=(1, 2, 4))
+    position = RoundPosition(round=1, place=1, sharing=(1, 2, 4))
     where = host(replace(GPUS, gpu_count=gpus), Notes())
-    record = execute(trial(1), turn, None, where, RunDirectory(tmp_path), cast(ProgressView, QuietView()))
+    record = execute(trial(1), position, None, where, RunDirectory(tmp_path), cast(ProgressView, QuietView()))
     assert (jobs[0].ranks, jobs[0].set_ranks, jobs[0].same_size) == (1, started, False)
     assert (record.ranks_turn, record.idle_ranks) == (1, 3)
 

@@ -16,7 +16,7 @@ from harness.cli import main
 from harness.records.record import Record, Round, write_record
 from harness.records.stated import PROVENANCE_FILE
 from harness.report.page import write_report
-from harness.verify.history import History
+from harness.verify.history import CommitHistory
 from harness.verify.private import HOME, private_in
 from harness.verify.verdict import verify
 from tests.harness.synthetic_records import H200, record
@@ -276,7 +276,7 @@ def test_provenance_is_there_or_a_reason_is(
     one.commit = "0123456789" * 4
     run = reported(tmp_path / "run", [one])
     assert verified(capsys, run)[0] == 0
-    if "commit" in lost and History().absent:
+    if "commit" in lost and CommitHistory().absent:
         pytest.skip("not a git checkout")
     replaced(run / PROVENANCE_FILE, lost, "")
     write_report([run], run, ("csv", "md"))
@@ -306,7 +306,7 @@ def test_a_commit_is_judged_by_the_history_that_leads_here(repository: Path, tmp
     git(repository, "checkout", "--quiet", "--orphan", "elsewhere")
     git(repository, "commit", "--allow-empty", "--quiet", "-m", "second")
     second = git(repository, "rev-parse", "HEAD")
-    history = History(repository)
+    history = CommitHistory(repository)
     assert history.absent == ""
     assert history.problem(second) == ""
     assert history.problem(first) == "which the history here does not lead to"
@@ -328,12 +328,12 @@ def test_a_commit_is_judged_by_the_history_that_leads_here(repository: Path, tmp
 
 
 def test_without_a_whole_history_commits_are_not_judged_and_it_is_said(repository: Path, tmp_path: Path) -> None:
-    outside = History(tmp_path)
+    outside = CommitHistory(tmp_path)
     assert outside.absent == "no git repository here"
     assert outside.problem("0" * 40) == ""
     git(repository, "commit", "--allow-empty", "--quiet", "-m", "second")
     git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{repository}", "shallow")
-    assert "shallow" in History(tmp_path / "shallow").absent
+    assert "shallow" in CommitHistory(tmp_path / "shallow").absent
     run = reported(tmp_path / "run", [record()])
     [verdict] = verify(run, outside)
     assert verdict.unchecked == ["whether commits are in the history: no git repository here"]

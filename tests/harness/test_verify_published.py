@@ -9,8 +9,8 @@ import pytest
 
 from harness.records.stored import run_named, runs_below, stored_run
 from harness.report.page import read_runs
-from harness.verify.finding import Verdict
-from harness.verify.history import History
+from harness.verify.finding import RunVerification
+from harness.verify.history import CommitHistory
 from harness.verify.verdict import verify
 
 ROOT = Path(__file__).parents[2]
@@ -18,17 +18,17 @@ PUBLISHED = ROOT / "results" / "published"
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> list[Verdict]:
-    return verify(PUBLISHED, History())
+def verdicts() -> list[RunVerification]:
+    return verify(PUBLISHED, CommitHistory())
 
 
-def test_every_published_run_holds(verdicts: list[Verdict]) -> None:
+def test_every_published_run_holds(verdicts: list[RunVerification]) -> None:
     assert len(verdicts) == len(runs_below(PUBLISHED)) > 10
     assert [f"{one.run}: {failure}" for one in verdicts for failure in one.failures] == []
 
 
 def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_numbers(
-    verdicts: list[Verdict],
+    verdicts: list[RunVerification],
 ) -> None:
     for verdict in verdicts:
         rows = {row["trial_id"]: row for row in read_runs([run_named(PUBLISHED, verdict.run)])[1]}

@@ -31,7 +31,7 @@ def _absent(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("the stand-in for shard_checkpoint writes nothing; install transformers 4.29")
 
 
-class _Adding(importlib.abc.Loader):
+class _LoaderWithName(importlib.abc.Loader):
     """A module as its own loader makes it, with the name added where it lacks it."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
@@ -46,7 +46,7 @@ class _Adding(importlib.abc.Loader):
             setattr(module, _NAME, _absent)
 
 
-class _Replacing(importlib.abc.Loader):
+class _WriterLoader(importlib.abc.Loader):
     """A module that holds the writer alone."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
@@ -61,10 +61,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name == _TENSORBOARD and importlib.util.find_spec("tensorboard") is None:
-            return importlib.machinery.ModuleSpec(name, _Replacing())
+            return importlib.machinery.ModuleSpec(name, _WriterLoader())
         spec = importlib.machinery.PathFinder.find_spec(name, path) if name == _TRANSFORMERS else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Adding(spec.loader)
+            spec.loader = _LoaderWithName(spec.loader)
         return spec
 
 

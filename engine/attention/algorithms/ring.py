@@ -30,7 +30,7 @@ from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.comm_volume import CallBytes, Narrowed
+from engine.attention.comm_volume import CallBytes, NarrowedGradients
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import Band
@@ -59,7 +59,7 @@ class RingPlan:
     seq_len: int
     scale: float
     deterministic: bool
-    narrow_grads: Narrowed  # where gradients are sent in the inputs' dtype
+    narrow_grads: NarrowedGradients  # where gradients are sent in the inputs' dtype
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn

@@ -41,7 +41,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class ShardSegments:
     """The segments of some shards as arrays, in order."""
 
     segments: tuple[tuple[Segment, ...], ...]  # by shard
@@ -89,9 +89,9 @@ class Shards:
 
 
 @lru_cache(maxsize=64)
-def shards_of(layout: Layout, seq_len: int, cp_size: int) -> Shards:
+def shards_of(layout: Layout, seq_len: int, cp_size: int) -> ShardSegments:
     """The shards of all ranks."""
-    return Shards(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
+    return ShardSegments(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def _band(lo: int, hi: int) -> Band:
     return Band(None if lo == -NO_LIMIT else lo, None if hi == NO_LIMIT else hi)
 
 
-def tile_table(regions: Integers, queries: Shards, keys: Shards, merges: bool = False) -> TileTable:
+def tile_table(regions: Integers, queries: ShardSegments, keys: ShardSegments, merges: bool = False) -> TileTable:
     """The tiles between each of some shards of queries and each of some shards of keys.
 
     Args:
@@ -231,7 +231,7 @@ class _Runs(NamedTuple):
     end: Integers  # local tokens before the end of it
 
 
-def _runs(low: Integers, high: Integers, shards: Shards) -> _Runs:
+def _runs(low: Integers, high: Integers, shards: ShardSegments) -> _Runs:
     """The tokens of each segment at positions low[i] <= position < high[i] of region i."""
     step = shards.step
     stop = shards.start + (shards.count - 1) * step
@@ -252,7 +252,7 @@ def _runs(low: Integers, high: Integers, shards: Shards) -> _Runs:
     return runs if some.all() else _Runs(*(each[some] for each in runs))
 
 
-def _of_whole_shards(runs: _Runs, shards: Shards) -> _Runs:
+def _of_whole_shards(runs: _Runs, shards: ShardSegments) -> _Runs:
     """The same tokens, those of one shard in a region as one run: local tokens ascend in position."""
     new = np.ones(len(runs.region), dtype=bool)
     new[1:] = (runs.region[1:] != runs.region[:-1]) | (runs.shard[1:] != runs.shard[:-1])
@@ -272,14 +272,14 @@ def _crossed(queries: _Runs, keys: _Runs, regions: int) -> tuple[Integers, Integ
     return q, np.arange(len(q)) + np.repeat(firsts - (np.cumsum(each) - each), each)
 
 
-def _same_shards(queries: Shards, keys: Shards) -> Booleans:
+def _same_shards(queries: ShardSegments, keys: ShardSegments) -> Booleans:
     """Which shards hold the same positions, [shards of queries, shards of keys]."""
     numbers: dict[tuple[Segment, ...], int] = {}
     sides = ([numbers.setdefault(each, len(numbers)) for each in side.segments] for side in (queries, keys))
     return np.equal.outer(*map(np.array, sides))
 
 
-def _local(regions: Integers, queries: Shards, keys: Shards) -> _Rectangles:
+def _local(regions: Integers, queries: ShardSegments, keys: ShardSegments) -> _Rectangles:
     """The rectangle of each region between each two segments; or between two shards, where no band cuts it or one
     diagonal serves all segments of a shard against itself."""
     left, right = regions[:, 4], regions[:, 5]
@@ -455,7 +455,7 @@ def _joined(full: Integers) -> Integers:
     return full
 
 
-def region_areas(regions: Integers, shards: Shards) -> Integers:
+def region_areas(regions: Integers, shards: ShardSegments) -> Integers:
     """Keys of the whole sequence that the queries of each shard see, summed over the queries."""
     k_start, k_stop, left, right = regions[:, 2:].T
     runs = _runs(regions[:, 0], regions[:, 1], shards)
@@ -468,7 +468,7 @@ def region_areas(regions: Integers, shards: Shards) -> Integers:
     return areas
 
 
-def outermost_spans(regions: Integers, shards: Shards, enough: int) -> tuple[Integers, Integers] | None:
+def outermost_spans(regions: Integers, shards: ShardSegments, enough: int) -> tuple[Integers, Integers] | None:
     """The spans of all pairs of shards, without their tiles: [start and stop; pairs] of queries, and of keys.
 
     Where regions ascend, the first and the last of those that a pair sees decide. None where regions do not, where some

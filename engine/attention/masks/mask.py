@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.tile_table import Integers, Region, Shards, region_areas, tile_of, tile_table
+from engine.attention.geometry.tile_table import Integers, Region, ShardSegments, region_areas, tile_of, tile_table
 from engine.attention.geometry.tiles import Tile
 
 
@@ -42,7 +42,7 @@ class Mask:
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
         check_length(self, seq_len)
-        return int(region_areas(regions_of(self, seq_len), Shards(((Segment(0, seq_len),),)))[0])
+        return int(region_areas(regions_of(self, seq_len), ShardSegments(((Segment(0, seq_len),),)))[0])
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key.
@@ -51,7 +51,7 @@ class Mask:
         """
         ends = [segment.start + (segment.count - 1) * segment.step for segment in (*q, *k) if segment.count]
         regions = regions_of(self, max(ends, default=-1) + 1)
-        return tuple(map(tile_of, tile_table(regions, Shards((q,)), Shards((k,)), self.merges).calls(0)))
+        return tuple(map(tile_of, tile_table(regions, ShardSegments((q,)), ShardSegments((k,)), self.merges).calls(0)))
 
 
 def check_length(mask: Mask, seq_len: int) -> None:

@@ -13,7 +13,7 @@ from engine.attention.geometry.tile_table import (
     Booleans,
     Integers,
     KernelCall,
-    Shards,
+    ShardSegments,
     TileTable,
     outermost_spans,
     region_areas,
@@ -97,7 +97,7 @@ def _token_spans(tiles: TileTable, queries: bool, kind_of: Integers) -> TokenSpa
     return TokenSpans(start[kind_of], stop[kind_of], (apart & (tiles.counts <= WAITING_PARTS))[kind_of])
 
 
-def _kinds(regions: Integers, shards: Shards) -> tuple[Integers, Integers]:
+def _kinds(regions: Integers, shards: ShardSegments) -> tuple[Integers, Integers]:
     """(kind of each pair of ranks, a pair of each kind) of shards of one segment: pairs of one kind have equal tiles,
     because their ranks have equally many tokens before each edge of a region, and lie alike to each other."""
     ranks, distance = len(shards.segments), shards.start - shards.start[:, None]
@@ -115,7 +115,7 @@ def _kinds(regions: Integers, shards: Shards) -> tuple[Integers, Integers]:
 
 def pair_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> TileTable:
     """The tiles of one pair of ranks."""
-    queries, keys = (Shards((layout.segments(seq_len, cp_size, rank),)) for rank in (q_rank, k_rank))
+    queries, keys = (ShardSegments((layout.segments(seq_len, cp_size, rank),)) for rank in (q_rank, k_rank))
     return tile_table(regions_of(mask, seq_len), queries, keys, mask.merges)
 
 

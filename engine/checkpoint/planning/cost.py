@@ -15,8 +15,8 @@ from engine.checkpoint.counts import (
     repeated_attention,
     repeated_products,
 )
-from engine.checkpoint.planning.choice import Choice
 from engine.checkpoint.planning.memory import own_tile_tokens
+from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.settings import BYTES_OF, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -31,7 +31,7 @@ PASSES_AGAIN = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
+class GpuSpeeds:
     """Of one GPU. The defaults are those of no particular one: their ratios decide, and these vary little."""
 
     gemm: float = 500e12  # FLOP/s of large matrix products
@@ -43,7 +43,7 @@ class Speeds:
 class CostModel:
     """Seconds of one rank's step beyond one that repeats and moves nothing."""
 
-    def __init__(self, settings: TrialSettings, speeds: Speeds) -> None:
+    def __init__(self, settings: TrialSettings, speeds: GpuSpeeds) -> None:
         self._settings, self._speeds, model = settings, speeds, settings.model
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
@@ -65,16 +65,16 @@ class CostModel:
         own = own_tile_tokens(model, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: MemorySettings) -> float:
         """What the choice adds."""
         return self.bound(choice) + self._split(choice)
 
-    def bound(self, choice: Choice) -> float:
+    def bound(self, choice: MemorySettings) -> float:
         """The same without what a cut between kept and other tokens of the MLP adds, so that it falls with every kept
         token."""
         return self.fixed(choice) + self.repeated(choice)
 
-    def _split(self, choice: Choice) -> float:
+    def _split(self, choice: MemorySettings) -> float:
         """Tokens whose MLP products are kept and those whose are not are different runs, with a sum over them."""
         model = self._settings.model
         whole = model.layers - choice.checkpoint.layers_again(model.layers)
@@ -82,7 +82,7 @@ class CostModel:
             return 0.0
         return (2 if choice.mlp_tiles == 1 else 1) * self._sum * model.mlp_parameters * whole
 
-    def fixed(self, choice: Choice) -> float:
+    def fixed(self, choice: MemorySettings) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
         added = self._sum * added_weights(self._settings.model, choice.mlp_tiles, choice.projection_tiles)
         if choice.optimizer_offload:
@@ -91,7 +91,7 @@ class CostModel:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
         return added
 
-    def repeated(self, choice: Choice) -> float:
+    def repeated(self, choice: MemorySettings) -> float:
         """Of it, repeated work, and the copies of what is offloaded."""
         checkpoint, model = choice.checkpoint, self._settings.model
         products = repeated_products(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
-from engine.checkpoint.planning.choice import Choice, choice_of, open_names
+from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ class RankMemory:
 
 def memory_of(settings: TrialSettings, *, on_gpu: bool = True) -> RankMemory:
     """Memory of one rank of a training trial with its settings as they are."""
-    return MemoryModel(settings, on_gpu=on_gpu).of(choice_of(settings))
+    return MemoryModel(settings, on_gpu=on_gpu).of(memory_settings_of(settings))
 
 
 def receive_slot_bytes(settings: TrialSettings) -> int:
@@ -91,7 +91,7 @@ class _OfParameters:
 
 
 class MemoryModel:
-    """Memory of a rank of one trial by choice. `settings` give everything that no `Choice` holds."""
+    """Memory of a rank of one trial by choice. `settings` give everything that no `MemorySettings` holds."""
 
     def __init__(self, settings: TrialSettings, *, on_gpu: bool = True) -> None:
         """`on_gpu`: chunks may arrive by copy engine, in slots."""
@@ -157,7 +157,7 @@ class MemoryModel:
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
-    def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
+    def of(self, choice: MemorySettings, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
         inputs, attention, host = self._kept(choice.checkpoint)
@@ -176,7 +176,7 @@ class MemoryModel:
             host=_PROCESS + host + (2 * self._parameters if choice.optimizer_offload else 0.0),
         )
 
-    def by_moment(self, choice: Choice) -> dict[str, float]:
+    def by_moment(self, choice: MemorySettings) -> dict[str, float]:
         """Allocated bytes at the moments that may be the fullest, and in the optimizer's update, in their order."""
         base = self._always(choice) + self._slots_with(choice.checkpoint)
         inputs, attention, _ = self._kept(choice.checkpoint)
@@ -184,7 +184,7 @@ class MemoryModel:
         found = {name: base + activations + gradients for name, activations, gradients in moments}
         return found | {"optimizer": base + self._parameters}
 
-    def _always(self, choice: Choice) -> float:
+    def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
         copies = self._by_offload[choice.optimizer_offload].copies
         return self._parameters * (1 if choice.optimizer_offload else 3) + copies
@@ -211,7 +211,9 @@ class MemoryModel:
         """Of what attention receives and sends back, the bytes that have no slot."""
         return max(0.0, self._received - self._slots_with(checkpoint))
 
-    def _moments(self, choice: Choice, inputs: float, attention: float, least: bool) -> list[tuple[str, float, float]]:
+    def _moments(
+        self, choice: MemorySettings, inputs: float, attention: float, least: bool
+    ) -> list[tuple[str, float, float]]:
         """(name, bytes without gradients, bytes of gradients) of each moment, beyond the bytes of `_always`. `inputs`
         and `attention` are those of `_kept`."""
         checkpoint, layers = choice.checkpoint, self._layers
@@ -255,7 +257,7 @@ class MemoryModel:
             attention, host = 0.0, host + attention
         return inputs, attention, host
 
-    def _saved_whole(self, choice: Choice) -> float:
+    def _saved_whole(self, choice: MemorySettings) -> float:
         """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values,
         attention's results, and the kept products of the MLP's first matrices."""
         kept = 2 * self._state + 2 * self._query + self._keys + self._lse
@@ -271,7 +273,7 @@ class MemoryModel:
         # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
         return kept + choice.checkpoint.mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
 
-    def _whole_layer(self, choice: Choice, mlp_sums: float, least: bool) -> float:
+    def _whole_layer(self, choice: MemorySettings, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
@@ -288,7 +290,7 @@ class MemoryModel:
         in_attention = self._state + 2 * self._query + self._keys + self._attention_sums
         return max(4 * self._state + held, in_attention + self._received_beside(choice.checkpoint))
 
-    def _layer(self, choice: Choice, mlp_sums: float) -> float:
+    def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
         attention's."""
         checkpoint = choice.checkpoint

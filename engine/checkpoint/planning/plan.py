@@ -14,15 +14,21 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, Choice, choice_of, open_names, with_choice
-from engine.checkpoint.planning.cost import CostModel, Speeds
+from engine.checkpoint.planning.cost import CostModel, GpuSpeeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
+from engine.checkpoint.planning.memory_settings import (
+    BESIDE_CHECKPOINT,
+    MemorySettings,
+    memory_settings_of,
+    open_names,
+    with_memory_settings,
+)
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, Offload, Replay, TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
@@ -61,7 +67,7 @@ class Budget:
 def planned(
     settings: TrialSettings,
     budget: Budget,
-    speeds: Speeds | None = None,
+    speeds: GpuSpeeds | None = None,
     *,
     correction: float = 1.0,
     correction_source: str = "",
@@ -74,9 +80,9 @@ def planned(
     names = open_names(settings)
     problem = PlanningProblem(
         memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
-        cost=CostModel(settings, speeds or Speeds()),
+        cost=CostModel(settings, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, correction),
-        start=choice_of(settings),
+        start=memory_settings_of(settings),
         open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),
         layers=settings.model.layers,
         grid=grid or SearchGrid(),
@@ -98,7 +104,7 @@ def planned(
     if correction != 1:
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
-    return with_choice(settings, choice), forecast
+    return with_memory_settings(settings, choice), forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +116,8 @@ class SearchGrid:
     mlp_tiles: Sequence[int] = (1, 8, 32)
     projection_tiles: Sequence[int] = (1, 8)
     every: Sequence[int] = (1, 4, 16)
-    replay: Sequence[str] = ("hold", "bisect")
-    offload: Sequence[str] = ("none", "inputs", "all")
+    replay: Sequence[Replay] = ("hold", "bisect")
+    offload: Sequence[Offload] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool] = (False, True)
     head_tiles: Sequence[int] = (0, 32, 128)
 
@@ -123,37 +129,38 @@ class PlanningProblem:
     memory: MemoryModel
     cost: CostModel
     share: Callable[[RankMemory], float]  # of the budget that a rank's memory takes; it fits up to 1
-    start: Choice  # the values of settings that are not open
+    start: MemorySettings  # the values of settings that are not open
     open_names: frozenset[str]  # dotted names of those that are
     layers: int
     grid: SearchGrid = field(default_factory=SearchGrid)
+    # Values of each setting to compare: its own where it is not open.
+    compared: SearchGrid = field(init=False)
 
-    def values(self, name: str) -> Sequence[Any]:
-        """The values of a setting to compare: its own where it is not open."""
-        if name in BESIDE_CHECKPOINT:
-            if name not in self.open_names:
-                return (getattr(self.start, name),)
-            values = getattr(self.grid, name)
-            if name == "head_tiles":  # fewer than the head's own hold more and save no time
-                return [tiles for tiles in values if tiles == values[0] or tiles > self.cost.own_head_tiles]
-            return values
-        if f"checkpoint.{name}" in self.open_names:
-            return getattr(self.grid, name)
-        return (getattr(self.start.checkpoint, name),)
+    def __post_init__(self) -> None:
+        own: dict[str, Any] = {}
+        for name in (each.name for each in fields(SearchGrid)):
+            beside = name in BESIDE_CHECKPOINT
+            if (name if beside else f"checkpoint.{name}") not in self.open_names:
+                own[name] = (getattr(self.start if beside else self.start.checkpoint, name),)
+        if "head_tiles" not in own:  # fewer than the head's own hold more and save no time
+            first, *more = self.grid.head_tiles
+            own["head_tiles"] = (first, *(tiles for tiles in more if tiles > self.cost.own_head_tiles))
+        object.__setattr__(self, "compared", replace(self.grid, **own))
 
-    def frames(self) -> Iterator[Choice]:
+    def frames(self) -> Iterator[MemorySettings]:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
-        names = BESIDE_CHECKPOINT
-        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
-        least = {"tail": self.values("tail")[-1], "mlp": self.values("mlp")[-1]}
-        for offload, every, replay in itertools.product(*map(self.values, ("offload", "every", "replay"))):
-            if every < 2 and replay != self.values("replay")[0]:
+        names, compared = BESIDE_CHECKPOINT, self.compared
+        values = (getattr(compared, name) for name in names)
+        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+        tail, mlp = compared.tail[-1], compared.mlp[-1]
+        for offload, every, replay in itertools.product(compared.offload, compared.every, compared.replay):
+            if every < 2 and replay != compared.replay[0]:
                 continue  # nothing follows from a group of one
-            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, **least)
+            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
-                yield Choice(checkpoint=checkpoint, **each)
+                yield MemorySettings(checkpoint=checkpoint, **each)
 
-    def whole_layers(self, frame: Choice) -> list[int]:
+    def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""
         if not frame.checkpoint.every:
             return [self.layers]
@@ -161,22 +168,22 @@ class PlanningProblem:
             return list(range(self.layers + 1))
         return [min(self.layers, self.start.checkpoint.whole_layers)]
 
-    def with_kept(self, frame: Choice, whole: int, tail: float, mlp: float) -> Choice:
+    def with_kept(self, frame: MemorySettings, whole: int, tail: float, mlp: float) -> MemorySettings:
         """A frame with whole layers, tail and MLP."""
         of = frame.checkpoint
         every, offload, replay = of.every, of.offload, of.replay
         if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
-            tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
+            tail, offload, replay = self.compared.tail[0], self.compared.offload[0], self.compared.replay[0]
         kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
         return replace(frame, checkpoint=kept)
 
 
-def cheapest(problem: PlanningProblem) -> Choice | None:
+def cheapest(problem: PlanningProblem) -> MemorySettings | None:
     """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
-    best: Choice | None = None
+    best: MemorySettings | None = None
     least = float("inf")
-    bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
+    bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
     for frame in sorted(problem.frames(), key=problem.cost.fixed):
         if problem.cost.fixed(frame) >= least:
             break
@@ -196,7 +203,9 @@ def cheapest(problem: PlanningProblem) -> Choice | None:
     return best
 
 
-def _rivals(problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float) -> Iterator[Choice]:
+def _rivals(
+    problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float
+) -> Iterator[MemorySettings]:
     """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
     shares = _mlps(problem, frame, whole, tail, least)
     for some in (shares, shares[-1:]):
@@ -207,9 +216,9 @@ def _rivals(problem: PlanningProblem, frame: Choice, whole: int, tail: float, le
                 break
 
 
-def leanest(problem: PlanningProblem) -> Choice:
+def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
-    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
     choices = [
         problem.with_kept(frame, whole, **least)
         for frame in problem.frames()
@@ -218,9 +227,9 @@ def leanest(problem: PlanningProblem) -> Choice:
     return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
 
 
-def _may_fit(problem: PlanningProblem, frame: Choice) -> list[int]:
+def _may_fit(problem: PlanningProblem, frame: MemorySettings) -> list[int]:
     """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
-    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
 
     def share(whole: int) -> float:
         return problem.share(problem.memory.of(problem.with_kept(frame, whole, **least), least=True))
@@ -232,11 +241,11 @@ def _may_fit(problem: PlanningProblem, frame: Choice) -> list[int]:
 
 
 def _mlps(
-    problem: PlanningProblem, frame: Choice, whole: int, tail: float, least: float = float("inf")
+    problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float = float("inf")
 ) -> Sequence[float]:
     """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
     is whole."""
-    mlps = problem.values("mlp") if whole else problem.values("mlp")[:1]
+    mlps = problem.compared.mlp if whole else problem.compared.mlp[:1]
 
     def seconds(mlp: float) -> float:
         return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
@@ -259,7 +268,7 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
 
 
 def _words(
-    choice: Choice, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
+    choice: MemorySettings, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
 ) -> str:
     """What was chosen, and why, in one sentence."""
     kept = "; ".join(kept_in_words(choice, problem.layers))
@@ -274,7 +283,7 @@ def _words(
     return f"{kept}; {room}; {added}"
 
 
-def kept_in_words(choice: Choice, layers: int) -> list[str]:
+def kept_in_words(choice: MemorySettings, layers: int) -> list[str]:
     """What a choice keeps and where, one phrase each."""
     checkpoint = choice.checkpoint
     again = checkpoint.layers_again(layers)

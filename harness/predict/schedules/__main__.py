@@ -8,7 +8,7 @@ docs/notes/2026-11-23-cost-model-of-auto.md, both under the model as it is: a ne
 from __future__ import annotations
 
 from engine.attention.cost import HardwareModel
-from harness.predict.schedules.choice import choices
+from harness.predict.schedules.comparison import comparisons
 from harness.predict.schedules.fit import GUESSES, fitted_model
 from harness.predict.schedules.measured import measured_calls
 from harness.predict.schedules.table import (
@@ -17,7 +17,7 @@ from harness.predict.schedules.table import (
     ERRORS,
     PAGE,
     TABLE_FILE,
-    choice_table,
+    comparison_table,
     constant_table,
     error_table,
     table_rows,
@@ -36,7 +36,7 @@ def main() -> None:
         print("  ".join(row[1:]))
     write_table(TABLE_FILE, rows)
     write_block(CONSTANTS, constant_table(model), PAGE)
-    for name, text in ((ERRORS, error_table(calls, model)), (CHOICES, choice_table(choices(calls, model)))):
+    for name, text in ((ERRORS, error_table(calls, model)), (CHOICES, comparison_table(comparisons(calls, model)))):
         print(text)
         write_block(name, text, PAGE)
 

@@ -45,7 +45,7 @@ Rounds = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class CallShape:
     """The computation of a call, without its schedule."""
 
     seq_len: int
@@ -69,7 +69,7 @@ class MeasuredCall:
 
     folder: str
     trial: str
-    problem: Problem
+    problem: CallShape
     schedule: str  # ring or ulysses; ring where there is one rank
     num_head_chunks: int
     layout: str
@@ -126,7 +126,7 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
     yield MeasuredCall(
         folder=folder,
         trial=record.trial_id,
-        problem=Problem(
+        problem=CallShape(
             seq_len=settings.seq_len,
             cp_size=settings.cp_size,
             heads=model.heads,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from engine.attention.cost import HardwareModel
-from harness.predict.schedules.choice import Choice
+from harness.predict.schedules.comparison import ScheduleComparison
 from harness.predict.schedules.fit import GUESSES, estimated
-from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, Problem, Side
+from harness.predict.schedules.measured import PUBLISHED, CallShape, MeasuredCall, Side
 
 PAGE = PUBLISHED.parents[1] / "docs" / "notes" / "2026-11-23-cost-model-of-auto.md"
 TABLE_FILE = PUBLISHED / "schedules.csv"
@@ -64,7 +64,7 @@ def error_table(calls: Sequence[MeasuredCall], model: HardwareModel) -> str:
     return "\n".join(lines)
 
 
-def choice_table(found: Iterable[Choice]) -> str:
+def comparison_table(found: Iterable[ScheduleComparison]) -> str:
     """Markdown: what was measured, what the model takes, and how far that is behind."""
     lines = [
         "| GPUs | heads | tokens | side | ring, ms | `ulysses`, ms | `auto` takes | behind |",
@@ -89,10 +89,10 @@ def _kind(call: MeasuredCall) -> str:
     return ("one GPU" if ranks == 1 else f"{ranks} GPUs, {call.schedule}") + window
 
 
-def _problem_cells(problem: Problem) -> list[str]:
+def _problem_cells(problem: CallShape) -> list[str]:
     sizes = (problem.seq_len, problem.cp_size, problem.heads, problem.kv_heads)
     return [*map(str, sizes), problem.mask]
 
 
-def _order(problem: Problem) -> tuple[str, int, int, int]:
+def _order(problem: CallShape) -> tuple[str, int, int, int]:
     return problem.mask, problem.cp_size, -problem.kv_heads, problem.seq_len

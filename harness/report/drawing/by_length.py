@@ -12,10 +12,19 @@ from functools import partial
 from harness.base.lengths import format_length
 from harness.report.digits import rounded
 from harness.report.drawing.bars import Bar, Bars, paint_bars
-from harness.report.drawing.lines import Line, Spot, paint_lines
+from harness.report.drawing.lines import PlottedValue, SeriesLine, paint_lines
 from harness.report.drawing.looks import MUTED
 from harness.report.drawing.notes import ceiling_note, samples_note, whisker_note
-from harness.report.drawing.points import IN_CSV, Layout, Panel, Point, about, decimals_between, laid_out, number_text
+from harness.report.drawing.points import (
+    IN_CSV,
+    FigureLayout,
+    Panel,
+    SeriesPoint,
+    about,
+    decimals_between,
+    laid_out,
+    number_text,
+)
 from harness.report.drawing.sheet import Sheet
 from harness.report.results import Row
 
@@ -25,7 +34,7 @@ MAX_BARS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
+class DrawnColumn:
     """What is drawn: `column` x `scale`, in `unit`.
 
     `ceiling` names a column with what the hardware's kernels would allow. `timed` columns are proportional to the step
@@ -41,7 +50,7 @@ class Measure:
     notes: Sequence[str] = ()
 
 
-def sheet_by_length(rows: Sequence[Row], measure: Measure, title: Callable[[Layout], str]) -> Sheet | None:
+def sheet_by_length(rows: Sequence[Row], measure: DrawnColumn, title: Callable[[FigureLayout], str]) -> Sheet | None:
     """The figure of `measure`, titled by what `title` reads in it; None for fewer than two values."""
     layout = laid_out(rows)
     values = [point for point in layout.points if point.value(measure.column) is not None]
@@ -77,7 +86,7 @@ def sheet_by_length(rows: Sequence[Row], measure: Measure, title: Callable[[Layo
     )
 
 
-def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, float]]:
+def _lines(layout: FigureLayout, measure: DrawnColumn) -> tuple[list[SeriesLine], dict[int, float]]:
     """A line for each series of each panel, and the highest ceiling of each length."""
     lines = []
     for panel in layout.panels:
@@ -87,7 +96,9 @@ def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, floa
                 (point, value * measure.scale) for point in points if (value := point.value(measure.column)) is not None
             ]
             spots = [
-                Spot(seq_len=point.seq_len, value=value, ends=_ends(point, measure), tip=_tip(point, panel, measure))
+                PlottedValue(
+                    seq_len=point.seq_len, value=value, ends=_ends(point, measure), tip=_tip(point, panel, measure)
+                )
                 for point, value in found
             ]
             lost = [(point.seq_len, point.lost) for point in points if point.value(measure.column) is None]
@@ -96,7 +107,7 @@ def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, floa
                 strong = _beside_others(layout) and points[0].own
                 variant = look.variant + layout.panels.index(panel)
                 lines.append(
-                    Line(name=called, look=replace(look, variant=variant), spots=spots, lost=lost, strong=strong)
+                    SeriesLine(name=called, look=replace(look, variant=variant), spots=spots, lost=lost, strong=strong)
                 )
     ceiling: dict[int, float] = {}
     for point in layout.points:
@@ -105,12 +116,12 @@ def _lines(layout: Layout, measure: Measure) -> tuple[list[Line], dict[int, floa
     return lines, ceiling
 
 
-def _beside_others(layout: Layout) -> bool:
+def _beside_others(layout: FigureLayout) -> bool:
     """Whether burst stands beside other methods, so that it is set in bold."""
     return len({point.own for point in layout.points}) > 1
 
 
-def _groups(layout: Layout, measure: Measure) -> list[Bars]:
+def _groups(layout: FigureLayout, measure: DrawnColumn) -> list[Bars]:
     """A group for each panel and length, the best bar first, what has no value last."""
     found = []
     for panel in layout.panels:
@@ -131,7 +142,7 @@ def _groups(layout: Layout, measure: Measure) -> list[Bars]:
     return found
 
 
-def _bar(point: Point, panel: Panel, layout: Layout, measure: Measure, decimals: int) -> Bar:
+def _bar(point: SeriesPoint, panel: Panel, layout: FigureLayout, measure: DrawnColumn, decimals: int) -> Bar:
     look, value, ceiling = layout.looks[point.series], point.value(measure.column), point.value(measure.ceiling)
     lost = sorted({row["status"] for row in point.rows} - {"ok"})
     scaled = None if value is None else value * measure.scale
@@ -159,7 +170,7 @@ def _largest(groups: Sequence[Bars]) -> list[Bars]:
     return kept[::-1]
 
 
-def _ends(point: Point, measure: Measure) -> tuple[float, float] | None:
+def _ends(point: SeriesPoint, measure: DrawnColumn) -> tuple[float, float] | None:
     """Of the whisker, in the figure's unit; none where it is so wide that no axis should hold it."""
     ends = point.whisker(measure.column) if measure.timed else None
     if ends is None or ends[1] > 10 * ends[0]:
@@ -167,7 +178,7 @@ def _ends(point: Point, measure: Measure) -> tuple[float, float] | None:
     return ends[0] * measure.scale, ends[1] * measure.scale
 
 
-def _tip(point: Point, panel: Panel, measure: Measure) -> str:
+def _tip(point: SeriesPoint, panel: Panel, measure: DrawnColumn) -> str:
     value = point.value(measure.column)
     where = ", ".join(filter(None, (point.series, panel.title, f"{_length(point)} tokens")))
     if value is None:
@@ -177,5 +188,5 @@ def _tip(point: Point, panel: Panel, measure: Measure) -> str:
     return f"{where}: {number_text(value * measure.scale, ends)}{between} {measure.unit}"
 
 
-def _length(point: Point) -> str:
+def _length(point: SeriesPoint) -> str:
     return format_length(point.seq_len).upper()

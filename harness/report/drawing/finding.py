@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval
-from harness.report.drawing.points import Layout, Point
+from harness.report.drawing.points import FigureLayout, SeriesPoint
 from harness.report.results import Row
-from harness.report.speedup import Point as Contested
 from harness.report.speedup import Speedup, contested_points, speedup
+from harness.report.speedup import SpeedupPoint as Contested
 from harness.report.variants import OWN_METHOD, is_subject, panel_of
 
 CLOSE = 0.05  # ratios nearer to 1, with their intervals, are called no difference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class SeriesPair:
     """Two series at one length and parallel size: `found` is the speed of the first over that of the second."""
 
     first: str
@@ -27,7 +27,7 @@ class Match:
     found: Speedup
 
 
-def matches_of(rows: Sequence[Row], layout: Layout) -> list[Match]:
+def matches_of(rows: Sequence[Row], layout: FigureLayout) -> list[SeriesPair]:
     """At each length and parallel size the subject beside the fastest other method with equal settings.
 
     Where it met no other anywhere, the fastest series beside the next.
@@ -48,7 +48,7 @@ def matches_of(rows: Sequence[Row], layout: Layout) -> list[Match]:
     return [one for one in found if one] or _of_series(layout)
 
 
-def _of_series(layout: Layout) -> list[Match]:
+def _of_series(layout: FigureLayout) -> list[SeriesPair]:
     names = {id(row): point.series for point in layout.points for row in point.rows}
     found = []
     for panel in layout.panels:
@@ -60,21 +60,21 @@ def _of_series(layout: Layout) -> list[Match]:
     return [one for one in found if one]
 
 
-def _seconds(point: Point) -> float:
+def _seconds(point: SeriesPoint) -> float:
     speed = point.value("tokens_per_gpu_per_second")
     return 1 / speed if speed else 0.0
 
 
-def _match(rows: Sequence[Row], others: Sequence[Row], names: dict[int, str]) -> Match | None:
+def _match(rows: Sequence[Row], others: Sequence[Row], names: dict[int, str]) -> SeriesPair | None:
     found = speedup(rows, others)
     measured = [[row for row in side if row["status"] == "ok"] for side in (rows, others)]
     if found is None:
         return None
     first, second = (names[id(side[0])] for side in measured)
-    return Match(first=first, second=second, seq_len=measured[0][0]["seq_len"], found=found)
+    return SeriesPair(first=first, second=second, seq_len=measured[0][0]["seq_len"], found=found)
 
 
-def title_of(matches: Sequence[Match]) -> str:
+def title_of(matches: Sequence[SeriesPair]) -> str:
     """`burst is 1.10 to 1.16 times as fast as torchtitan, 16K to 128K tokens`; `no difference between ...`."""
     first = _name([one.first for one in matches], "the fastest")
     second = _name([one.second for one in matches], "the best other")
@@ -101,7 +101,7 @@ def title_of(matches: Sequence[Match]) -> str:
     return f"{told}: {' and '.join(parts)} of {len(matches)} points, {where}"
 
 
-def all_equal(layout: Layout) -> bool:
+def all_equal(layout: FigureLayout) -> bool:
     """Whether no series can be distinguished from the fastest at any length and size; false without intervals."""
     names = {id(row): point.series for point in layout.points for row in point.rows}
     compared = False
@@ -128,7 +128,7 @@ def span_of(lengths: Sequence[int]) -> str:
     return f"{' to '.join(dict.fromkeys(format_length(one).upper() for one in ends))} tokens"
 
 
-def _ends(match: Match) -> tuple[float, float]:
+def _ends(match: SeriesPair) -> tuple[float, float]:
     spread = match.found.spread
     if isinstance(spread, Interval):
         return spread.low, spread.high

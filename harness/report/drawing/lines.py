@@ -18,7 +18,7 @@ _STEP = 0.155  # inches between lines of text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
+class PlottedValue:
     """A value at a length, from where to where its whisker reaches, and what it shows on hover."""
 
     seq_len: int
@@ -28,18 +28,18 @@ class Spot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class SeriesLine:
     """One series. `lost`: lengths without a value, with the status that explains each."""
 
     name: str
     look: Look
-    spots: Sequence[Spot]
+    spots: Sequence[PlottedValue]
     strong: bool = False
     lost: Sequence[tuple[int, str]] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class LineEnd:
     """Where a line ends, and the name that is written there."""
 
     name: str
@@ -49,7 +49,7 @@ class End:
     strong: bool = False
 
 
-def paint_lines(page: Page, lines: Sequence[Line], unit: str, ceiling: Mapping[int, float]) -> None:
+def paint_lines(page: Page, lines: Sequence[SeriesLine], unit: str, ceiling: Mapping[int, float]) -> None:
     """All lines in one panel, on a scale from 0 (logarithmic where values span over 1 : 30); `ceiling` by length."""
     form = page.form
     drawn = [line for line in lines if line.spots]
@@ -67,7 +67,7 @@ def paint_lines(page: Page, lines: Sequence[Line], unit: str, ceiling: Mapping[i
                 fontsize=form.small, color=MUTED)  # fmt: skip
     ax.set_xlabel("tokens of a sequence", fontsize=form.small, labelpad=2)
     ends = [
-        End(
+        LineEnd(
             name=line.name,
             colour=line.look.colour,
             strong=line.strong,
@@ -80,7 +80,7 @@ def paint_lines(page: Page, lines: Sequence[Line], unit: str, ceiling: Mapping[i
         xs = sorted(ceiling)
         [dashed] = ax.plot(xs, [ceiling[x] for x in xs], color=MUTED, linewidth=1.1, linestyle=_CEILING, zorder=1.5)
         page.tip(dashed, "ceiling")
-        ends.append(End(name="ceiling", colour=MUTED, x=xs[-1], y=ceiling[xs[-1]]))
+        ends.append(LineEnd(name="ceiling", colour=MUTED, x=xs[-1], y=ceiling[xs[-1]]))
     for line in sorted(drawn, key=lambda line: line.strong):
         _draw(page, ax, line)
     _lost(page, ax, lines)
@@ -106,7 +106,7 @@ def _axes(ax: Axes, values: Sequence[float], lengths: Sequence[int], most: int) 
     ax.set_xlim(min(lengths) / 1.15, max(lengths) * 1.06)
 
 
-def _draw(page: Page, ax: Axes, line: Line) -> None:
+def _draw(page: Page, ax: Axes, line: SeriesLine) -> None:
     [drawn] = ax.plot(
         [spot.seq_len for spot in line.spots], [spot.value for spot in line.spots], color=line.look.colour,
         linestyle=line.look.dashes, marker=line.look.marker, markersize=5, markeredgecolor=PAPER, markeredgewidth=0.6,
@@ -117,7 +117,7 @@ def _draw(page: Page, ax: Axes, line: Line) -> None:
     ax.add_collection(LineCollection(whiskers, colors=line.look.colour, linewidths=1.0, zorder=2.5), autolim=False)
 
 
-def write_names(ax: Axes, ends: Sequence[End], inches: float, height: float, size: float) -> None:
+def write_names(ax: Axes, ends: Sequence[LineEnd], inches: float, height: float, size: float) -> None:
     """Names right of a panel of this height, `inches` wide at most, beside the ends of their lines, moved apart where
     they would overlap, each joined to its end."""
     to_axes = ax.transScale + ax.transLimits
@@ -156,7 +156,7 @@ def _apart(wanted: Sequence[float], sizes: Sequence[float], height: float) -> li
     return middles
 
 
-def _lost(page: Page, ax: Axes, lines: Sequence[Line]) -> None:
+def _lost(page: Page, ax: Axes, lines: Sequence[SeriesLine]) -> None:
     """At the foot of a length what ended without a value there: the status, with the names on hover."""
     ended: dict[tuple[int, str], list[str]] = {}
     for line in lines:
@@ -173,9 +173,9 @@ def _lost(page: Page, ax: Axes, lines: Sequence[Line]) -> None:
         page.tip(shown, f"{', '.join(names)}: {status}")
 
 
-def _wrapped(named: Line | End, inches: float, size: float) -> list[str]:
+def _wrapped(named: SeriesLine | LineEnd, inches: float, size: float) -> list[str]:
     return wrapped(named.name, inches - 0.12, size, bold=named.strong)
 
 
-def _lengths(line: Line) -> list[int]:
+def _lengths(line: SeriesLine) -> list[int]:
     return [*(spot.seq_len for spot in line.spots), *(seq_len for seq_len, _ in line.lost)]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, setting_names, spread_of
+from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
     is_subject,
     panel_name,
@@ -28,31 +28,32 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
-from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
 MAX_PANELS = 8
 MAX_GROUPS = 12  # set-ups of one report that have figures
 IN_CSV = "results.csv has every trial"
 
 
-class Group(list[Row]):
+class FigureRows(list[Row]):
     """The rows of one figure: those of a set-up, or of several that differ in their mask alone."""
 
     note = ""  # a sentence about what has no figure
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
+def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
     """What figures are drawn of: each set-up, but for three or more that differ in their mask alone, which share one.
 
     Of more than MAX_GROUPS, those with the most measured trials.
     """
-    alike: dict[tuple[Any, ...], list[list[Row]]] = {}
+    alike: dict[tuple[object, ...], list[list[Row]]] = {}
     for setup in setups_of(rows):
         run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
         alike.setdefault((run, experiment, task, model, dtype, shape), []).append(setup)
     groups = []
     for members in alike.values():
-        groups += [Group(chain.from_iterable(members))] if len(members) > 2 else [Group(setup) for setup in members]
+        groups += (
+            [FigureRows(chain.from_iterable(members))] if len(members) > 2 else [FigureRows(setup) for setup in members]
+        )
     if len(groups) > MAX_GROUPS:
         most = sorted(groups, key=lambda group: -_measured(group))[:MAX_GROUPS]
         left = len(groups) - MAX_GROUPS
@@ -70,7 +71,7 @@ def about(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SeriesPoint:
     """Every trial of one series at one length, in one panel."""
 
     series: str
@@ -140,11 +141,11 @@ class Panel:
     """The points of one parallel size (and of one mask, where a figure has several)."""
 
     title: str
-    points: list[Point]
+    points: list[SeriesPoint]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class FigureLayout:
     """The rows of a figure in their places, by the names of series."""
 
     panels: list[Panel]
@@ -153,7 +154,7 @@ class Layout:
     footnotes: list[str]  # what names leave out
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SeriesPoint]:
         return [point for panel in self.panels for point in panel.points]
 
     @property
@@ -161,7 +162,7 @@ class Layout:
         return sorted({point.seq_len for point in self.points})
 
 
-def laid_out(rows: Sequence[Row]) -> Layout:
+def laid_out(rows: Sequence[Row]) -> FigureLayout:
     """Panels, series and points of `rows`, at most MAX_PANELS and MAX_SERIES of them."""
     notes = [note] if (note := getattr(rows, "note", "")) else []
     several = len({row["mask"] for row in rows}) > 1
@@ -176,12 +177,12 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     shown = [row for group in panels.values() for row in group]
     series, pooling = _series(shown)
     notes += [pooling] if pooling else []
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
-    notes += [sentence] if (sentence := weak_sentence(weak.values())) else []
+    notes += [sentence] if (sentence := slow_sentence(weak.values())) else []
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
-    return Layout(
+    return FigureLayout(
         panels=[
             Panel(title=_panel_title(key, several_sizes, len(panels)), points=_points(group, order))
             for key, group in panels.items()
@@ -192,12 +193,14 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     )
 
 
-def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[Point]:
+def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[SeriesPoint]:
     found: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
         if id(row) in order:
             found.setdefault((row["seq_len"], *order[id(row)]), []).append(row)
-    return [Point(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())]
+    return [
+        SeriesPoint(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())
+    ]
 
 
 def _panel_title(key: tuple[str, int, int, int], several_sizes: bool, panels: int) -> str:
@@ -232,7 +235,7 @@ def memory_column(rows: Iterable[Row]) -> str:
     return "peak_memory_gib" if any(row["peak_memory_gib"] for row in rows) else "peak_rss_gib"
 
 
-def configuration_of(row: Row) -> tuple[Any, ...]:
+def configuration_of(row: Row) -> tuple[object, ...]:
     """Everything that was chosen but the seed and the steps; a figure pools trials with equal ones."""
     kept = (name for name in setting_names(row) if name != "seed" and not name.startswith("steps"))
     return tuple(row[name] for name in kept)

@@ -36,7 +36,7 @@ STYLE = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class FigureSize:
     """Width in inches and size of letters in points."""
 
     width: float
@@ -48,16 +48,16 @@ class Form:
         return self.width < 5
 
 
-SCREEN = Form(width=6.9, small=8.5, framed=True)
-WIDE = Form(width=6.9, small=8.5, framed=False)
-NARROW = Form(width=COLUMN_INCHES, small=7, framed=False)
+SCREEN = FigureSize(width=6.9, small=8.5, framed=True)
+WIDE = FigureSize(width=6.9, small=8.5, framed=False)
+NARROW = FigureSize(width=COLUMN_INCHES, small=7, framed=False)
 _TITLE, _EDGE = 13, 0.12
 
 
 class Page:
     """A figure in the making: panels at places in inches, and texts that marks show on hover."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: FigureSize) -> None:
         self.form = form
         self.figure = Figure(figsize=(form.width, 1), facecolor=PAPER if form.framed else "none")
         FigureCanvasAgg(self.figure)
@@ -120,7 +120,7 @@ class Sheet:
             text if text.endswith(".") else f"{text}." for text in (self.title, self.about, self.whole_note) if text
         )
 
-    def drawn(self, form: Form) -> Page:
+    def drawn(self, form: FigureSize) -> Page:
         """The figure in this form."""
         with rc_context(STYLE):
             page = Page(form)
@@ -129,7 +129,7 @@ class Sheet:
             page.finish(head, foot)
         return page
 
-    def saved(self, form: Form, kind: str, *, standalone: bool = True) -> bytes:
+    def saved(self, form: FigureSize, kind: str, *, standalone: bool = True) -> bytes:
         """The figure as png, pdf or svg bytes; equal figures give equal bytes."""
         page, buffer = self.drawn(form), io.BytesIO()
         dated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}

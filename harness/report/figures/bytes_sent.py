@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.metrics.throughput import FORMULAS
-from harness.report.drawing.by_length import Measure, sheet_by_length
+from harness.report.drawing.by_length import DrawnColumn, sheet_by_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.points import Group, Layout, laid_out, number_text, range_text
+from harness.report.drawing.points import FigureLayout, FigureRows, laid_out, number_text, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.memory import apart
 from harness.report.results import Row
@@ -22,7 +22,7 @@ class BytesSent:
         return 60
 
     def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
-        sending = Group(row for row in rows if row["cp_size"] > 1 and row[COLUMN])  # one rank sends nothing
+        sending = FigureRows(row for row in rows if row["cp_size"] > 1 and row[COLUMN])  # one rank sends nothing
         if not sending:
             return None
         most = max(row[COLUMN] for row in sending)
@@ -31,11 +31,11 @@ class BytesSent:
         layout = laid_out(sending)
         if apart(layout, COLUMN) < EQUAL:
             return _equal(layout, unit, scale)
-        measure = Measure(column=COLUMN, unit=unit, scale=scale, notes=[f"S{FORMULAS[COLUMN][1:]}."])
+        measure = DrawnColumn(column=COLUMN, unit=unit, scale=scale, notes=[f"S{FORMULAS[COLUMN][1:]}."])
         return sheet_by_length(sending, measure, _title)
 
 
-def _title(layout: Layout) -> str:
+def _title(layout: FigureLayout) -> str:
     """Who sends the least and the most where they are furthest apart."""
     places: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for panel in layout.panels:
@@ -47,7 +47,7 @@ def _title(layout: Layout) -> str:
     return f"Attention sends {number_text(most / least)} times as much with {last} as with {name}"
 
 
-def _equal(layout: Layout, unit: str, scale: float) -> str:
+def _equal(layout: FigureLayout, unit: str, scale: float) -> str:
     ends = range_text((one.value(COLUMN) for one in layout.points), scale)
     who = "whatever the method" if len(layout.looks) > 1 else f"with {next(iter(layout.looks))}"
     return f"Attention sends {ends} {unit} {who}, {span_of(layout.lengths)}."

@@ -9,14 +9,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from harness.base.lengths import format_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.lines import End, write_names
+from harness.report.drawing.lines import LineEnd, write_names
 from harness.report.drawing.looks import MUTED, looks_of
 from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, about
 from harness.report.drawing.sheet import Page, Sheet, text_inches, wrapped
 from harness.report.footnotes import footnotes_of
 from harness.report.results import Row
-from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
+from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
 from harness.report.variants import panel_name, panel_of, series_of
 
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
@@ -43,7 +43,7 @@ class LossAgreement:
         return _curves(rows, long) if long else None
 
 
-def _coincide(compared: Sequence[Agreement]) -> str:
+def _coincide(compared: Sequence[LossDifferences]) -> str:
     """One sentence for curves that lie on each other."""
     worst = max(max(pair.loss, (pair.grad_norm or 0.0) if pair.agrees else 0.0) for pair in compared)
     trials = len({id(row) for pair in compared for row in (pair.row, pair.reference)})
@@ -54,7 +54,7 @@ def _coincide(compared: Sequence[Agreement]) -> str:
     return f"The loss curves of {trials} trials coincide: {of} {apart} ({types}, {lengths})."
 
 
-def _differences(rows: Sequence[Row], compared: Sequence[Agreement]) -> Sheet:
+def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sheet:
     names = _names(rows)
     ranked = sorted(compared, key=lambda pair: -max(_apart(pair)))
     failed = sum(pair.agrees is False for pair in compared)
@@ -72,7 +72,7 @@ def _differences(rows: Sequence[Row], compared: Sequence[Agreement]) -> Sheet:
     )
 
 
-def _curves(rows: Sequence[Row], long: Sequence[Agreement]) -> Sheet:
+def _curves(rows: Sequence[Row], long: Sequence[LossDifferences]) -> Sheet:
     names = _names(rows)
     first = long[0].row["loss_by_step"]
     return _sheet(
@@ -126,7 +126,7 @@ def _paint(page: Page, *, curves: _Curves, unit: str) -> None:
         look = looks[name]
         [drawn] = ax.plot(range(1, len(values) + 1), values, color=look.colour, linestyle=look.dashes, linewidth=1.5)
         page.tip(drawn, f"{name}: {values[0]:.4g} to {values[-1]:.4g}")
-        ends.append(End(name=name, colour=look.colour, x=len(values), y=values[-1]))
+        ends.append(LineEnd(name=name, colour=look.colour, x=len(values), y=values[-1]))
     steps = max(len(values) for _, values in curves.values())
     ax.set_xlim(1, max(2, steps))
     if unit != "loss":
@@ -141,7 +141,7 @@ def _paint(page: Page, *, curves: _Curves, unit: str) -> None:
     write_names(ax, ends, names, height, form.small)
 
 
-def _apart(pair: Agreement) -> list[float]:
+def _apart(pair: LossDifferences) -> list[float]:
     norms = pair.grad_norm_by_step or [0.0] * len(pair.loss_by_step)
     return [max(_FLOOR, loss, norm) for loss, norm in zip(pair.loss_by_step, norms, strict=False)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.metrics.throughput import FORMULAS
-from harness.report.drawing.by_length import Measure, sheet_by_length
+from harness.report.drawing.by_length import DrawnColumn, sheet_by_length
 from harness.report.drawing.finding import span_of
-from harness.report.drawing.points import Layout, laid_out, memory_column, number_text, range_text
+from harness.report.drawing.points import FigureLayout, laid_out, memory_column, number_text, range_text
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures.speed_memory import shows_all
 from harness.report.results import Row
@@ -27,11 +27,11 @@ class Memory:
         unit = "GiB per GPU" if column == "peak_memory_gib" else "GiB of host memory per rank"
         if (most := apart(layout, column)) < EQUAL and (most or len(layout.lengths) < 3):
             return _equal(layout, column, unit)
-        measure = Measure(column=column, unit=unit, notes=[f"P{FORMULAS[column][1:]}."])
+        measure = DrawnColumn(column=column, unit=unit, notes=[f"P{FORMULAS[column][1:]}."])
         return sheet_by_length(rows, measure, lambda found: _title(found, column))
 
 
-def apart(layout: Layout, column: str) -> float:
+def apart(layout: FigureLayout, column: str) -> float:
     """The largest ratio of two series at one length and size; 0 where no two have a value there."""
     most = 0.0
     for panel in layout.panels:
@@ -42,7 +42,7 @@ def apart(layout: Layout, column: str) -> float:
     return most
 
 
-def _title(layout: Layout, column: str) -> str:
+def _title(layout: FigureLayout, column: str) -> str:
     """Who takes the least at the longest length that the most series reached."""
     best: list[tuple[float, str]] = []
     where = ""
@@ -59,7 +59,7 @@ def _title(layout: Layout, column: str) -> str:
     return f"Peak memory: {number_text(least)} GiB with {name} to {number_text(most)} with {last}, {where}"
 
 
-def _equal(layout: Layout, column: str, unit: str) -> str | None:
+def _equal(layout: FigureLayout, column: str, unit: str) -> str | None:
     values = [value for one in layout.points if (value := one.value(column)) is not None]
     if len(values) < 2:
         return None

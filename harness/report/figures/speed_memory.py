@@ -21,8 +21,8 @@ from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import Interval
 from harness.report.drawing.looks import INK, MUTED, PAPER
 from harness.report.drawing.notes import samples_note, whisker_note
-from harness.report.drawing.points import Layout, Point, configuration_of, laid_out, number_text
-from harness.report.drawing.sheet import Form, Page, Sheet, text_inches, wrapped
+from harness.report.drawing.points import FigureLayout, SeriesPoint, configuration_of, laid_out, number_text
+from harness.report.drawing.sheet import FigureSize, Page, Sheet, text_inches, wrapped
 from harness.report.footnotes import kernel_in_words
 from harness.report.results import Row
 from harness.report.speedup import Speedup, speedup
@@ -64,10 +64,10 @@ class SpeedMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Spot:
+class _PlottedConfiguration:
     """One configuration: where it stands and what is written beside it."""
 
-    point: Point
+    point: SeriesPoint
     memory: float
     speed: float
     label: str
@@ -103,12 +103,12 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     return []
 
 
-def _at(point: Point) -> tuple[float, float] | None:
+def _at(point: SeriesPoint) -> tuple[float, float] | None:
     memory, speed = point.value(MEMORY), point.value(SPEED)
     return None if memory is None or speed is None else (memory, speed)
 
 
-def _spots(layout: Layout) -> list[_Spot]:
+def _spots(layout: FigureLayout) -> list[_PlottedConfiguration]:
     """All configurations with both numbers, by memory. The first that was planned says whose line it begins."""
     found = []
     own = subject_name(row for point in layout.points for row in point.rows)
@@ -124,7 +124,7 @@ def _spots(layout: Layout) -> list[_Spot]:
             elif point.own and all(one.own for one in layout.points):
                 label = label.partition(", ")[2] or label
             colour = layout.looks[point.series].colour
-            found.append(_Spot(point=point, memory=at[0], speed=at[1], label=label, colour=colour))
+            found.append(_PlottedConfiguration(point=point, memory=at[0], speed=at[1], label=label, colour=colour))
     found.sort(key=lambda spot: spot.memory)
     first = next((place for place, spot in enumerate(found) if spot.point in planned), None)
     if first is not None and not (words := found[first].label).startswith(own):
@@ -132,7 +132,7 @@ def _spots(layout: Layout) -> list[_Spot]:
     return found
 
 
-def _kernel(point: Point) -> str:
+def _kernel(point: SeriesPoint) -> str:
     return str(point.rows[0].get("chosen_kernel") or "")
 
 
@@ -157,7 +157,7 @@ def _about(rows: Sequence[Row]) -> str:
     return f"{setup}. Top left is best."
 
 
-def _title(spots: Sequence[_Spot]) -> str:
+def _title(spots: Sequence[_PlottedConfiguration]) -> str:
     """What the least memory buys that is still faster than the fastest other system of the same run."""
     line = _line(spots)
     best = _rival(spots)
@@ -180,26 +180,26 @@ def _title(spots: Sequence[_Spot]) -> str:
     return f"{own}: in {least} GiB {slower:.{0 if slower >= 1 else 1}f}% slower than in {most} GiB"
 
 
-def _own(line: Sequence[_Spot]) -> str:
+def _own(line: Sequence[_PlottedConfiguration]) -> str:
     return subject_name(row for spot in line for row in spot.point.rows)
 
 
-def _rival(spots: Sequence[_Spot]) -> _Spot | None:
+def _rival(spots: Sequence[_PlottedConfiguration]) -> _PlottedConfiguration | None:
     """The fastest other system of a run that has a trial of burst's line."""
     runs = {spot.point.rows[0]["run"] for spot in _line(spots)}
     others = [spot for spot in spots if not spot.own and spot.point.rows[0]["run"] in runs]
     return max(others, key=lambda spot: spot.speed, default=None)
 
 
-def _one_run(spot: _Spot, other: _Spot) -> bool:
+def _one_run(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> bool:
     return bool(spot.point.rows[0]["run"] == other.point.rows[0]["run"])
 
 
-def _ratio(spot: _Spot, other: _Spot) -> Speedup | None:
+def _ratio(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> Speedup | None:
     return speedup(spot.point.rows, other.point.rows)
 
 
-def _same_kernel(spots: Sequence[_Spot]) -> str:
+def _same_kernel(spots: Sequence[_PlottedConfiguration]) -> str:
     """Where burst's line has another attention kernel than the system of the title: the ratio with that one's."""
     line, best = _line(spots), _rival(spots)
     if best is None or not (theirs := _kernel(best.point)) or _kernel(line[0].point) in theirs:
@@ -216,7 +216,7 @@ def _same_kernel(spots: Sequence[_Spot]) -> str:
     )
 
 
-def _compared(spot: _Spot, other: _Spot, found: Speedup) -> str:
+def _compared(spot: _PlottedConfiguration, other: _PlottedConfiguration, found: Speedup) -> str:
     share = _share(spot.memory / other.memory)
     name, percent = other.point.series, 100 * (found.value - 1)
     if not isinstance(found.spread, Interval):
@@ -242,7 +242,7 @@ def _share(ratio: float) -> str:
     return "the same memory" if ratio <= 1.03 else f"{ratio:.1f} times its memory"
 
 
-def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
+def _paint(page: Page, spots: Sequence[_PlottedConfiguration], unit: str) -> None:
     form = page.form
     left, wide, tall = 0.62, 0.0, 2.9 if not form.narrow else 3.4
     wide = page.right - left
@@ -282,31 +282,38 @@ def _paint(page: Page, spots: Sequence[_Spot], unit: str) -> None:
     _label(ax, spots, line, wide, tall, form)
 
 
-def _zoomed(spots: Sequence[_Spot]) -> bool:
+def _zoomed(spots: Sequence[_PlottedConfiguration]) -> bool:
     """Whether the axis of speeds holds those of one method alone, which lie close together."""
     speeds = [spot.speed for spot in spots]
     return len({spot.point.rows[0]["method"] for spot in spots}) == 1 and min(speeds) > 0.6 * max(speeds)
 
 
-def _ends(spot: _Spot) -> tuple[float, float] | None:
+def _ends(spot: _PlottedConfiguration) -> tuple[float, float] | None:
     ends = spot.point.whisker(SPEED)
     return None if ends is None or ends[1] > 10 * ends[0] else ends
 
 
-def _line(spots: Sequence[_Spot]) -> list[_Spot]:
+def _line(spots: Sequence[_PlottedConfiguration]) -> list[_PlottedConfiguration]:
     """Burst's configurations that no other of it beats in memory without being slower, by memory: where several were
     planned those, and of these the ones with the kernel that most have."""
     own = [spot for spot in spots if spot.own]
     planned = [spot for spot in own if _budget(spot.point.rows[0])]
     usual = Counter(_kernel(spot.point) for spot in planned).most_common(1)
-    kept: list[_Spot] = []
+    kept: list[_PlottedConfiguration] = []
     for spot in [one for one in planned if _kernel(one.point) == usual[0][0]] if len(planned) > 1 else own:
         if not kept or spot.speed > kept[-1].speed:
             kept.append(spot)
     return kept
 
 
-def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float, tall: float, form: Form) -> None:
+def _label(
+    ax: Axes,
+    spots: Sequence[_PlottedConfiguration],
+    line: Sequence[_PlottedConfiguration],
+    wide: float,
+    tall: float,
+    form: FigureSize,
+) -> None:
     """A name beside each point, where it covers the fewest names, points and pieces of the line; one that found no room
     beside its point is joined to it."""
     size = form.small

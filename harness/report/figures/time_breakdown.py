@@ -10,7 +10,7 @@ from harness.base.lengths import format_length
 from harness.report.drawing.bars import Bar, Bars, paint_bars
 from harness.report.drawing.looks import PALETTE
 from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import IN_CSV, Layout, Point, about, laid_out
+from harness.report.drawing.points import IN_CSV, FigureLayout, SeriesPoint, about, laid_out
 from harness.report.drawing.sheet import Sheet
 from harness.report.results import Row
 from harness.report.tables.particular import HEADERS
@@ -24,7 +24,7 @@ _WORK = ("attention_forward", "attention_backward", "attention_recomputed", "mat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
+class _TracedStep:
     """One traced step: seconds per category, of the trial whose step is the median of its point."""
 
     label: str
@@ -61,24 +61,24 @@ class TimeBreakdown:
         )  # fmt: skip
 
 
-def _title(step: _Step) -> str:
+def _title(step: _TracedStep) -> str:
     """What takes the most of the longest step."""
     name, seconds = max(step.seconds.items(), key=lambda item: item[1])
     where = f" at {step.label}" if step.label else ""
     return f"{_name(name).capitalize()} takes {seconds / step.span:.0%} of a step of {_time(step.span)}{where}"
 
 
-def _step(point: Point, panel: str, layout: Layout) -> _Step:
+def _step(point: SeriesPoint, panel: str, layout: FigureLayout) -> _TracedStep:
     """The step of a point, labelled by what tells it from others."""
     ranked = sorted(point.rows, key=lambda row: row["step_seconds_median"] or row[SPAN])
     row = ranked[(len(ranked) - 1) // 2]
     parts = [point.series] if len(layout.looks) > 1 else []
     parts += [f"{format_length(point.seq_len).upper()} tokens"] if len(layout.lengths) > 1 or not parts else []
     seconds = {name: row.get(f"{SECONDS}{name}") or 0.0 for name in HEADERS}
-    return _Step(label=", ".join([*parts, *([panel] if panel else [])]), seconds=seconds)
+    return _TracedStep(label=", ".join([*parts, *([panel] if panel else [])]), seconds=seconds)
 
 
-def _group(step: _Step) -> Bars:
+def _group(step: _TracedStep) -> Bars:
     """A bar for each category of a step, the longest first, the small ones as the rest."""
     shown = {name: seconds for name, seconds in step.seconds.items() if seconds >= LEAST_SHARE * step.span}
     bars = [_bar(name, seconds, step) for name, seconds in sorted(shown.items(), key=lambda item: -item[1])]
@@ -86,7 +86,7 @@ def _group(step: _Step) -> Bars:
     return Bars(title=f"{step.label}: {_time(step.span)}", bars=[*bars, *([_bar("rest", rest, step)] if rest else [])])
 
 
-def _bar(category: str, seconds: float, step: _Step) -> Bar:
+def _bar(category: str, seconds: float, step: _TracedStep) -> Bar:
     text = f"{seconds / step.span:.1%} · {_time(seconds)}"
     return Bar(
         name=_name(category),

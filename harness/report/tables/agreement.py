@@ -21,7 +21,7 @@ _VERDICTS = {True: "agrees", False: "differs", None: "not compared"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
+class LossDifferences:
     """One trial beside its reference. Differences are relative, one per step both ran, warm-up included."""
 
     row: Row
@@ -51,7 +51,7 @@ class Agreement:
         return max(self.loss, self.grad_norm or 0.0) <= LIMIT
 
 
-def agreements(rows: Sequence[Row]) -> list[Agreement]:
+def agreements(rows: Sequence[Row]) -> list[LossDifferences]:
     """Every ok trial with a loss beside the first ok trial that computes the same function, the reference included;
     none that starts from weights of its own."""
     references: dict[tuple[object, ...], Row] = {}
@@ -61,7 +61,7 @@ def agreements(rows: Sequence[Row]) -> list[Agreement]:
             continue
         reference = references.setdefault(function_of(row), row)
         found.append(
-            Agreement(
+            LossDifferences(
                 row=row,
                 reference=reference,
                 loss_by_step=relative_differences(row["loss_by_step"], reference["loss_by_step"]),

@@ -16,7 +16,8 @@ from harness.metrics.throughput import FORMULAS
 from harness.report.digits import ratio_spread_text, supported
 from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
-from harness.report.speedup import TWO_VALUES, Point, contested_points, rounds_of, times
+from harness.report.slow_baselines import marked, slow_baselines
+from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, rounds_of, times
 from harness.report.tables.table import Table, number, table_of, text
 from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
 from harness.report.variants import (
@@ -32,7 +33,6 @@ from harness.report.variants import (
     settings_name,
     setup_of,
 )
-from harness.report.weak_forms import marked, weak_forms
 from harness.spec.table import EQUAL
 
 
@@ -47,7 +47,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         baseline = None
     firsts = [point.first for point in points]
     several_runs, several_tasks = (len({row[name] for row in firsts}) > 1 for name in ("run", "task"))
-    varying, weak = varying_by_setup(rows), weak_forms(rows)
+    varying, weak = varying_by_setup(rows), slow_baselines(rows)
     lines: list[dict[str, Any]] = []
     for point, first, model, mask in zip(points, firsts, models_of(firsts), masks_of(firsts), strict=True):
         names = {
@@ -94,7 +94,7 @@ def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
     return baseline
 
 
-def _pairs(point: Point, baseline: str | None) -> Iterator[tuple[str, str]]:
+def _pairs(point: SpeedupPoint, baseline: str | None) -> Iterator[tuple[str, str]]:
     """Which method of a point stands beside which: those with a number first, the fastest first."""
     ordered = list(dict.fromkeys([*point.measured(), *sorted(point.by_method, key=method_rank)]))
     if baseline is not None:
@@ -103,7 +103,7 @@ def _pairs(point: Point, baseline: str | None) -> Iterator[tuple[str, str]]:
         yield from ((subject, other) for other in ordered if other != subject)
 
 
-def _note(points: Sequence[Point]) -> str:
+def _note(points: Sequence[SpeedupPoint]) -> str:
     """How the table's numbers are formed, and what they cannot say."""
     groups = [group for point in points for group in point.by_method.values()]
     measured = [row for group in groups for row in group if row["status"] == "ok"]
@@ -132,7 +132,7 @@ def _note(points: Sequence[Point]) -> str:
     return f"{words} {CPU_TIMES}" if any(on_cpu(row) for group in groups for row in group) else words
 
 
-def _commits_differ(point: Point) -> bool:
+def _commits_differ(point: SpeedupPoint) -> bool:
     return len({row["commit"] for group in point.by_method.values() for row in group if row["status"] == "ok"}) > 1
 
 

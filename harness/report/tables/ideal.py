@@ -33,7 +33,7 @@ from engine.attention.problem import Problem
 from engine.settings import BYTES_OF
 from harness.report.results import UPSTREAM, Row, setting_names
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
-from harness.report.tables.trials import NAME, PARALLEL, TOKENS, Line, lines_of
+from harness.report.tables.trials import NAME, PARALLEL, TOKENS, TrialRow, lines_of
 from harness.report.variants import pooled
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ _SHARING = frozenset({
 
 NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
-    "the slowest: both are measured references, no bounds"
+    "the slowest. Both are measured, so that a trial may be faster than either"
 )
 OTHER_KERNEL_NOTE = (
     "a compared system whose kernel ran no trial on one GPU is put beside the ideal of the engine's kernel"
@@ -95,12 +95,12 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     return table_of("ideal", "Attention beside the ideal, forward and backward", columns, lines, note=note)
 
 
-def _reached(bound: str) -> Callable[[Line], float | None]:
+def _reached(bound: str) -> Callable[[TrialRow], float | None]:
     """The share of a bound or reference that the trial's time reaches."""
     return lambda line: line[bound] / line["step_seconds_median"] if line.get(bound) else None
 
 
-def _take_ideal(line: Line, attention: Sequence[Row]) -> bool:
+def _take_ideal(line: TrialRow, attention: Sequence[Row]) -> bool:
     """Add to a line what its trial could reach, in seconds; whether the run says so."""
     whole = None if line["cp_size"] == 1 else _unshared(line.row, attention, 1)
     if not whole:

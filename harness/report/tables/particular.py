@@ -8,10 +8,10 @@ from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import UPSTREAM, Row, cell, method_rank
+from harness.report.slow_baselines import marked, slow_baselines
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.tables.trials import MASK, MODEL, NAME, PARALLEL, TASK, TOKENS, lines_of, unit_of
 from harness.report.variants import method_name, panel_of, system_name
-from harness.report.weak_forms import marked, weak_forms
 from harness.spec.table import EQUAL
 
 _MS, _FORWARD_MS = (
@@ -99,7 +99,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
 def mask_table(rows: Sequence[Row]) -> Table | None:
     """Does the cost of attention follow the mask's area, the visible (query, key) pairs? Trials of task attention by
     kernel, mask and length; None for a single mask."""
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     lines = [line for line in lines_of(rows) if line["task"] == "attention" and line["status"] == "ok"]
     if len({line["mask"] for line in lines}) < 2:
         return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.atomic import write_atomic
-from harness.report.results import cell
+from harness.report.results import Row, cell
 
 FORMATS = ("md", "tex", "csv")
 
@@ -22,10 +22,10 @@ def plain(value: object) -> str:
     return str(value)
 
 
-def significant(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
+def significant(digits: int, scale: float = 1.0) -> Callable[[float], str]:
     """Formats a number x `scale` with this many significant digits, thousands with a comma: 1,235, 12.3, 0.0123."""
 
-    def form(value: Any) -> str:
+    def form(value: float) -> str:
         number = value * scale
         if number == 0:
             return "0"
@@ -70,10 +70,10 @@ class Table:
     name: str  # stem of its files
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Any, ...], ...]
+    rows: tuple[tuple[object, ...], ...]
     note: str = ""  # formulas and conventions, printed below
     marked: frozenset[int] = frozenset()
-    trials: tuple[Mapping[str, Any], ...] = ()  # where every line is one trial: the rows, in order
+    trials: tuple[Row, ...] = ()  # where every line is one trial: the rows, in order
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), f"table {self.name} is ragged"
@@ -105,7 +105,7 @@ def table_of(
     *,
     note: str = "",
     marked: Callable[[Any], bool] = lambda _: False,
-    trials: Sequence[Mapping[str, Any]] = (),
+    trials: Sequence[Row] = (),
 ) -> Table | None:
     """A table with one row per line, each column reading its own value of it; columns without any value are left out.
 

@@ -14,6 +14,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
+from harness.report.slow_baselines import marked, slow_baselines
 from harness.report.speedup import TWO_VALUES
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import (
@@ -28,7 +29,6 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
-from harness.report.weak_forms import marked, weak_forms
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -38,7 +38,7 @@ CPU_TIMES = (
 CHECKED = ("out", "dq", "dk", "dv")  # tensors of task attention compared with float64, as the worker names them
 
 
-class Line(Row):
+class TrialRow(Row):
     """A trial's row with what tables print of its place: its series, model and mask where there are several, sizes."""
 
     def __init__(self, row: Row, **printed: object) -> None:
@@ -46,11 +46,11 @@ class Line(Row):
         self.row = row
 
 
-def lines_of(rows: Sequence[Row]) -> list[Line]:
+def lines_of(rows: Sequence[Row]) -> list[TrialRow]:
     """Every row as a line, in order."""
     placed = zip(rows, series_names(rows), models_of(rows), masks_of(rows), strict=True)
     return [
-        Line(row, shown_name=name, shown_model=model, shown_mask=mask, shown_parallel=panel_name(panel_of(row)))
+        TrialRow(row, shown_name=name, shown_model=model, shown_mask=mask, shown_parallel=panel_name(panel_of(row)))
         for row, name, model, mask in placed
     ]
 
@@ -152,7 +152,7 @@ def _by_length(
     value: Callable[[Sequence[Row]], float | None],
 ) -> Table | None:
     lengths = sorted({row["seq_len"] for row in rows})
-    cells: dict[tuple[Any, ...], tuple[Line, dict[int, list[Row]]]] = {}
+    cells: dict[tuple[Any, ...], tuple[TrialRow, dict[int, list[Row]]]] = {}
     for line in lines_of(rows):
         place = (setup_of(line.row), panel_of(line.row), line["shown_name"])
         cells.setdefault(place, (line, {}))[1].setdefault(line["seq_len"], []).append(line.row)
@@ -161,7 +161,7 @@ def _by_length(
         return None
 
     def at(length: int) -> Callable[[Any], Any]:
-        def cell(entry: tuple[Line, dict[int, list[Row]]]) -> float | str | None:
+        def cell(entry: tuple[TrialRow, dict[int, list[Row]]]) -> float | str | None:
             group = entry[1].get(length, [])
             found = value(group)
             ended = sorted({row["status"] for row in group} - {"ok"})
@@ -178,7 +178,7 @@ def _by_length(
     return table_of(name, title, columns, list(cells.values()), note=note)
 
 
-def _of_line(column: Column, entry: tuple[Line, object]) -> Any:
+def _of_line(column: Column, entry: tuple[TrialRow, object]) -> Any:
     assert column.value is not None
     return column.value(entry[0])
 
@@ -230,7 +230,7 @@ def difference(value: float) -> str:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native baselines that
     are slower than their originals are marked."""
-    weak = weak_forms(rows)
+    weak = slow_baselines(rows)
     names = {
         id(row): name
         for group in setups_of(rows)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory_settings import left_open
 from engine.checkpoint.planning.plan import Budget, SearchGrid, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import dense_run, errors, parallel_runs

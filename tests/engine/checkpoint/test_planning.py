@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, PLANNABLE, Choice, choice_of, left_open, open_names
-from engine.checkpoint.planning.cost import CostModel, Speeds
+from engine.checkpoint.planning.cost import CostModel, GpuSpeeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
+from engine.checkpoint.planning.memory_settings import (
+    BESIDE_CHECKPOINT,
+    PLANNABLE,
+    MemorySettings,
+    left_open,
+    memory_settings_of,
+    open_names,
+)
 from engine.checkpoint.planning.plan import Budget, PlanningProblem, SearchGrid, cheapest, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
@@ -31,21 +38,21 @@ def settings(
 
 
 def problem(
-    trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: SearchGrid | None = None
+    trial: TrialSettings, gpu: float, speeds: GpuSpeeds | None = None, grid: SearchGrid | None = None
 ) -> PlanningProblem:
     budget = Budget(gpu=gpu)
     return PlanningProblem(
         memory=MemoryModel(trial),
-        cost=CostModel(trial, speeds or Speeds()),
+        cost=CostModel(trial, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, 1.0),
-        start=choice_of(trial),
+        start=memory_settings_of(trial),
         open_names=open_names(trial),
         layers=trial.model.layers,
         grid=grid or SearchGrid(),
     )
 
 
-def every_choice(given: PlanningProblem) -> list[Choice]:
+def every_choice(given: PlanningProblem) -> list[MemorySettings]:
     """All of them, also those that say the same in two ways."""
     names = ("tail", "mlp", "offload", "replay", "every", *BESIDE_CHECKPOINT)
     by_hand = given.start.checkpoint.every == 0 and "checkpoint.every" not in given.open_names
@@ -53,11 +60,13 @@ def every_choice(given: PlanningProblem) -> list[Choice]:
     if "checkpoint.whole_layers" not in given.open_names:
         whole = [given.start.checkpoint.whole_layers]
     return [
-        Choice(
+        MemorySettings(
             checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
             **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
         )
-        for tail, mlp, offload, replay, every, *beside in itertools.product(*map(given.values, names))
+        for tail, mlp, offload, replay, every, *beside in itertools.product(
+            *(getattr(given.compared, name) for name in names)
+        )
         for layers in whole
     ]
 
@@ -89,7 +98,7 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
         world_size=ranks,
         cp_size=chance.choice([1, ranks]),
     )
-    speeds = Speeds(
+    speeds = GpuSpeeds(
         gemm=chance.choice([1e12, 500e12]),
         attention=chance.choice([5e11, 400e12]),
         host_link=chance.choice([1e9, 40e9]),
@@ -228,7 +237,8 @@ def test_a_rank_on_a_cpu_receives_into_ordinary_memory_whatever_the_exchange() -
 def test_on_gpus_receive_slots_are_held_beside_everything_else() -> None:
     trial = settings(seq_len=1 << 18, cp_size=2, world_size=2)
     copied, relayed = (
-        MemoryModel(each).by_moment(choice_of(each)) for each in (trial, dataclasses.replace(trial, exchange="relay"))
+        MemoryModel(each).by_moment(memory_settings_of(each))
+        for each in (trial, dataclasses.replace(trial, exchange="relay"))
     )
     for moment in ("LM head", "optimizer"):
         assert copied[moment] - relayed[moment] == pytest.approx(2.5 * GIB)  # five times K and V of a chunk

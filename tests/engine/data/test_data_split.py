@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.data import TokenStore
-from engine.data.sequences import ShuffledSequences, Span, permuted, spans
+from engine.data.sequences import ShuffledSequences, TokenSpan, permuted, spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 
@@ -39,17 +39,17 @@ def test_large_orders_take_no_memory_and_no_time() -> None:
 
 def test_training_and_validation_text_share_no_token(store: TokenStore) -> None:
     learnt, held_out = spans(store.header, built=True)
-    assert (learnt, held_out) == (Span(start=0, stop=180), Span(start=180, stop=200))
+    assert (learnt, held_out) == (TokenSpan(start=0, stop=180), TokenSpan(start=180, stop=200))
 
 
 def test_a_text_without_a_store_of_its_own_has_its_last_part_held_out(store: TokenStore) -> None:
     header = replace(store.header, validation=0)
-    assert spans(header, built=False) == (Span(start=0, stop=198), Span(start=198, stop=200))
-    assert spans(header, built=True) == (Span(start=0, stop=200), Span(start=200, stop=200))
+    assert spans(header, built=False) == (TokenSpan(start=0, stop=198), TokenSpan(start=198, stop=200))
+    assert spans(header, built=True) == (TokenSpan(start=0, stop=200), TokenSpan(start=200, stop=200))
 
 
 def test_a_sequence_needs_the_token_after_its_last_one() -> None:
-    span = Span(start=10, stop=30)
+    span = TokenSpan(start=10, stop=30)
     assert [span.sequences(seq_len) for seq_len in (9, 10, 19, 20, 100)] == [2, 1, 1, 0, 0]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 from engine.hf import export_hugging_face, import_hugging_face
 from engine.hf.export import shards_of
-from engine.hf.shards import INDEX, SINGLE
+from engine.hf.safetensors_folder import INDEX, SINGLE
 from engine.initialise import initialise
 from engine.models.architecture import architecture_named
 from engine.models.decoder import Decoder

@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.plain import IGNORE, Tile, plain_loss_sum
+from engine.lm_head.plain import IGNORE, LogitTile, plain_loss_sum
 from engine.measurement import relative_error, relative_errors
 
 TOKENS, WIDTH, VOCAB = 37, 16, 53
-BY_TOKENS = Tile(tokens=8, words=VOCAB)
-BY_BOTH = Tile(tokens=8, words=10)
+BY_TOKENS = LogitTile(tokens=8, words=VOCAB)
+BY_BOTH = LogitTile(tokens=8, words=10)
 TILES = {
-    "one token": Tile(tokens=1, words=VOCAB),
+    "one token": LogitTile(tokens=1, words=VOCAB),
     "8 tokens": BY_TOKENS,
-    "all tokens": Tile(tokens=TOKENS, words=VOCAB),
-    "more than there are": Tile(tokens=1000, words=1000),
+    "all tokens": LogitTile(tokens=TOKENS, words=VOCAB),
+    "more than there are": LogitTile(tokens=1000, words=1000),
     "8 tokens x 10 words": BY_BOTH,
-    "all tokens x 7 words": Tile(tokens=TOKENS, words=7),
-    "one token x one word": Tile(tokens=1, words=1),
+    "all tokens x 7 words": LogitTile(tokens=TOKENS, words=7),
+    "one token x one word": LogitTile(tokens=1, words=1),
     "chosen": None,
 }
 
@@ -90,7 +90,7 @@ def test_a_label_that_is_nearly_sure_keeps_its_small_gradient() -> None:
     # p of the label is 1 - 1e-5; a logit of 20 less a log-partition of 20.00001 would lose half of it in fp32.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[20.0], [8.4870745]])
     exact = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().T, torch.tensor([0]))
-    for tile in (None, Tile(tokens=1, words=1)):
+    for tile in (None, LogitTile(tokens=1, words=1)):
         leaf = weight.clone().requires_grad_()
         loss = fused_loss_sum(hidden, leaf, torch.tensor([0]), tile=tile)
         loss.backward()
@@ -102,7 +102,7 @@ def test_words_of_probability_zero_do_not_count() -> None:
     # Logits of -inf, as of a padded vocabulary; they may fill whole tiles, the first one included.
     hidden = torch.ones(2, 1, dtype=torch.float64)
     weight = torch.tensor([[-torch.inf]] * 10 + [[1.0], [2.0]] + [[-torch.inf]] * 5, dtype=torch.float64)
-    for tile in (None, Tile(tokens=2, words=5)):
+    for tile in (None, LogitTile(tokens=2, words=5)):
         loss = fused_loss_sum(hidden, weight, torch.tensor([10, 11]), tile=tile)
         assert loss.item() == pytest.approx(plain_loss_sum(hidden, weight, torch.tensor([10, 11])).item(), rel=1e-12)
 
@@ -189,11 +189,11 @@ def watched(loss_sum: Callable[..., Tensor], ignored: slice = slice(0, 0), **opt
 
 
 def test_no_tensor_is_larger_than_one_tile_of_logits() -> None:
-    assert watched(fused_loss_sum, tile=Tile(tokens=18, words=VOCAB)).elements == 18 * VOCAB
+    assert watched(fused_loss_sum, tile=LogitTile(tokens=18, words=VOCAB)).elements == 18 * VOCAB
     assert watched(plain_loss_sum).elements == TOKENS * VOCAB
     # A tile below the size of the weight's gradient: nothing but that gradient is larger.
     assert watched(fused_loss_sum, tile=BY_BOTH).elements == VOCAB * WIDTH
-    wide = Tile(tokens=TOKENS, words=30)
+    wide = LogitTile(tokens=TOKENS, words=30)
     assert watched(fused_loss_sum, tile=wide).elements == TOKENS * 30
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import ENOUGH_TOKENS, FEWEST_TOKENS, TILE_BYTES, Tile, choose_tile
+from engine.lm_head.plain import ENOUGH_TOKENS, FEWEST_TOKENS, TILE_BYTES, LogitTile, choose_tile
 
 
 def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,19 +50,19 @@ def test_a_tile_on_a_gpu_grows_with_the_tokens_it_may_hold() -> None:
 
 def test_the_vocabulary_is_tiled_only_where_too_few_tokens_would_be_left() -> None:
     on_gpu, on_cpu = hidden(1 << 14, "cuda"), hidden(1 << 14, "cpu")
-    assert choose_tile(1 << 20, on_gpu) == Tile(tokens=512, words=1 << 20)
-    assert choose_tile((1 << 20) + 1, on_gpu) == Tile(tokens=16384, words=16384)
-    assert choose_tile(262144, on_cpu) == Tile(tokens=64, words=262144)
-    assert choose_tile(262145, on_cpu) == Tile(tokens=4096, words=4096)
+    assert choose_tile(1 << 20, on_gpu) == LogitTile(tokens=512, words=1 << 20)
+    assert choose_tile((1 << 20) + 1, on_gpu) == LogitTile(tokens=16384, words=16384)
+    assert choose_tile(262144, on_cpu) == LogitTile(tokens=64, words=262144)
+    assert choose_tile(262145, on_cpu) == LogitTile(tokens=4096, words=4096)
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0)])
 def test_an_empty_tile_is_refused(size) -> None:
     with pytest.raises(ValueError, match="holds no logit; give at least 1 x 1"):
-        Tile(tokens=size[0], words=size[1])
+        LogitTile(tokens=size[0], words=size[1])
 
 
 def test_a_number_of_tiles_divides_the_tokens_and_not_the_vocabulary() -> None:
-    assert choose_tile(1000, hidden(100, "cpu"), 8) == Tile(tokens=13, words=1000)
-    assert choose_tile(1000, hidden(100, "cpu"), 1) == Tile(tokens=100, words=1000)
-    assert choose_tile(1000, hidden(3, "cpu"), 8) == Tile(tokens=1, words=1000)
+    assert choose_tile(1000, hidden(100, "cpu"), 8) == LogitTile(tokens=13, words=1000)
+    assert choose_tile(1000, hidden(100, "cpu"), 1) == LogitTile(tokens=100, words=1000)
+    assert choose_tile(1000, hidden(3, "cpu"), 8) == LogitTile(tokens=1, words=1000)

@@ -30,7 +30,9 @@ def measurement(monkeypatch: pytest.MonkeyPatch, retries: list[int]) -> Measurem
     monkeypatch.setattr(task, "usage", lambda *_given: ranks[0])
     world = SimpleNamespace(device=CPU, gather=lambda _mine: ranks)
     cp = SimpleNamespace(traffic=Traffic())
-    return task.measured(cast(Any, world), cast(Any, cp), [], [], step_seconds=[1.0], extra={"held_gib": 1.0})
+    return task.measured(
+        cast(Any, world), cast(Any, cp), [], [], Measurement(step_seconds=[1.0], extra={"held_gib": 1.0})
+    )
 
 
 def test_repeated_allocations_are_recorded_where_there_were_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.ops import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
-from engine.profile.breakdown import CATEGORIES, Category, Span, breakdown_of, category_of, seconds_by_category
+from engine.profile.breakdown import CATEGORIES, Category, TimedOp, breakdown_of, category_of, seconds_by_category
 
 ENGINE = Path(__file__).parents[3] / "engine"
 FLASH = "kernel_cutlass_kernel_flash_attncuteflash_"
@@ -179,7 +179,7 @@ def test_two_of_one_category_at_once_count_once() -> None:
 @given(
     st.lists(
         st.builds(
-            lambda start, length, category: Span(start, start + length, category),
+            lambda start, length, category: TimedOp(start, start + length, category),
             st.integers(0, 50),
             st.integers(0, 20),
             st.sampled_from(CATEGORIES[:-1]),
@@ -187,7 +187,7 @@ def test_two_of_one_category_at_once_count_once() -> None:
         min_size=1,
     )
 )
-def test_categories_add_up_to_the_span_and_agree_with_every_single_instant(spans: list[Span]) -> None:
+def test_categories_add_up_to_the_span_and_agree_with_every_single_instant(spans: list[TimedOp]) -> None:
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     expected = dict.fromkeys(CATEGORIES, 0)
     for moment in range(int(first), int(last)):

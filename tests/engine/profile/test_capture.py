@@ -17,7 +17,7 @@ from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, TRACE_FILE, read
 from engine.profile.breakdown import CATEGORIES
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.worker import TASKS, Phases, measure
+from engine.worker import TASKS, PhaseTimer, measure
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
@@ -39,7 +39,7 @@ def profiled(directory: str, settings: TrialSettings) -> tuple[dict[str, Any], l
     rank_dir.mkdir()
     task = TASKS[settings.task](settings, METHOD, world)
     profiler = StepProfiler(rank_dir, world, step_to_trace(settings))
-    measure(task, profiler, rank_dir, world.rank, Phases(shown=False))
+    measure(task, profiler, rank_dir, world.rank, PhaseTimer(shown=False))
     left = sorted(path.name for path in rank_dir.iterdir())
     if world.rank:
         assert left == []

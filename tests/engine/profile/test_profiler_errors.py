@@ -15,7 +15,7 @@ from engine.distributed import arrange
 from engine.measurement import Measurement, read_measurement, unfinished, write_measurement
 from engine.profile import capture
 from engine.settings import ModelShape, Steps, TrialSettings
-from engine.worker import Phases
+from engine.worker import PhaseTimer
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
@@ -66,7 +66,7 @@ def measured_with_a_failing_profiler(
     worker.write_measurement = write  # type: ignore[assignment]
     profiler = capture.StepProfiler(Path(directory), world, capture.step_to_trace(settings))
     task = worker.TASKS[settings.task](settings, METHOD, world)
-    worker.measure(task, profiler, Path(directory), world.rank, Phases(shown=False))
+    worker.measure(task, profiler, Path(directory), world.rank, PhaseTimer(shown=False))
     return written, read_measurement(Path(directory)), world.gather(world.rank)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel
 from engine.attention.geometry.layout import LAYOUTS, Segment, SplitZigzag
-from engine.attention.geometry.tile_table import Shards, region_areas
+from engine.attention.geometry.tile_table import ShardSegments, region_areas
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.masks.mask import regions_of
 from engine.attention.reference import dense_gradients
@@ -142,7 +142,7 @@ def without_memory() -> tuple[dict[str, Any], bool]:
         def attend(truth: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-        check_attention._Truth.attend = attend  # type: ignore[method-assign]
+        check_attention._DenseAttention64.attend = attend  # type: ignore[method-assign]
     extra = attention_errors(cast(World, Ranks()), cp, shards, parse_mask("causal"), compute)
     return extra, bool(torch.equal(cp.unshard(shards[0])[:, ::TOKENS], cp.unshard(shards[0])[:, ::TOKENS]))
 
@@ -172,7 +172,7 @@ def test_a_row_of_a_mask_with_many_blocks_is_read_off_its_pattern_not_off_tiles(
     """A row against 8192 blocks takes seconds to form in tiles, and too many of them are refused."""
     mask, rows = parse_mask("block_sparse:128:strided-2:causal"), [0, 127, 128, 500_000, (1 << 20) - 1]
     starts_RI, stops_RI = check_attention.seen_runs(mask, rows, 1 << 20)
-    queries = Shards(tuple((Segment(row, 1),) for row in rows))
+    queries = ShardSegments(tuple((Segment(row, 1),) for row in rows))
     pairs = region_areas(regions_of(mask, 1 << 20), queries).tolist()
     assert (stops_RI - starts_RI).sum(dim=1).tolist() == pairs
     assert (starts_RI[1:, 0] % 128 == 0).all()

@@ -14,16 +14,16 @@ from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 from harness.cli import main
-from harness.metrics.hardware import Speeds, Tiles, hardware_named
+from harness.metrics.hardware import HardwareSpeeds, Tiles, hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.predict.attention import attention_passes
-from harness.predict.gathering import Group, tensor_parallel_transfers
+from harness.predict.gathering import RankGroup, tensor_parallel_transfers
 from harness.predict.problem import Exchange
 from harness.records.stored import read_records
 from harness.spec.models import named_model
 
-SLOW = Speeds(
+SLOW = HardwareSpeeds(
     gemm_tflops=1e6, attention_forward_tflops=1e6, attention_backward_tflops=1e6, memory_gib=1e9, inside_gib=0.5,
     across_gib=0.01, across_default_gib=0.01, ring_step_seconds=1e-9,
 )  # fmt: skip
@@ -60,7 +60,7 @@ def test_gathered_attention_computes_what_its_tiles_show() -> None:
 
 
 def test_a_group_on_one_node_sends_nothing_between_nodes() -> None:
-    group = Group(ranks=4, node_ranks=4, inside=1.0, across=1e-9)
+    group = RankGroup(ranks=4, node_ranks=4, inside=1.0, across=1e-9)
     assert group.gather(GIB) == (3.0, 0.0)
     assert group.reduce(GIB) == (3.0, 0.0)
 

@@ -29,7 +29,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_named
 from harness.predict.exchanges import exchange_of, resolved_of
-from harness.predict.schedules.choice import choices
+from harness.predict.schedules.comparison import comparisons
 from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
 from harness.predict.schedules.measured import MeasuredCall, measured_calls
 from harness.predict.schedules.table import (
@@ -38,7 +38,7 @@ from harness.predict.schedules.table import (
     ERRORS,
     PAGE,
     TABLE_FILE,
-    choice_table,
+    comparison_table,
     constant_table,
     error_table,
     median_error,
@@ -127,7 +127,7 @@ def test_held_out_calls_are_estimated_within_the_aims(calls: list[MeasuredCall])
 def test_auto_takes_the_fastest_schedule_of_held_out_problems_or_one_within_the_spread_of_its_steps(
     calls: list[MeasuredCall],
 ) -> None:
-    found = choices(calls, HardwareModel())
+    found = comparisons(calls, HardwareModel())
     held_out = [choice for choice in found if choice.side == "held out"]
     for cp_size in (2, 4):
         assert sum(choice.problem.cp_size == cp_size for choice in held_out) >= 2, cp_size
@@ -142,7 +142,7 @@ def test_calls_of_another_host_are_estimated_and_chosen_as_well_as_those_of_the_
     assert {call.problem.kv_heads for call in long} == {8, 32}  # grouped heads are in no other run of two GPUs
     assert len(long) >= 14
     assert median_error(long, HardwareModel()) < 0.02
-    found = [choice for choice in choices(calls, HardwareModel()) if choice.side == "another host"]
+    found = [choice for choice in comparisons(calls, HardwareModel()) if choice.side == "another host"]
     assert len(found) >= 6
     assert [choice for choice in found if not choice.within_noise] == []
 
@@ -156,14 +156,14 @@ def test_a_choice_is_judged_by_the_calls_of_one_run(calls: list[MeasuredCall]) -
 
     # A model in which steps of a ring cost nothing takes the ring.
     model = replace(HardwareModel(), head_chunk_seconds=1.0, head_call_seconds=10.0, start_seconds=1.0, step_tail=0.0)
-    [better] = choices(pair([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), model)
+    [better] = comparisons(pair([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), model)
     assert (better.schedule, better.behind, better.within_noise) == (chosen, 0.0, True)
-    [worse] = choices(pair([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]), model)
+    [worse] = comparisons(pair([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]), model)
     assert (worse.behind, worse.within_noise) == (1.0, False)
-    [noisy] = choices(pair([2.0, 2.0, 2.0], [0.2, 1.0, 2.4]), model)
+    [noisy] = comparisons(pair([2.0, 2.0, 2.0], [0.2, 1.0, 2.4]), model)
     assert noisy.within_noise
     elsewhere = [*pair([1.0], [2.0])[:1], replace(pair([1.0], [2.0])[1], folder="another")]
-    assert choices(elsewhere, model) == []
+    assert comparisons(elsewhere, model) == []
 
 
 def drawn_trials(count: int) -> Iterator[tuple[TrialSettings, int]]:
@@ -285,7 +285,7 @@ def test_the_committed_tables_are_what_the_cost_model_gives_today(calls: list[Me
     blocks = {
         CONSTANTS: constant_table(model),
         ERRORS: error_table(calls, model),
-        CHOICES: choice_table(choices(calls, model)),
+        CHOICES: comparison_table(comparisons(calls, model)),
     }
     for name, text in blocks.items():
         begin, end = marks(name)

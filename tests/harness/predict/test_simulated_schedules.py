@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.comm_plan import comm_plan
-from engine.attention.comm_volume import RingVolume, Shards, Widths
+from engine.attention.comm_volume import GradientWidths, RingVolume, Shards
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
-from harness.metrics.hardware import Speeds
+from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB
 from harness.predict.attention import attention_passes
 from harness.predict.problem import Exchange
 from harness.predict.speeds import TERA
 
-FAST = Speeds(
+FAST = HardwareSpeeds(
     gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1e6, inside_gib=1e9,
     across_gib=1e9, across_default_gib=1e9, ring_step_seconds=1e-12,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_with_links_of_no_cost_every_schedule_takes_the_kernels_time(schedule: s
 @pytest.mark.parametrize("side", ["query", "key_value"])
 def test_with_a_slow_link_between_nodes_a_double_ring_takes_the_time_of_the_bytes_that_cross(side: str) -> None:
     one, slow = problem(), dataclasses.replace(FAST, across_gib=1e-4)
-    widths = Widths(unreduced=2, summed=2)
+    widths = GradientWidths(unreduced=2, summed=2)
     shards = Shards(
         batch=1, tokens=one.seq_len // 8, heads=16, kv_heads=16, head_dim=64, input_bytes=2, intra_node=widths,
         inter_node=widths,

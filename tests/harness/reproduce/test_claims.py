@@ -16,8 +16,7 @@ from harness.cli import main
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.reproduce.abstract import PARTS
-from harness.reproduce.beside import VERDICTS
-from harness.reproduce.checks import CHECKS, Claimed
+from harness.reproduce.checks import CHECKS, ClaimedNumber
 from harness.reproduce.claims import (
     claims,
     claims_lines,
@@ -29,6 +28,7 @@ from harness.reproduce.claims import (
     slip,
     statements,
 )
+from harness.reproduce.comparison import VERDICTS
 from harness.reproduce.measured import all_rows, runs_in
 from harness.reproduce.published import published_rows
 from harness.spec.models import read_model
@@ -78,7 +78,7 @@ def test_evidence_lies_below_results_published(ours) -> None:
 
 
 def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_is_not_comparable() -> None:
-    claimed = Claimed(value=1.2, model="7b", gpus=32, seq_len=2 << 20)
+    claimed = ClaimedNumber(value=1.2, model="7b", gpus=32, seq_len=2 << 20)
     rows = rows_of(trained("burst", 10.0), trained("ulysses", 12.5), trained("megatron_cp", 20.0))
     found = CHECKS["speedup"](claimed, rows)
     assert (found.verdict, found.numbers["other"]) == ("reproduced", "ulysses")
@@ -95,7 +95,7 @@ def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_
 
 def test_trials_of_different_runs_are_no_speedup() -> None:
     rows = [*rows_of(trained("burst", 10.0), run="one"), *rows_of(trained("ulysses", 12.5), run="two")]
-    assert CHECKS["speedup"](Claimed(value=1.2), rows).verdict == "not run"
+    assert CHECKS["speedup"](ClaimedNumber(value=1.2), rows).verdict == "not run"
 
 
 def test_a_claim_about_a_model_is_held_against_that_model_before_a_longer_sequence_of_another() -> None:
@@ -104,14 +104,14 @@ def test_a_claim_about_a_model_is_held_against_that_model_before_a_longer_sequen
         trained("burst", 10.0, cp_size=4, seq_len=1 << 18), trained("ulysses", 11.0, cp_size=4, seq_len=1 << 18),
         trained("burst", 10.0, cp_size=4, model=other), trained("ulysses", 13.0, cp_size=4, model=other),
     )  # fmt: skip
-    found = CHECKS["speedup"](Claimed(value=1.2, model="7b", gpus=32, seq_len=2 << 20), rows)
+    found = CHECKS["speedup"](ClaimedNumber(value=1.2, model="7b", gpus=32, seq_len=2 << 20), rows)
     assert (found.numbers["model"], found.numbers["ours"]) == ("7b", pytest.approx(1.1))
-    longest = CHECKS["speedup"](Claimed(value=1.2), rows)
+    longest = CHECKS["speedup"](ClaimedNumber(value=1.2), rows)
     assert (longest.numbers["model"], longest.numbers["ours"]) == ("14b", pytest.approx(1.3))
 
 
 def test_memory_is_compared_with_settings_as_published_alone() -> None:
-    claimed = Claimed(value=0.264)
+    claimed = ClaimedNumber(value=0.264)
 
     def with_gib(method: str, gib: float, settings: str):
         return with_memory(gib, 10.0, method=method, settings=settings, model=SEVEN, cp_size=1)
@@ -127,7 +127,7 @@ def test_memory_is_compared_with_settings_as_published_alone() -> None:
 
 
 def test_a_length_under_a_window_is_partly_and_a_causal_one_reproduced() -> None:
-    claimed = Claimed(value=4 << 20, model="7b")
+    claimed = ClaimedNumber(value=4 << 20, model="7b")
     window = trained("burst", 100.0, seq_len=4 << 20, mask="sliding_window:8191")
     assert CHECKS["longest"](claimed, rows_of(window)).verdict == "partly"
     assert CHECKS["longest"](claimed, rows_of(window, trained("burst", 900.0, seq_len=4 << 20))).verdict == "reproduced"
@@ -137,7 +137,7 @@ def test_a_length_under_a_window_is_partly_and_a_causal_one_reproduced() -> None
 
 
 def test_utilisation_that_falls_with_the_gpus_is_not_scaling() -> None:
-    claimed = Claimed(value=64)
+    claimed = ClaimedNumber(value=64)
 
     def at(ranks: int, seconds: float):
         return trained("burst", seconds, cp_size=ranks, seq_len=ranks * 32768, gpu=H200)
@@ -254,7 +254,7 @@ def test_kept_outputs_lower_memory_and_save_time_or_the_claim_is_not_reproduced(
     half_seconds: float, half_gib: float, verdict: str
 ) -> None:
     rows = rows_of(kept(0.0, 10.0, 18.0), kept(0.5, half_seconds, half_gib), kept(1.0, 8.0, 25.0))
-    found = PARTS["kept_outputs"](Claimed(value=None), rows)
+    found = PARTS["kept_outputs"](ClaimedNumber(value=None), rows)
     assert found.verdict == verdict
     assert len(found.records) == 3
     assert found.numbers["half"] == pytest.approx(half_gib)
@@ -269,10 +269,14 @@ def test_a_flat_ring_that_is_faster_contradicts_the_double_ring() -> None:
         one.measurement.chosen = {"schedule": schedule}
         return one
 
-    slower = PARTS["topology"](Claimed(value=None), rows_of(over_nodes("ring", 1.0), over_nodes("double_ring", 2.0)))
+    slower = PARTS["topology"](
+        ClaimedNumber(value=None), rows_of(over_nodes("ring", 1.0), over_nodes("double_ring", 2.0))
+    )
     assert slower.verdict == "not"
     assert slower.numbers["faster"] == pytest.approx(0.5)
-    faster = PARTS["topology"](Claimed(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0)))
+    faster = PARTS["topology"](
+        ClaimedNumber(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0))
+    )
     assert faster.verdict == "partly"
 
 

@@ -11,7 +11,7 @@ from harness.metrics.flops import work_of
 from harness.reproduce.computed import (
     BF16,
     FP32,
-    Digits,
+    ComputedNumber,
     backward_bytes,
     digits_of,
     settings_of,
@@ -59,8 +59,8 @@ def test_every_published_digit_is_computed(figure) -> None:
 def test_a_digit_that_differs_is_seen() -> None:
     one = digits_of(COMPUTED[0])[0]
     assert one.same
-    assert not Digits(row=one.row, computed=one.computed * 1.1).same
-    assert not Digits(row=replace(one.row, text="31.9"), computed=one.computed).same
+    assert not ComputedNumber(row=one.row, computed=one.computed * 1.1).same
+    assert not ComputedNumber(row=replace(one.row, text="31.9"), computed=one.computed).same
 
 
 @pytest.mark.parametrize("model", ["7b", "13b", "14b", "70b"])

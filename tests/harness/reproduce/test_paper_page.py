@@ -12,10 +12,10 @@ from harness.machine.this_machine import imagined
 from harness.metrics.hardware import hardware_named
 from harness.plan.forecast import cost_of, forecast
 from harness.plan.matrix import plan
-from harness.reproduce.beside import beside, verdict
 from harness.reproduce.claims import judged
+from harness.reproduce.comparison import beside, verdict
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import Run, all_rows, runs_in
+from harness.reproduce.measured import MeasuredRun, all_rows, runs_in
 from harness.spec.experiment import load_experiment
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ HOST = imagined(H200.gpu_names[0], H200.memory_gib)
 
 
 @pytest.fixture(scope="module")
-def published() -> list[Run]:
+def published() -> list[MeasuredRun]:
     return runs_in([ROOT / "results" / "published"])
 
 
@@ -45,14 +45,14 @@ def test_every_figure_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("figure", list(LISTED))
-def test_the_page_says_what_a_figure_costs_and_its_verdict(figure: str, published: list[Run]) -> None:
+def test_the_page_says_what_a_figure_costs_and_its_verdict(figure: str, published: list[MeasuredRun]) -> None:
     one_gpu, node, said = LISTED[figure]
     for scale, shown in (("one_gpu", one_gpu), ("node", node)):
         assert minutes(figure, scale) == pytest.approx(int(shown), rel=0.1, abs=1), scale
     assert verdict(beside(paper_figures()[figure], published))[0] == said
 
 
-def test_the_state_in_five_lines_counts_the_verdicts(published: list[Run]) -> None:
+def test_the_state_in_five_lines_counts_the_verdicts(published: list[MeasuredRun]) -> None:
     found = Counter(one.verdict for one in judged(all_rows(published)))
     assert found == {"reproduced": 5, "partly": 1, "not comparable": 5, "not run": 5}
     for words in (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.reproduce.beside import beside
+from harness.reproduce.comparison import beside
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.measured import runs_in
 from harness.reproduce.page import write_all

@@ -122,7 +122,7 @@ def flash_attn_func(
 ) -> Any:
     """out [B, Q, N, D], differentiable; with `return_attn_probs` also the LSE, and None for the probabilities."""
     _check(q, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, window_size=window_size, **options)
-    out, lse = _Attention.apply(q, k, v, softmax_scale, causal)
+    out, lse = _AttentionFunction.apply(q, k, v, softmax_scale, causal)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -187,7 +187,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **options)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, scale, causal)

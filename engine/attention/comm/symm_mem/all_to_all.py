@@ -30,10 +30,10 @@ from engine.attention.comm.collectives import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
 from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes, offsets
 from engine.attention.comm_volume import HEAD_SLOTS
-from engine.cuda.driver import Block, Copies
+from engine.cuda.driver import CopyBatch, StridedCopy
 from engine.cuda.streams import own_stream
 
-RowCopy = tuple[Block, int, int]  # of `engine.cuda.driver.Copies`
+RowCopy = tuple[StridedCopy, int, int]  # of `engine.cuda.driver.CopyBatch`
 
 
 class CopyEngineAllToAll:
@@ -185,14 +185,16 @@ class _SlotChunk:
 class Planned:
     """The copies of one message."""
 
-    plan: Copies
+    plan: CopyBatch
     specs: tuple[TensorSpec, ...]  # of the tensors that arrive in every rank's slot
     slot_bytes: int  # that they need there
     away_bytes: int  # that leave this GPU
-    unpack: tuple[Copies, ...]  # of what has arrived, out of its slot: for head chunk i of results number i, else one
+    unpack: tuple[
+        CopyBatch, ...
+    ]  # of what has arrived, out of its slot: for head chunk i of results number i, else one
 
 
-class _Source(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -200,8 +202,8 @@ class _Source(NamedTuple):
     dtype: torch.dtype
 
 
-def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
-    return tuple([_Source(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
+def _sources(tensors: tuple[Tensor, ...]) -> tuple[_TensorLayout, ...]:
+    return tuple([_TensorLayout(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
 
 
 class CopyPlanner:
@@ -242,20 +244,20 @@ class CopyPlanner:
             self._planned[sources] = self._plan(entries, specs, unpack)
         return self._planned[sources]
 
-    def _plan(self, entries: list[RowCopy], specs: tuple[TensorSpec, ...], unpack: tuple[Copies, ...]) -> Planned:
+    def _plan(self, entries: list[RowCopy], specs: tuple[TensorSpec, ...], unpack: tuple[CopyBatch, ...]) -> Planned:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
-        return Planned(Copies(entries), specs, message_bytes(specs), away, unpack)
+        return Planned(CopyBatch(entries), specs, message_bytes(specs), away, unpack)
 
-    def _arriving(self, source: _Source) -> TensorSpec:
+    def _arriving(self, source: _TensorLayout) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
         return TensorSpec((batch, tokens * self.size, heads // (self.size * self.num_head_chunks), *rest), source.dtype)
 
-    def _returning(self, source: _Source) -> TensorSpec:
+    def _returning(self, source: _TensorLayout) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
         return TensorSpec((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
 
     def _send(
-        self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int, share: int
+        self, sources: tuple[_TensorLayout, ...], specs: tuple[TensorSpec, ...], to: int, share: int
     ) -> Iterator[RowCopy]:
         for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
             width = row_bytes(spec, 2)
@@ -263,7 +265,9 @@ class CopyPlanner:
             for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
                 yield block, index, to
 
-    def _send_back(self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int) -> Iterator[RowCopy]:
+    def _send_back(
+        self, sources: tuple[_TensorLayout, ...], specs: tuple[TensorSpec, ...], to: int
+    ) -> Iterator[RowCopy]:
         runs = [(start, offset, count) for offset, start, count in self._runs[to]]
         for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
             width = row_bytes(spec, 3)
@@ -276,16 +280,16 @@ class CopyPlanner:
         return ((self.rank + step) % self.size for step in range(1, self.size + 1))
 
 
-def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: int = 0) -> Copies:
+def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: int = 0) -> CopyBatch:
     """From a slot (the only tensor) to allocated tensors (the places): those received, or for results all ranks' heads,
     [B, L, group, head chunks, H, ...], of which this chunk's are number `chunk`."""
     entries = []
     for index, (spec, place) in enumerate(zip(specs, offsets(specs), strict=True)):
         width = row_bytes(spec, 3 if num_head_chunks > 1 else 2)
         entries.append(
-            (Block(place, chunk * width, width, spec.nbytes // width, width, num_head_chunks * width), 0, index)
+            (StridedCopy(place, chunk * width, width, spec.nbytes // width, width, num_head_chunks * width), 0, index)
         )
-    return Copies(entries)
+    return CopyBatch(entries)
 
 
 def in_rows(tensor: Tensor) -> Tensor:
@@ -305,8 +309,8 @@ def row_bytes(spec: TensorSpec, first: int) -> int:
 
 
 def _blocks(
-    source: _Source, first_byte: int, target: tuple[int, int, int], width: int, runs: list[tuple[int, int, int]]
-) -> Iterator[Block]:
+    source: _TensorLayout, first_byte: int, target: tuple[int, int, int], width: int, runs: list[tuple[int, int, int]]
+) -> Iterator[StridedCopy]:
     """Copies of `width` bytes of each token of some runs (token at the source, token at the target, count).
 
     `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence is written,
@@ -325,7 +329,7 @@ def _blocks(
                 next_first, next_start, next_count = runs[index + 1]
                 if next_count == count and next_first - first >= count and next_start - start >= count:
                     layers, source_layer, target_layer = 2, next_first - first, next_start - start
-            yield Block(
+            yield StridedCopy(
                 source=at + first * source_pitch,
                 target=to + start * target_pitch,
                 width=width,

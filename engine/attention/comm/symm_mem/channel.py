@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.p2p import Traffic, Transfer
 from engine.cuda import driver as cuda_driver
-from engine.cuda.driver import Copies, Counters
+from engine.cuda.driver import CopyBatch, Counters
 from engine.cuda.streams import own_stream
 
 ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
@@ -191,7 +191,7 @@ class SymmMemChannel:
         self._traffic.add(*tensors)
         buffer.arrived_at[to].set(stream, number + 1)
 
-    def send_all(self, message: Message, copies: Copies, tensors: Sequence[Tensor], away_bytes: int) -> None:
+    def send_all(self, message: Message, copies: CopyBatch, tensors: Sequence[Tensor], away_bytes: int) -> None:
         """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
         slots; `away_bytes` of them leave this GPU."""
         buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream

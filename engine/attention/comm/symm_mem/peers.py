@@ -20,7 +20,7 @@ _UUID_CHARACTERS = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class PeerFacts:
     """Facts about the GPU of one rank."""
 
     unsupported_reason: str | None = None  # why it cannot copy to any other GPU
@@ -30,14 +30,14 @@ class Report:
     overlaps: bool = False  # torch may register memory of several ranks under one ordinal
 
 
-def report(device: torch.device, unsupported_reason: str | None) -> Report:
+def report(device: torch.device, unsupported_reason: str | None) -> PeerFacts:
     """This rank's report of its GPU `device`; `unsupported_reason` is that of the process by itself."""
     if unsupported_reason is not None:
-        return Report(unsupported_reason=unsupported_reason)
+        return PeerFacts(unsupported_reason=unsupported_reason)
     here = torch.cuda.current_device() if device.index is None else device.index
     uuids = [_bare(str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())]
     seen = {uuid for i, uuid in enumerate(uuids) if i != here and torch.cuda.can_device_access_peer(here, i)}
-    return Report(
+    return PeerFacts(
         uuid=uuids[here],
         ordinal=here,
         reaches=frozenset(seen | (_reached_by_nvml(uuids[here]) - set(uuids))),
@@ -45,7 +45,7 @@ def report(device: torch.device, unsupported_reason: str | None) -> Report:
     )
 
 
-def copies_unsupported_reason(reports: Sequence[Report], node_size: int) -> str | None:
+def copies_unsupported_reason(reports: Sequence[PeerFacts], node_size: int) -> str | None:
     """Why ranks of a node, `node_size` consecutive ones, cannot copy into each other's memory; None where all can.
 
     `reports` are all ranks' in rank order, so that every rank finds the same answer.
@@ -70,7 +70,7 @@ def copies_unsupported_reason(reports: Sequence[Report], node_size: int) -> str 
     return None
 
 
-def agreed_unsupported_reason(group: dist.ProcessGroup, mine: Report, node_size: int) -> str | None:
+def agreed_unsupported_reason(group: dist.ProcessGroup, mine: PeerFacts, node_size: int) -> str | None:
     """`copies_unsupported_reason` of all ranks of `group`. Collective."""
     reports = [mine] * dist.get_world_size(group)
     dist.all_gather_object(reports, mine, group=group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from engine import ContextParallel
 from engine.attention.comm.collectives import token_runs_in_order
 from engine.attention.comm.symm_mem.all_to_all import CopyPlanner
-from engine.attention.comm_volume import CallBytes, RingVolume, Sent, Shards, Widths, all_to_all_bytes
+from engine.attention.comm_volume import CallBytes, GradientWidths, RingVolume, SentBytes, Shards, all_to_all_bytes
 from engine.attention.cost import HardwareModel
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
@@ -63,7 +63,7 @@ class Posted:
 
     def __init__(self, cp: ContextParallel) -> None:
         self.node_size, self.rank = cp.node_size, cp.rank
-        self.sent = Sent()
+        self.sent = SentBytes()
         self._point = dist.P2POp
 
     def __enter__(self) -> Posted:
@@ -78,7 +78,7 @@ class Posted:
         if op is dist.isend:
             near = peer // self.node_size == self.rank // self.node_size
             nbytes = tensor.numel() * tensor.itemsize
-            self.sent += Sent(nbytes, 0) if near else Sent(0, nbytes)
+            self.sent += SentBytes(nbytes, 0) if near else SentBytes(0, nbytes)
         return self._point(op, tensor, peer, group, tag)
 
 
@@ -161,10 +161,12 @@ def test_an_all_to_all_by_copy_engine_counts_the_bytes_of_its_copies(kept) -> No
         kv_heads=kv_heads // share,
         head_dim=head_dim,
         input_bytes=2,
-        intra_node=Widths(unreduced=2, summed=4),
-        inter_node=Widths(unreduced=2, summed=4),
+        intra_node=GradientWidths(unreduced=2, summed=4),
+        inter_node=GradientWidths(unreduced=2, summed=4),
     )
-    assert all_to_all_bytes((0, 1), 0, 2, part, gathered=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
+    assert all_to_all_bytes((0, 1), 0, 2, part, gathered=kept, packed=False) == CallBytes(
+        SentBytes(forward), SentBytes(backward)
+    )
 
 
 SEQ_LEN = 1 << 14
@@ -180,8 +182,8 @@ def shards(cp_size: int, heads: int, kv_heads: int, comm_dtype: str = "fp32") ->
         kv_heads=kv_heads,
         head_dim=128,
         input_bytes=2,
-        intra_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
-        inter_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
+        intra_node=GradientWidths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
+        inter_node=GradientWidths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
     )
 
 
@@ -232,7 +234,7 @@ def test_a_single_rank_sends_nothing_and_resolves_to_the_query_side() -> None:
     volume = RingVolume(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
     known = (Causal(), layout_named("zigzag"), volume, SEQ_LEN, shards(1, 8, 1))
     assert cheaper_backward(*known, HardwareModel()) == "query"
-    assert group_backward_bytes(*known, True) == Sent()
+    assert group_backward_bytes(*known, True) == SentBytes()
 
 
 @pytest.mark.parametrize(("comm_dtype", "saving"), [("input", 0.24), ("fp32", 0.33)])

@@ -10,7 +10,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.comm_plan import ring_traffic
-from engine.attention.comm_volume import RingVolume, Shards, Widths
+from engine.attention.comm_volume import GradientWidths, RingVolume, Shards
 from engine.attention.cost import (
     Estimate,
     HardwareModel,
@@ -222,7 +222,7 @@ def test_the_backward_side_of_the_estimate_is_the_one_that_the_plan_takes_by_its
         workload = Workload.of(
             Problem(mask=mask, layout=layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, **sizes)
         )
-        as_written = Widths(unreduced=2, summed=4)  # as kernels for GPUs write bf16
+        as_written = GradientWidths(unreduced=2, summed=4)  # as kernels for GPUs write bf16
         shards = Shards(tokens=4096 // cp_size, input_bytes=2, intra_node=as_written, inter_node=as_written, **sizes)
         volume = RingVolume(ring=Ring(cp_size=cp_size, node_size=cp_size), node_size=cp_size, exchange="copy_engine")
         planned = cheaper_backward(mask, layout, volume, 4096, shards, HardwareModel())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import ContextParallel
-from engine.attention.comm_volume import Sent, least_inter_node_bytes
+from engine.attention.comm_volume import SentBytes, least_inter_node_bytes
 from engine.attention.geometry.layout import Layout, SplitZigzag, layout_named
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow, parse_mask
 from engine.attention.problem import GRAD_COMM_DTYPES, RING_SCHEDULES, ULYSSES_SCHEDULES, Problem
@@ -42,7 +42,7 @@ def problem(
     )  # fmt: skip
 
 
-def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], Sent]]:
+def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], SentBytes]]:
     """(case, choices, bytes sent in forward and backward) of this rank's plan of every mask, heads and schedule."""
     cp, kernel, chance, found = (
         ContextParallel(layout=layout, node_size=node_size),

@@ -11,7 +11,7 @@ from engine.attention.comm.collectives import token_runs_in_order
 from engine.attention.comm.symm_mem.all_to_all import CopyPlanner, in_rows, unpack_slot
 from engine.attention.comm.symm_mem.channel import message_bytes, offsets
 from engine.attention.geometry.layout import layout_named
-from engine.cuda.driver import Copies
+from engine.cuda.driver import CopyBatch
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 3
 SIZE = 4
@@ -48,7 +48,7 @@ def driver(monkeypatch) -> Driver:
     return found
 
 
-def launch(plan: Copies, tensors, slots) -> None:
+def launch(plan: CopyBatch, tensors, slots) -> None:
     plan.launch(0, [tensor.data_ptr() for tensor in tensors], [slot.data_ptr() for slot in slots])
 
 

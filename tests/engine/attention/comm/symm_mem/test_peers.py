@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
-from engine.attention.comm.symm_mem.peers import Report, agreed_unsupported_reason, copies_unsupported_reason, report
+from engine.attention.comm.symm_mem.peers import PeerFacts, agreed_unsupported_reason, copies_unsupported_reason, report
 from tests.ranks import run_on_ranks
 
 UUIDS = ("a", "b", "c", "d")
 
 
-def all_seen() -> list[Report]:
+def all_seen() -> list[PeerFacts]:
     """Four ranks that see all GPUs of a host, where all reach all."""
-    return [Report(uuid=uuid, ordinal=ordinal, reaches=frozenset(UUIDS) - {uuid}) for ordinal, uuid in enumerate(UUIDS)]
+    return [
+        PeerFacts(uuid=uuid, ordinal=ordinal, reaches=frozenset(UUIDS) - {uuid}) for ordinal, uuid in enumerate(UUIDS)
+    ]
 
 
 def test_ranks_whose_gpus_reach_each_other_may_copy() -> None:
@@ -25,7 +27,7 @@ def test_ranks_whose_gpus_reach_each_other_may_copy() -> None:
 
 
 def test_one_visible_gpu_each_leaves_the_neighbours_to_nvml() -> None:
-    alone = [Report(uuid=uuid, ordinal=0) for uuid in UUIDS]
+    alone = [PeerFacts(uuid=uuid, ordinal=0) for uuid in UUIDS]
     assert "ranks 0 and 1 have GPUs that do not, or cannot be asked; choose direct" in copies_unsupported_reason(
         alone, 4
     )
@@ -58,7 +60,7 @@ def agreed() -> str | None:
     mine = all_seen()[dist.get_rank()]
     last = dist.get_rank() + 1 == dist.get_world_size()
     return agreed_unsupported_reason(
-        dist.group.WORLD, Report(unsupported_reason="no driver; choose direct") if last else mine, 3
+        dist.group.WORLD, PeerFacts(unsupported_reason="no driver; choose direct") if last else mine, 3
     )
 
 

@@ -1,1 +1,0 @@
-"""Checks of the links between GPUs, and from them to the host."""
