@@ -2,15 +2,15 @@
 # The environment of `burst`, and one stage for each system it is compared with.
 #   burst image build                                                       CUDA 13
 #   TORCH_INDEX_URL=... burst image build --cuda 12 --tag burst:cuda12      CUDA 12, for older drivers
-#   burst image build --cuda none --tag burst:cpu                           CPUs alone, on a base by `burst image base`
-# `make image` builds, runs and tests the last, and the stage `deepspeed` on the same base. What starts from NVIDIA's
-# images has not been built: expect errors there. docs/install.md says more.
+#   burst image build --cuda none --tag burst:cpu                           CPUs alone
+# Of these the last, the stage `test` and the stage `deepspeed` have been built, with podman on a Debian base made by
+# debootstrap. What starts from NVIDIA's images has not been built: expect errors there. docs/install.md says more.
 
 # CUDA's libraries come with torch's wheels; the base says which driver the image needs.
 ARG CUDA=13
 ARG CUDA_13_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 ARG CUDA_12_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
-ARG CUDA_NONE_IMAGE=localhost/burst-base:bookworm
+ARG CUDA_NONE_IMAGE=library/debian:bookworm
 # What a compared system runs in: with compilers, for what pip has to build. Copies of the paper want another: docs/install.md.
 ARG DEVEL_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 ARG BASELINE_IMAGE=devel
@@ -60,7 +60,7 @@ RUN pip install --no-deps --editable .
 RUN python -m compileall -q engine baselines cluster harness \
     && mkdir -p results/runs
 
-# With the programs of the tests; the tests themselves are mounted, as `burst image try --tests` does.
+# With the programs of the tests; the tests themselves are mounted.
 FROM needed AS test
 RUN apt-get update && apt-get install --yes --no-install-recommends git make procps && rm -rf /var/lib/apt/lists/*
 RUN pip install --constraint /opt/burst/pins.txt --editable '.[test]'

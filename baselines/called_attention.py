@@ -45,7 +45,8 @@ class CalledMethod(EngineCommand):
     def layout(self, settings: TrialSettings) -> Layout:
         return self.adapter.shards(settings)
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> CalledAttention:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> CalledAttention:
+        assert mask is None, "task attention alone, which has one mask"
         return CalledAttention(self.adapter, cp, settings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.problem import ALL_GATHER
 from engine.attention.resolve import Choices, trial_choices
 from engine.method import EngineCommand
 
@@ -42,7 +43,7 @@ class KeyValueRing(EngineCommand):
             "layout": self.sharding,
             "schedule": self.schedule_of(settings),
             "backward": "key_value",
-            "exchange": "relay",
+            "exchange": None if self.schedule_of(settings) == ALL_GATHER else "relay",
         }
         return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
             self.sharding, settings.seq_len, settings.cp_size
@@ -56,16 +57,17 @@ class KeyValueRing(EngineCommand):
         return settings.schedule if settings.schedule in self.schedules else self.schedules[0]
 
     def choices(self, settings: TrialSettings) -> Choices:
+        schedule = self.schedule_of(settings)
         # An all-to-all exchanges all heads before attention, and all after it.
         return trial_choices(settings, self.grad_comm_dtype)._replace(
-            schedule=self.schedule_of(settings),
+            schedule=schedule,
             backward="key_value",
-            exchange="relay",
+            exchange="auto" if schedule == ALL_GATHER else "relay",
             num_head_chunks=1,
             forward_streams=self.forward_streams,
         )
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        return BoundAttention(cp, settings, self.choices(settings))
+        return BoundAttention(cp, settings, self.choices(settings), mask)

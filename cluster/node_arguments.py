@@ -31,7 +31,9 @@ def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float =
 
 def add_host_key_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for trusted host keys."""
-    parser.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
+    parser.add_argument(
+        "--known-hosts", type=Path, metavar="FILE", help="host keys; default: the site's ssh.known_hosts, or ~/.ssh's"
+    )
     parser.add_argument(
         "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts; changed keys stay errors"
     )

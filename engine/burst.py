@@ -36,10 +36,10 @@ class Burst(EngineCommand):
     def choices(self, settings: TrialSettings) -> Choices:
         return trial_choices(settings)
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        return BoundAttention(cp, settings, self.choices(settings))
+        return BoundAttention(cp, settings, self.choices(settings), mask)
 
 
 METHOD = Burst()

@@ -49,8 +49,9 @@ class NativeMethod(Method, Protocol):
         """Layout the sequence is sharded in: contiguous, zigzag or striped, or a `Layout` with parameters."""
         ...
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned."""
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
+        """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned, in layers
+        with this one of `settings.masks`, the first by default."""
         ...
 
 
@@ -59,6 +60,10 @@ class PlannedMethod(NativeMethod, Protocol):
 
     def choices(self, settings: TrialSettings) -> Choices:
         """What the method fixes of its attention, and what it leaves to `engine.attention.resolve`."""
+        ...
+
+    def kv_heads(self, settings: TrialSettings) -> int:
+        """KV heads that the choices are made for: those of the model, or more where the method repeats them first."""
         ...
 
 
@@ -71,15 +76,14 @@ def unavailable_reason(method: Method, device: str) -> str | None:
 
 
 def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
-    """Why a method cannot run a trial, or None: what it answers itself, for every kind of layer that the model has."""
+    """Why a method cannot run a trial, or None: a model that only the engine trains, or what it answers itself."""
     feature = settings.model.feature_beyond_llama
     if settings.task == "train" and feature and not hasattr(method, "layout"):
         return (
             f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
             f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
         )
-    windowed = settings.of_windowed_layers()
-    return method.refuse(settings) or (None if windowed is None else method.refuse(windowed))
+    return method.refuse(settings)
 
 
 def in_worker(method: Method) -> NativeMethod:
@@ -99,30 +103,40 @@ class EngineCommand:
     def read(self, trial_dir: Path) -> Measurement:
         return read_measurement(trial_dir)
 
+    def kv_heads(self, settings: TrialSettings) -> int:
+        return settings.model.kv_heads
 
-def schedule_of(method: Method, settings: TrialSettings) -> str:
-    """The schedule that a native method runs: it answers in `schedule_of`, or fixes it in its attribute `schedule`."""
-    answer = getattr(method, "schedule_of", None)
-    schedule: str = answer(settings) if answer else getattr(method, "schedule", settings.schedule)
-    return schedule
+
+def planned_method(method: Method) -> PlannedMethod | None:
+    """The method, where the engine plans its attention; None for compared systems, which divide heads themselves."""
+    return cast(PlannedMethod, method) if hasattr(method, "choices") else None
 
 
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
-    """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
-
-    Methods outside the engine have no layout and check their settings themselves.
-    """
-    layout, schedule = getattr(method, "layout", None), schedule_of(method, settings)
-    if schedule not in RUNS_OF_TOKENS or layout is None or settings.task == "lm_head":
+    """Why the ranks of a planned method, spread evenly over `nodes`, would refuse its choices or their schedule; None
+    when they would not, and for other methods, which check their settings themselves."""
+    planned = planned_method(method)
+    if planned is None or settings.task == "lm_head":
         return None
-    chosen = layout(settings)
+    from engine.attention.resolve import check_choices
+
+    choices = planned.choices(settings)
+    try:
+        check_choices(choices)
+    except ValueError as error:
+        return str(error)
+    schedule = choices.schedule
+    if schedule not in RUNS_OF_TOKENS:
+        return None
+    chosen = planned.layout(settings)
     name = chosen if isinstance(chosen, str) else chosen.name
-    ranks, cp_size, model = settings.world_size, settings.cp_size, settings.model
+    ranks, cp_size = settings.world_size, settings.cp_size
+    heads, kv_heads = settings.model.heads, planned.kv_heads(settings)
     hosts = [str(rank * nodes // ranks) for rank in range(ranks)]
     # Context-parallel ranks are consecutive, and each group of them finds its nodes by itself.
     node_sizes = {shared_node_size(hosts[first : first + cp_size]) for first in range(0, ranks, cp_size)}
     shares = (
-        HeadsAndRanks(cp_size=cp_size, node_size=node_size, heads=model.heads, kv_heads=model.kv_heads)
+        HeadsAndRanks(cp_size=cp_size, node_size=node_size, heads=heads, kv_heads=kv_heads)
         for node_size in sorted(node_sizes)
     )
     return next((reason for share in shares if (reason := schedule_unsupported_reason(schedule, share, name))), None)

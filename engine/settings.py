@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from engine.reader import from_json as from_json
@@ -414,33 +414,28 @@ class TrialSettings:
         if self.memory:
             size_in_bytes(self.memory, "memory")
         if self.task == "train" and any(self.model.windowed):
-            self._set_window()
+            self._check_mask_of_windows()
 
-    def _set_window(self) -> None:
-        """The mask is that of layers without the window, or where all have it the window's own."""
+    def _check_mask_of_windows(self) -> None:
         model = self.model
-        alone = model.window_mask if all(model.windowed) else "causal"
-        if self.mask not in ("causal", alone):
+        if self.mask != "causal" and (self.mask != model.window_mask or not all(model.windowed)):
             raise ValueError(
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
                 "which each of them cuts to its window"
             )
-        object.__setattr__(self, "mask", alone)
 
     @property
     def layer_masks(self) -> tuple[str, ...]:
-        """The mask of each layer."""
-        windowed, model = self.of_windowed_layers(), self.model
-        inside = self.mask if windowed is None else windowed.mask
-        return tuple(inside if within else self.mask for within in model.windowed)
+        """Of each layer the mask of its attention: `mask`, or in training that of the layer's window."""
+        inside = self.model.window_mask if self.task == "train" else self.mask
+        return tuple(inside if within else self.mask for within in self.model.windowed)
 
-    def of_windowed_layers(self) -> TrialSettings | None:
-        """The trial as the attention of the layers with a window has it, where others have none; else None."""
-        windowed = self.model.windowed
-        if self.task != "train" or not any(windowed) or all(windowed):
-            return None
-        return replace(self, mask=self.model.window_mask, model=replace(self.model, window=0))
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The different `layer_masks`. The first is that of layers without a window, or of all: the layout is made for
+        it."""
+        return tuple(sorted(set(self.layer_masks), key=self.mask.__ne__))
 
     @property
     def dp_size(self) -> int:

@@ -11,14 +11,14 @@ class Gather(EngineCommand):
 
     def refuse(self, settings):
         """One sentence why this trial cannot run, or None. No torch is imported yet."""
-        if settings.tp_size > 1 or settings.mask not in ("causal", "full") or settings.model.sinks:
+        if settings.tp_size > 1 or not {*settings.masks} <= {"causal", "full"} or settings.model.sinks:
             return "my_gather attends causally or fully, without tensor parallelism and sinks; change these settings"
         return None
 
     def layout(self, settings):
         return "zigzag" if settings.mask == "causal" else "contiguous"  # zigzag: equal work for every rank
 
-    def attention(self, cp, settings):
+    def attention(self, cp, settings, mask=None):
         return GatheredAttention(cp, settings)
 
 

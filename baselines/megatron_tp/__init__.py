@@ -62,11 +62,11 @@ class MegatronTensorParallel(EngineCommand):
             schedule="ring", backward="auto", exchange="relay"
         )
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         from engine.attention.bound import BoundAttention
         from engine.attention.context import ContextParallel as Context
 
-        return BoundAttention(Context.single("contiguous"), settings, self.choices(settings))
+        return BoundAttention(Context.single("contiguous"), settings, self.choices(settings), mask)
 
     def tensor_parallel(self, cp: ContextParallel, settings: TrialSettings) -> WholeMatrices:
         from baselines.megatron_tp.tensor_parallel import TensorParallel

@@ -29,13 +29,13 @@ class TorchContextParallel(EngineCommand):
     name = "torch_cp"
     system = "torch"
     source = "github.com/pytorch/pytorch"
-    schedule = "ring"
 
     def refuse(self, settings: TrialSettings) -> str | None:
         if settings.tp_size > 1:
             return f"torch_cp runs without tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
-        if settings.mask not in ("causal", "full"):
-            return f"torch_cp knows the masks full and causal, found {settings.mask}; choose one of them"
+        for mask in settings.masks:
+            if mask not in ("causal", "full"):
+                return f"torch_cp knows the masks full and causal, found {mask}; choose one of them"
         if settings.model.sinks:
             return f"torch_cp has no sinks, which model {settings.model.name} has; choose a model without them"
         if settings.grad_comm_dtype not in ("auto", "fp32"):
@@ -60,11 +60,11 @@ class TorchContextParallel(EngineCommand):
     def choices(self, settings: TrialSettings) -> Choices:
         return trial_choices(settings)._replace(schedule="ring", backward="key_value", exchange="relay")
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         if cp.size == 1:
             from engine.attention.bound import BoundAttention
 
-            return BoundAttention(cp, settings, self.choices(settings))
+            return BoundAttention(cp, settings, self.choices(settings), mask)
         from baselines.torch_cp.attention import TorchRing
 
         return TorchRing(cp, settings)

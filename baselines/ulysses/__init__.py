@@ -64,10 +64,14 @@ class Ulysses(EngineCommand):
             schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1
         )
 
-    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+    def kv_heads(self, settings: TrialSettings) -> int:
+        # Fewer than ranks are repeated (`RepeatingHeads`), so that what divides by no rank is one head for each.
+        return max(settings.model.kv_heads, settings.cp_size)
+
+    def attention(self, cp: ContextParallel, settings: TrialSettings, mask: str | None = None) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        attend = BoundAttention(cp, settings, self.choices(settings))
+        attend = BoundAttention(cp, settings, self.choices(settings), mask)
         return attend if settings.model.kv_heads % cp.size == 0 else RepeatingHeads(attend, cp.size)
 
 

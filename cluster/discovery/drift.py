@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.discovery.facts import NodeFacts
-from cluster.discovery.hcas import HcaChoice
-from cluster.discovery.interface import InterfaceChoice
+from cluster.discovery.hcas import HcaChoice, InterfaceChoice
 from cluster.files.errors import counted
 from cluster.probing.verdict import Action, Level, Verdict, merge
 

@@ -1,10 +1,13 @@
-"""Ports of the RDMA adapters that NCCL uses: those near GPUs, not those that carry storage traffic.
+"""The choice of a node's network: the ports of RDMA adapters (HCAs) that NCCL uses, and the interface for sockets.
 
-By default NCCL takes every active port, and a slower or a storage adapter among them slows down every ring through it.
-Every port is returned with the reason why it was kept or dropped. Nearness is the depth of the nearest common ancestor
-in the PCI tree: devices below one PCIe switch share more of their path than devices below one root bus, and devices of
-different root buses share at most a NUMA node. Source: the distances that NCCL and `nvidia-smi topo -m` distinguish
-(PIX, PXB, PHB, NODE, SYS).
+The adapters are those near GPUs, not those that carry storage traffic. By default NCCL takes every active port, and a
+slower or a storage adapter among them slows down every ring through it. Every port is returned with the reason why it
+was kept or dropped. Nearness is the depth of the nearest common ancestor in the PCI tree: devices below one PCIe switch
+share more of their path than devices below one root bus, and devices of different root buses share at most a NUMA node.
+Source: the distances that NCCL and `nvidia-smi topo -m` distinguish (PIX, PXB, PHB, NODE, SYS).
+
+The interface is the one with the route to the head node: NCCL by itself may choose a docker bridge or a veth, and Gloo
+loopback.
 """
 
 from __future__ import annotations
@@ -204,3 +207,58 @@ def nearest(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, str]:
 def _reason(served: Sequence[tuple[int, str]]) -> str:
     numbers = ", ".join(str(number) for number, _ in served)
     return f"nearest to GPU{'s' if len(served) > 1 else ''} {numbers} (they share {served[0][1]})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InterfaceChoice:
+    """The interface, and why. An empty name means that none was found; a warning then states the next step."""
+
+    name: str
+    reason: str
+    origin: Literal["discovered", "site", "default"] = "discovered"
+    warnings: tuple[str, ...] = ()
+
+
+def choose_interface(facts: NodeFacts, *, wanted: str | None = None, mtu: int | None = None) -> InterfaceChoice:
+    """The site's own choice `wanted` wins, then the route to the head; without a head the node works alone.
+
+    `mtu` is the one that the site expects, None accepts any.
+    """
+    if wanted is not None:
+        return _checked(facts, InterfaceChoice(name=wanted, reason="named by the site file", origin="site"), mtu)
+    route = facts.head_route
+    if route is None:
+        return InterfaceChoice(name="lo", reason="no other node takes part", origin="default")
+    if not route.interface:
+        return InterfaceChoice(
+            name="",
+            reason="",
+            warnings=(
+                f"no route to the head {route.target}: check the address, or name network.interface in the site",
+            ),
+        )
+    source = f", as {route.source}" if route.source and route.source != route.target else ""
+    if route.interface == "lo":
+        reason = f"the head {route.target} is a loopback address: only this machine can take part"
+        return InterfaceChoice(name="lo", reason=reason)
+    own = facts.interface(route.interface)
+    if own is not None and route.target in own.addresses:
+        reason = f"holds the head's own address {route.target}"
+    else:
+        reason = f"carries the route to the head {route.target}{source}"
+    return _checked(facts, InterfaceChoice(name=route.interface, reason=reason), mtu)
+
+
+def _checked(facts: NodeFacts, choice: InterfaceChoice, mtu: int | None) -> InterfaceChoice:
+    """The same choice, with a warning for each problem of the interface."""
+    interface = facts.interface(choice.name)
+    warnings = []
+    if interface is None:
+        names = ", ".join(sorted(found.name for found in facts.interfaces)) or "none that could be read"
+        warnings.append(f"interface {choice.name} is not on this node, which has {names}")
+    else:
+        if not interface.up:
+            warnings.append(f"interface {choice.name} is down")
+        if mtu is not None and interface.mtu is not None and interface.mtu != mtu:
+            warnings.append(f"interface {choice.name} has an MTU of {interface.mtu}, but the site expects {mtu}")
+    return InterfaceChoice(name=choice.name, reason=choice.reason, origin=choice.origin, warnings=tuple(warnings))

@@ -1,5 +1,5 @@
 """The environment variables of a node and its ranks, each with a reason. `burst env` and launches use them.
 
-`ranks` states values, `rendering` lays the site's own over them and writes env.sh, `importing` reads an existing file.
+`ranks` states values, `rendering` lays the site's own over them, `survey` asks many nodes and writes env.sh there.
 Imports `discovery`, `probing`, `transport` and packages below; no check and no report belongs here.
 """

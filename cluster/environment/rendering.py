@@ -1,26 +1,33 @@
-"""From a node's facts and its site to the node's environment, and to the text of env.sh."""
+"""From a node's facts and its site to the node's environment; its form as env.sh, as a table and as data.
+
+Secrets are hidden in all forms but env.sh.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import jinja2
 
 from cluster.discovery.drift import NodeNetwork
 from cluster.discovery.facts import NodeFacts
-from cluster.discovery.hcas import choose_hcas
-from cluster.discovery.interface import choose_interface
-from cluster.environment.nccl import LeftAlone, configured, left_alone
-from cluster.environment.ranks import DEFAULT_METHOD, adapter_values, process_values, socket_values, trial_values
-from cluster.environment.rules import concern
-from cluster.environment.value import Value, overlaid, variables
+from cluster.discovery.hcas import choose_hcas, choose_interface
+from cluster.environment.ranks import (
+    DEFAULT_METHOD,
+    LEFT_ALONE,
+    LeftAlone,
+    adapter_values,
+    concern,
+    configured,
+    process_values,
+    socket_values,
+    trial_values,
+)
+from cluster.environment.value import Value, overlaid, shown, variables
 from cluster.inventory.site import Site
 from cluster.inventory.software import USAGE_REPORTS
 from cluster.probing.probe import printable
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
 
 
@@ -36,8 +43,9 @@ class NodeEnvironment:
     @property
     def left_alone(self) -> list[LeftAlone]:
         """Variables of NCCL that nothing here sets; none on a node that does not use NCCL."""
-        names = [value.name for value in (*self.values, *self.configured)]
-        return left_alone(names) if self.network.facts.gpus or self.network.hcas.ports else []
+        taken = {value.name for value in (*self.values, *self.configured)}
+        uses_nccl = self.network.facts.gpus or self.network.hcas.ports
+        return [left for left in LEFT_ALONE if left.name not in taken] if uses_nccl else []
 
     @property
     def node(self) -> str:
@@ -100,25 +108,62 @@ def site_variables(site: Site) -> tuple[dict[str, str], list[str]]:
 
 def env_sh(environment: NodeEnvironment) -> str:
     """The node's environment as a POSIX shell script that only sets variables."""
-    return template("env.sh.j2").render(node=environment.node, values=environment.values)
-
-
-def template(name: str) -> jinja2.Template:
-    """One of our templates, with the filters that keep a value from being read as anything but a value."""
-    # The templates are shell and YAML, for which HTML's escaping would be wrong; each has its own filter.
-    renderer = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    renderer.filters["shell"] = _quoted
-    renderer.filters["comment"] = printable  # a line break would end the comment and begin a command
-    return renderer.get_template(name)
+    node = printable(environment.node)  # a line break would end the comment and begin a command
+    lines = [
+        f"# Environment of {node}, rendered by `burst env`. To be sourced; it sets variables and does nothing else."
+    ]
+    for value in environment.values:
+        lines += ["", f"# {value.origin}: {printable(value.reason)}", f"export {value.name}={_quoted(value.value)}"]
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(value: str) -> str:
     """The value as one word of any shell; zsh alone would read an unquoted `=name` as the path of a program."""
     return value if _PLAIN.fullmatch(value) else "'" + value.replace("'", "'\"'\"'") + "'"
+
+
+def table(environment: NodeEnvironment, *, every_one: bool = False) -> str:
+    """The node's name, a row per variable, a row per port of its adapters, a line per warning.
+
+    `every_one`: also a row for each variable that is left to NCCL.
+    """
+    values: list[tuple[str, str, str, str]] = [
+        (value.name, shown(value.name, value.value), value.origin, value.reason)
+        for value in (*environment.values, *environment.configured)
+    ]
+    if every_one:
+        values += [(left.name, f"({left.default})", "left alone", left.reason) for left in environment.left_alone]
+    ports = [
+        (port.name, "used" if port.kept else "not used", "", port.reason) for port in environment.network.hcas.ports
+    ]
+    warnings = [f"  warning: {printable(warning)}" for warning in environment.warnings]
+    return "\n".join([printable(environment.node), *_rows(values), *_rows(ports), *warnings])
+
+
+def _rows(rows: Sequence[tuple[str, str, str, str]]) -> Iterable[str]:
+    widths = [max(len(printable(row[column])) for row in rows) for column in range(3)] if rows else []
+    for row in rows:
+        cells = [printable(cell).ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  " + "  ".join([*filter(str.strip, cells), printable(row[-1])])
+
+
+def as_json(environment: NodeEnvironment) -> dict[str, object]:
+    """Everything known about the node's environment; keys are only ever added."""
+
+    def described(value: Value) -> dict[str, str]:
+        return {"name": value.name, "value": shown(value.name, value.value)}
+
+    return {
+        "node": environment.node,
+        "variables": [
+            {**described(value), "origin": value.origin, "reason": value.reason} for value in environment.values
+        ],
+        "ports": [
+            {"name": port.name, "used": port.kept, "reason": port.reason} for port in environment.network.hcas.ports
+        ],
+        "nccl_conf": [{**described(value), "place": value.reason} for value in environment.configured],
+        "left_alone": [
+            {"name": left.name, "default": left.default, "reason": left.reason} for left in environment.left_alone
+        ],
+        "warnings": list(environment.warnings),
+    }

@@ -15,7 +15,7 @@ from typing import Literal
 from cluster.discovery.drift import network_drift
 from cluster.discovery.read import read_node
 from cluster.environment.ranks import DEFAULT_METHOD
-from cluster.environment.rendering import NodeEnvironment, env_sh, render_node
+from cluster.environment.rendering import NodeEnvironment, as_json, env_sh, render_node
 from cluster.environment.value import is_secret
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Node
@@ -48,6 +48,15 @@ class Survey:
     def drift(self) -> list[str]:
         """Differences between the nodes that answered."""
         return network_drift([environment.network for environment in self.environments])
+
+    def as_json(self) -> dict[str, object]:
+        """Everything that was found; keys are only ever added."""
+        nodes = []
+        for environment in self.environments:
+            done = self.installed.get(environment.node)
+            installed = done and {"path": done.path, "what": done.what, "kept": done.kept or None}
+            nodes.append({**as_json(environment), "installed": installed})
+        return {"nodes": nodes, "drift": self.drift, "silent": self.silent}
 
 
 def survey(nodes: Sequence[Node], connect: Connect, wish: Wish, seconds: float) -> Survey:

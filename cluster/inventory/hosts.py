@@ -32,6 +32,7 @@ class Host:
     user: str | None = None
     port: int | None = None
     key: Path | None = None  # private key file
+    known_hosts: Path | None = None  # file with the key it must show
     jump: Host | None = None  # the host to go through
     slurm_job: str | None = None  # number of the Slurm job that it is allocated to
     ranks: int | None = None  # of one trial, by its allocation
@@ -47,10 +48,23 @@ class Host:
         address = f"[{self.address}]" if ":" in self.address else self.address
         return (f"{self.user}@" if self.user else "") + address + (f":{self.port}" if self.port else "")
 
-    def with_defaults(self, *, user: str | None, port: int | None, key: Path | None, jump: Host | None = None) -> Host:
+    def with_defaults(
+        self,
+        *,
+        user: str | None,
+        port: int | None,
+        key: Path | None,
+        known_hosts: Path | None = None,
+        jump: Host | None = None,
+    ) -> Host:
         """The same host, with these values for the parts that its own target left out."""
         return replace(
-            self, user=self.user or user, port=self.port or port, key=self.key or key, jump=self.jump or jump
+            self,
+            user=self.user or user,
+            port=self.port or port,
+            key=self.key or key,
+            known_hosts=self.known_hosts or known_hosts,
+            jump=self.jump or jump,
         )
 
 
@@ -101,16 +115,16 @@ def expand_addresses(pattern: str) -> list[str]:
     return addresses if all(_is_ipv6(address) for address in addresses) else expand(pattern)
 
 
-def parse_jump(text: str, key: Path | None) -> Host:
+def parse_jump(text: str, key: Path | None, known_hosts: Path | None = None) -> Host:
     """The host that `[user@]host[:port]` names, or the last of several with commas between, each reached through the
-    one before it. `key` opens all of them. Raises ValueError.
+    one before it. `key` opens all of them, and `known_hosts` has the keys of all. Raises ValueError.
     """
     jump: Host | None = None
     for target in re.split(r",(?![^\[]*\])", text):
         hosts = parse_hosts(target.strip())
         if len(hosts) != 1:
             raise ValueError(f"the jump host {target.strip()!r} stands for {len(hosts)} hosts; expected a single one")
-        jump = replace(hosts[0], key=key, jump=jump)
+        jump = replace(hosts[0], key=key, known_hosts=known_hosts, jump=jump)
     assert jump is not None, text
     return jump
 

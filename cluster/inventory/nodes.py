@@ -63,5 +63,5 @@ def reached(host: Host, site: Site) -> Host:
     if host.is_local or host.slurm_job:
         return host
     ssh = site.ssh
-    jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key) if ssh.jump is not None else None
-    return host.with_defaults(user=ssh.user, port=ssh.port, key=ssh.key, jump=jump)
+    jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key, ssh.known_hosts) if ssh.jump is not None else None
+    return host.with_defaults(user=ssh.user, port=ssh.port, key=ssh.key, known_hosts=ssh.known_hosts, jump=jump)

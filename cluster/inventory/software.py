@@ -139,6 +139,7 @@ class SshDefaults:
     user: str | None = None
     port: int | None = None
     key: Path | None = None  # private key file; `~` is the home directory
+    known_hosts: Path | None = None  # file with the keys of hosts and jump hosts; null: ~/.ssh/known_hosts
     jump: str | None = None  # a host to go through, as [user@]host[:port]; several, separated by commas, in this order
     jump_key: Path | None = None  # private key for the jump hosts; null: the same as `key`
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.images.engine import gpu_options
+from cluster.images import gpu_options
 from cluster.inventory.site import Container, Site
 from cluster.ray_cluster.state import StartedNode
 

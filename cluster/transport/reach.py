@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.transport import processes
-from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Connect, Runner
+from cluster.transport.runner import Connect, LocalProcess, Reader, Runner, RunningCommand, StreamRunner, drain_all
 from cluster.transport.slurm import connect_steps
-from cluster.transport.streams import Collector, LineReader, Reader, drain_all
 
 
-class LocalRunner:
-    """Starts each command in a session of its own, so that its deadline ends its children too and nothing else."""
+class LocalRunner(StreamRunner):
+    """Runs commands on this machine."""
 
-    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
-        ends_at = time.monotonic() + deadline_seconds
-        process = processes.start(command, subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdout = Collector(process.stdout.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
-        stderr = Collector(process.stderr.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
-        status = _finish(process, stdin, [stdout, stderr], ends_at)
-        return Completed(stdout=stdout.text, stderr=stderr.text, exit_status=status)
+    @contextmanager
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
+        ends_at = time.monotonic() + seconds
+        process = LocalProcess(command)
+        status: int | None = None
 
-    def stream(
-        self,
-        command: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        stdin: str | Iterable[bytes] = "",
-        deadline_seconds: float,
-    ) -> int | None:
-        ends_at = time.monotonic() + deadline_seconds
-        process = processes.start(command, subprocess.STDOUT)
-        assert process.stdout is not None
-        lines = LineReader(process.stdout.read1, on_line, threading.Lock())  # type: ignore[attr-defined]
-        return _finish(process, stdin, [lines], ends_at)
+        def finish(readers: Sequence[Reader]) -> int | None:
+            nonlocal status
+            if drain_all(readers, ends_at):
+                status = process.wait(ends_at - time.monotonic())
+            return status
+
+        process.feed(stdin)
+        try:
+            yield RunningCommand(process.stdout, process.stderr, finish)
+        finally:
+            if status is None:
+                process.end()
 
 
 @contextmanager
@@ -53,27 +43,12 @@ def connect_local(host: Host, seconds: float) -> Iterator[Runner]:
     yield LocalRunner()
 
 
-def _finish(
-    process: subprocess.Popen[bytes], stdin: str | Iterable[bytes], readers: Sequence[Reader], ends_at: float
-) -> int | None:
-    """Feed and read to the end; the exit status, or None when the deadline or a limit came first."""
-    processes.feed(process, stdin)
-    status = None
-    try:
-        if drain_all(readers, ends_at):
-            status = processes.wait(process, ends_at - time.monotonic())
-    finally:
-        if status is None:
-            processes.end(process)
-    return status
-
-
 def address_of(host: Host) -> str:
     """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
     if host.slurm_job:
         return host.address
     try:
-        from cluster.transport.ssh.config import SshConfig
+        from cluster.transport.ssh_files import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
         return host.address
     return SshConfig().way(host).address
@@ -84,8 +59,8 @@ def connection(
 ) -> Connect:
     """`Connect` for these hosts: one for all of them, because those behind a jump host share its connection.
 
-    `known_hosts` None is SSH's default. paramiko is imported only for a host that SSH reaches; raises UsageError when
-    it is not installed.
+    `known_hosts` None is each host's own, or SSH's default. paramiko is imported only for a host that SSH reaches;
+    raises UsageError when it is not installed.
     """
     if not any(_over_ssh(host) for host in hosts):
         return _without_ssh
@@ -95,8 +70,7 @@ def connection(
         raise UsageError(
             f"reaching other machines needs {error.name}, which is not installed; pip install paramiko"
         ) from None
-    options = SshOptions(accept_new_host_keys=accept_new_host_keys)
-    over_ssh = connector(replace(options, known_hosts=known_hosts) if known_hosts else options)
+    over_ssh = connector(SshOptions(known_hosts=known_hosts, accept_new_host_keys=accept_new_host_keys))
 
     def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
         return (over_ssh if _over_ssh(host) else _without_ssh)(host, seconds)

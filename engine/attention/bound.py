@@ -17,10 +17,11 @@ from engine.settings import TrialSettings
 class BoundAttention:
     """An `AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
-    def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices) -> None:
-        """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them."""
+    def __init__(self, cp: ContextParallel, settings: TrialSettings, choices: Choices, mask: str | None = None) -> None:
+        """`choices`: of the method, as `engine.method.PlannedMethod.choices` gives them; `mask`: one of
+        `settings.masks`, the first by default."""
         self._cp, self._settings, self._choices = cp, settings, choices
-        self._mask = parse_mask(settings.mask)
+        self._mask = parse_mask(mask or settings.masks[0])
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(

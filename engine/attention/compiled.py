@@ -19,11 +19,11 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.masks import Mask
 from engine.attention.op import attention_backward, attention_forward
 from engine.attention.plan import cached_plan
-from engine.attention.resolve import Choices
+from engine.attention.resolve import Choices, check_choices
 from engine.ops.autograd import accumulation_dtype
 
 
@@ -41,11 +41,10 @@ _numbers = itertools.count()
 
 
 def registered(mask: Mask, cp: ContextParallel, choices: Choices) -> str:
-    """The name of these in compiled programs: the same one for equal ones. Raises ValueError when mask, scale or
-    softcap cannot be."""
+    """The name of these in compiled programs: the same one for equal ones. Raises ValueError when the mask or
+    a choice cannot be."""
     check_mask(mask)
-    check_scale(choices.scale)
-    check_softcap(choices.softcap)
+    check_choices(choices)
     choices = choices._replace(recompute=True)  # received tensors are not saved
     key = (cp.name, mask, choices)
     if key not in _names:

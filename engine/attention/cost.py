@@ -25,6 +25,7 @@ grouped heads the ring sends less on few nodes, with equal heads the all-to-all 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,6 +68,10 @@ class HardwareModel:
     head_chunk_seconds: float = 0.447e-3  # F: that one more head chunk adds by copy engine: gaps, copies
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
+
+    def __post_init__(self) -> None:
+        if not 0 < self.across_gib < math.inf:
+            raise ValueError(f"across_gib is {self.across_gib:g}; give a speed above 0")
 
     def link_seconds(self, near: float, far: float) -> float:
         """How long the links take for bytes inside a node and between nodes, one after the other."""

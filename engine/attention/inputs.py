@@ -5,9 +5,7 @@ Strides are not refused: `engine.attention.op.laid_out` copies tensors that a ke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import NoReturn, TypeAlias
 
 from torch import Tensor
@@ -105,21 +103,6 @@ def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
         raise ValueError(f"q, k, v are {q_BLND.dtype}; pass a floating-point dtype")
     if not q_BLND.device == k_BLKD.device == v_BLKD.device:
         raise ValueError(f"q, k, v are on {q_BLND.device}, {k_BLKD.device}, {v_BLKD.device}; move them to one device")
-
-
-def check_scale(scale: float | None) -> None:
-    """Raise ValueError unless `scale` is None or a factor that every kernel takes.
-
-    Kernels scale scores after hiding some as -inf, so zero and less would show them again, or give NaN.
-    """
-    if scale is not None and not (isinstance(scale, Real) and 0 < scale < math.inf):
-        raise ValueError(f"scale is {scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
-
-
-def check_softcap(softcap: float | None) -> None:
-    """Raise ValueError unless `softcap` is None or a finite bound above 0."""
-    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
-        raise ValueError(f"softcap is {softcap!r}; give a finite bound of the scores above 0, or None for no bound")
 
 
 def check_sinks(sinks_N: object, q_BLND: Tensor) -> None:

@@ -104,7 +104,7 @@ def _whole_backward(
         WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BLKD, v_BLKD),
         plan.one_call,
         plan.scale,
-        plan.deterministic,
+        plan.choice.choices.deterministic,
     )
     dtype = q_BLND.dtype
     return dq_BLND.to(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)

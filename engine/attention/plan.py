@@ -19,12 +19,12 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.collectives import TokenRun, token_runs_in_order
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale, check_softcap
+from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import pair_table
 from engine.attention.problem import ALL_GATHER, Problem
-from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, resolve
+from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
 from engine.cuda.alternate import streams_of
 
 
@@ -44,8 +44,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
     if plan is None:
         with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, k_BLKD)
-            check_scale(choices.scale)
-            check_softcap(choices.softcap)
+            check_choices(choices)
 
         def said() -> dict[str, object]:
             return {
@@ -75,8 +74,6 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     Without `lse_gradient`, kernels that form delta from O need no check that makes the host wait for the GPU, and a
     gradient of the LSE is an error with them.
     """
-    if choices.forward_streams not in (1, 2):
-        raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
     problem = _problem(q_BLND, k_BLKD, mask, cp, choices)
     link = _link(problem, cp, choices, q_BLND.device)
     hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
@@ -93,10 +90,7 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
             gather=cp.comms.gather(),
             token_runs=_token_runs(problem, range(cp.size)),
             kernel=kernel,
-            seq_len=problem.seq_len,
             scale=scale,
-            deterministic=choices.deterministic,
-            narrow_grads=choice.narrow_grads.across,
             streams=streams_of(choices.forward_streams, q_BLND.device),
         )
     division = choice.division
@@ -108,14 +102,9 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
         cp=inner,
         mask=mask,
         choice=choice,
-        ring=division.ring,
         comms=cp.comms.ring(division.ring, division.ring_ranks(cp.rank), inner.rank, choice.exchange),
         kernel=kernel,
-        backward_side=choice.backward,
-        seq_len=problem.seq_len,
         scale=scale,
-        deterministic=choices.deterministic,
-        narrow_grads=choice.narrow_grads,
         link=link,
         # Copies into receive slots follow the stream that they were posted on.
         streams=streams_of(choices.forward_streams if choice.exchange == "relay" else 1, q_BLND.device),
@@ -125,11 +114,9 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     return UlyssesPlan(
         cp=cp,
         choice=choice,
-        members=members,
         all_to_all=all_to_all,
         token_runs=_token_runs(problem, members),
         inner=ring,
-        num_head_chunks=choice.num_head_chunks,
     )
 
 

@@ -58,6 +58,11 @@ class Problem(HeadsAndRanks):
     on_gpu: bool = True
     copies_unsupported_reason: str | None = None  # why ranks of a node cannot copy into each other's memory
 
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+
     @property
     def pair_flops(self) -> float:
         """Of one visible (query, key) pair in forward, over batch and heads."""
@@ -144,14 +149,15 @@ def all_to_all_ranks(schedule: str, problem: HeadsAndRanks) -> int:
     return {"ulysses": problem.cp_size, "usp": problem.node_size, "usp_transposed": problem.nodes}[schedule]
 
 
-def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int) -> Problem:
+def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int, mask: str | None = None) -> Problem:
     """One layer's attention of a trial on GPUs that can copy into each other's memory inside a node, as a rank has it:
-    with its share of the heads under tensor parallelism. Raises ValueError for a mask that does not exist."""
+    with its share of the heads under tensor parallelism. `mask`: one of `settings.masks`, the first by default. Raises
+    ValueError for a mask that does not exist."""
     from engine.attention.masks import parse_mask
 
     shape = settings.model
     return Problem(
-        mask=parse_mask(settings.mask),
+        mask=parse_mask(mask or settings.masks[0]),
         layout=layout,
         seq_len=settings.seq_len,
         batch=settings.batch_size,

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 from engine.attention.comm_plan import comm_plan
@@ -53,7 +54,8 @@ from engine.settings import TrialSettings
 
 __all__ = [
     "Choices", "Estimate", "HardwareModel", "Resolved", "asks_for_link", "best_layout", "cheaper_backward",
-    "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices", "trial_layout",
+    "check_choices", "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices",
+    "trial_layout",
 ]  # fmt: skip
 
 ALL_RANKS = 8  # up to so many ranks are added up to choose a side; of more ranks, three
@@ -77,6 +79,42 @@ class Choices(NamedTuple):
     recompute: bool = False
     lse_gradient: bool = True
     forward_streams: int = 1
+
+
+def check_choices(choices: Choices) -> None:
+    """Raise ValueError for a value that no call can have. `schedule` and `kernel` are looked up where they are used.
+
+    A tuple cannot refuse its own values, and a call with a known plan should not check them again.
+    """
+    if choices.scale is not None and not _finite_above_0(choices.scale):
+        # Kernels scale scores after hiding some as -inf, so zero and less would show them again, or give NaN.
+        raise ValueError(f"scale is {choices.scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
+    if choices.softcap is not None and not _finite_above_0(choices.softcap):
+        raise ValueError(
+            f"softcap is {choices.softcap!r}; give a finite bound of the scores above 0, or None for no bound"
+        )
+    if choices.backward not in ("auto", *BACKWARD_SIDES):
+        raise ValueError(f"backward {choices.backward!r} is unknown; choose auto, query or key_value")
+    if choices.grad_comm_dtype not in GRAD_COMM_DTYPES:
+        known = ", ".join(GRAD_COMM_DTYPES)
+        raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
+    if choices.exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+    if choices.schedule == ALL_GATHER and choices.backward == "query":
+        raise ValueError(
+            "schedule all_gather gathers keys and values in backward too, found backward query; set it to auto"
+        )
+    if choices.schedule == ALL_GATHER and choices.exchange != "auto":
+        raise ValueError(f"schedule all_gather has no ring, found exchange {choices.exchange}; set it to auto")
+    chunks = choices.num_head_chunks
+    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f"num_head_chunks is {chunks!r}; give a whole number of at least 1, or None")
+    if choices.forward_streams not in (1, 2):
+        raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
+
+
+def _finite_above_0(value: float) -> bool:
+    return isinstance(value, Real) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +148,7 @@ class Resolved:
         problem, division = self.problem, self.division
         return cheaper_backward(problem.mask, division.layout, self.volume, problem.seq_len, self.shards, self.hardware)
 
-    @property
+    @cached_property
     def narrow_grads(self) -> NarrowedGradients:
         """Where gradients are sent in the inputs' dtype; all_gather sends all as at its slowest links."""
         found = narrowed(self.choices.grad_comm_dtype)
@@ -144,7 +182,7 @@ class Resolved:
         problem, division, slots = self.problem, self.division, 0
         if self.head_exchange == "copy_engine":
             slots += head_slot_bytes(self.shards, self.choices.recompute)
-        if self.exchange == "copy_engine" and division.ring.node_size > 1:
+        if self.exchange == "copy_engine":
             slots += ring_slot_bytes(
                 problem.mask, division.layout, division.ring, problem.seq_len, self.shards, self.sends_queries
             )
@@ -176,21 +214,7 @@ def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Reso
     The cost model's speeds are a GPU's: elsewhere `auto` is a ring, and heads are not cut into chunks. It is a ring as
     well where `backward` or `exchange`, which are switches of a ring, are given.
     """
-    if choices.backward not in ("auto", *BACKWARD_SIDES):
-        raise ValueError(f"backward {choices.backward!r} is unknown; choose auto, query or key_value")
-    if choices.grad_comm_dtype not in GRAD_COMM_DTYPES:
-        known = ", ".join(GRAD_COMM_DTYPES)
-        raise ValueError(f"grad_comm_dtype {choices.grad_comm_dtype!r} is unknown; choose one of {known}")
-    if choices.exchange not in ("auto", *EXCHANGES):
-        raise ValueError(f"exchange {choices.exchange!r} is unknown; choose auto, relay, direct or copy_engine")
-    for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
-        if getattr(problem, name) < 1:
-            raise ValueError(f"{name} is {getattr(problem, name)}; give a number of at least 1")
-    if not 0 < hardware.across_gib < math.inf:
-        raise ValueError(f"across_gib is {hardware.across_gib:g}; give a speed above 0")
-    chunks_given = choices.num_head_chunks
-    if chunks_given is not None and (not isinstance(chunks_given, int) or chunks_given < 1):
-        raise ValueError(f"num_head_chunks is {chunks_given!r}; give a whole number of at least 1, or None")
+    check_choices(choices)
     estimated = problem.on_gpu and _model_chooses(choices)
     workload = Workload.of(
         problem, grad_comm_dtype=choices.grad_comm_dtype, recompute=choices.recompute, counts_traffic=estimated
@@ -219,6 +243,11 @@ def resolve(problem: Problem, hardware: HardwareModel, choices: Choices) -> Reso
     if schedule in ULYSSES_SCHEDULES:
         head_exchange = _head_exchange(schedule, choices.exchange, problem, division)
     exchange = ALL_GATHER if schedule == ALL_GATHER else _ring_exchange(choices.exchange, problem, division)
+    if choices.exchange == "copy_engine" and problem.cp_size > 1 and "copy_engine" not in (head_exchange, exchange):
+        raise ValueError(
+            f"exchange copy_engine copies inside a node and schedule {schedule} sends nothing there on nodes of "
+            f"{problem.node_size} ranks; choose exchange auto"
+        )
     item = problem.input_bytes
     return Resolved(
         problem=problem,
@@ -265,13 +294,8 @@ def _num_head_chunks(
 def _head_exchange(schedule: str, exchange: str, problem: Problem, division: Division) -> str:
     """How an all-to-all sends heads: by copy engine where all its ranks share a node and `exchange` allows it."""
     inside, reason = schedule == "usp" or problem.nodes == 1, problem.copies_unsupported_reason
-    if exchange == "copy_engine" and problem.cp_size > 1:
-        if not inside and schedule == "ulysses":
-            raise ValueError(
-                f"exchange copy_engine copies inside a node and nodes are of {problem.node_size}; choose exchange auto"
-            )
-        if reason:
-            raise ValueError(reason)
+    if exchange == "copy_engine" and problem.cp_size > 1 and reason:
+        raise ValueError(reason)
     if division.shared_by == 1:
         return "none"
     copied = inside and exchange in ("auto", "copy_engine") and reason is None
@@ -279,10 +303,13 @@ def _head_exchange(schedule: str, exchange: str, problem: Problem, division: Div
 
 
 def _ring_exchange(exchange: str, problem: Problem, division: Division) -> str:
-    """How a ring sends chunks: by `auto` the fastest that the links inside its inner rings allow."""
+    """How a ring sends chunks: by `auto` the fastest that the links inside its inner rings allow. Inner rings of one
+    rank leave nothing to choose: chunks are passed on from node to node."""
     ring, reason = division.ring, problem.copies_unsupported_reason
     if ring.cp_size == 1:
         return "none"
+    if ring.node_size == 1:
+        return "relay"
     spans_nodes = ring.node_size > division.node_size
     if exchange == "auto":
         return "relay" if spans_nodes else "direct" if reason else "copy_engine"
@@ -385,7 +412,7 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
     return best_layout(
-        parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
+        parse_mask(settings.masks[0]), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
     )
 
 
@@ -410,8 +437,10 @@ def trial_choices(settings: TrialSettings, grad_comm_dtype: str = "fp32") -> Cho
     )
 
 
-def resolve_trial(settings: TrialSettings, node_size: int, hardware: HardwareModel | None = None) -> Resolved:
-    """What a trial of method `burst` becomes on GPUs, with `node_size` context-parallel ranks on a node. Raises
-    ValueError for what cannot run."""
-    problem = problem_of_trial(settings, as_layout(trial_layout(settings)), node_size)
+def resolve_trial(
+    settings: TrialSettings, node_size: int, hardware: HardwareModel | None = None, mask: str | None = None
+) -> Resolved:
+    """What a trial of method `burst` becomes on GPUs, with `node_size` context-parallel ranks on a node, in layers with
+    this one of `settings.masks`, the first by default. Raises ValueError for what cannot run."""
+    problem = problem_of_trial(settings, as_layout(trial_layout(settings)), node_size, mask)
     return resolve(problem, hardware or HardwareModel(), trial_choices(settings))

@@ -91,8 +91,9 @@ class TrainTask:
             else WholeMatrices(settings.model)
         )
         self.inside = InsideStep(world.device, world.rank)
-        windowed = settings.of_windowed_layers()
-        self._attend_in_window = None if windowed is None else RefusingAttention(method.attention(self.cp, windowed))
+        self._attend_in_window = None
+        for mask in settings.masks[1:]:  # of one kind of layers at most
+            self._attend_in_window = RefusingAttention(method.attention(self.cp, settings, mask))
         self.model, self._recompute = build_model(
             settings,
             self.attend,

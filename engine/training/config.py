@@ -115,7 +115,8 @@ class Order:
         shape = {name: getattr(settings.model, name) for name in settings.model.__dataclass_fields__}
         return {
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
-            **{name: getattr(settings, name) for name in ("dtype", "mask", "z_loss", "seq_len", "seed")},
+            **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
+            "mask": settings.masks[0],
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
         }
 

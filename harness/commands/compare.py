@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from cluster.files.errors import shown
 from harness.base.errors import UsageError, nearest
 from harness.commands import parse_tolerance
-from harness.report.variants import OWN_METHOD
 
 if TYPE_CHECKING:
     from harness.compare.pairs import Comparison
@@ -34,7 +33,7 @@ class CompareCommand:
         parser.add_argument(
             "directories", nargs="+", type=Path, metavar="DIR",
             help="A (the reference) and B: runs (directories or packed files), or directories that hold runs; one "
-            f"alone: {OWN_METHOD} against each other method in it; with --methods or --commits any number",
+            "alone: burst against each other method in it; with --methods or --commits any number",
         )  # fmt: skip
         sides = parser.add_mutually_exclusive_group()
         sides.add_argument(
@@ -144,6 +143,7 @@ def _of_own_method(arguments: argparse.Namespace) -> list[Comparison]:
     """Our method (B) against each other one (A) of the runs in one directory, as far as pairs have figures."""
     from harness.compare.pairs import compare
     from harness.report.results import method_rank
+    from harness.report.variants import OWN_METHOD
 
     tolerance, [directory] = parse_tolerance(arguments.tolerance), arguments.directories
     members = _of_all([directory])

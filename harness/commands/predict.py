@@ -50,9 +50,9 @@ class PredictCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.lengths import format_length
         from harness.commands.plan import origin_lines
+        from harness.metrics.hardware import assumed
         from harness.plan.forecast import forecast, longest, machine_of
         from harness.plan.matrix import at_length, plan, plan_table
-        from harness.predict.speeds import assumed
 
         if arguments.experiment is not None:
             raise UsageError(
@@ -222,9 +222,9 @@ def _row(trial: Trial, found: TrialForecast) -> dict[str, Any]:
         "hardware": found.hardware.name, "seconds": time.seconds if time else None,
         "interval": list(found.interval) if found.interval else None,
         "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
-        "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
-        "schedule_reason": time.exchange.reason if time else None,
-        "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
+        "system_gib": found.system_gib, "fits": found.fits, "schedule": time.attention.schedule if time else None,
+        "schedule_reason": time.attention.resolved.reason if time else None,
+        "backward": time.attention.resolved.backward if time else None, "bottleneck": time.bottleneck if time else None,
         "phases": dict(time.phases) if time else None,
         "gib_by_moment": memory_by_moment(settings) if found.nodes else None,
         "reason": found.reason or trial.unsupported_reason or "",
@@ -267,7 +267,7 @@ def _print(found: list[TrialForecast], *, phases: bool) -> None:
         sizes = (each.gpu_gib, each.system_gib) if published else (each.gpu_gib,)
         cells += ["" if size is None else three(size) for size in sizes]
         cells.append({None: "", True: "yes", False: "no"}[each.fits])
-        cells += [time.exchange.schedule, time.bottleneck] if time else ["", each.reason]
+        cells += [time.attention.schedule, time.bottleneck] if time else ["", each.reason]
         table.add_row(*map(str, cells))
     console = stdout_console()
     print_table(console, table)

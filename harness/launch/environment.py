@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from cluster.discovery.interface import InterfaceChoice
+from cluster.discovery.hcas import InterfaceChoice
 from cluster.environment.ranks import process_values, socket_values, trial_values
 from cluster.environment.value import overlaid, variables
 from engine.settings import TrialSettings

@@ -153,13 +153,14 @@ def machine_of(description: dict[str, object]) -> Machine:
 
 
 def ranks_of(node: Node, description: dict[str, object]) -> int:
-    """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
+    """Ranks of one trial that a node takes: the site's number, else one per GPU, or one where there is none.
+
+    Raises ValueError for GPUs that cannot be used, and for more ranks than GPUs.
+    """
     machine = machine_of(description)
     if machine.gpu_problem:
         raise ValueError(machine.gpu_problem)
-    ranks = node.site.ranks_per_node or machine.gpu_count
-    if not ranks:
-        raise ValueError("it has no GPU, so the site must say how many ranks it takes; set ranks_per_node")
+    ranks = node.site.ranks_per_node or machine.gpu_count or 1
     if 0 < machine.gpu_count < ranks:
         raise ValueError(f"ranks_per_node is {ranks}, but it has {machine.gpu_count} GPUs; give at most that many")
     return ranks

@@ -16,6 +16,7 @@ from harness.metrics.intervals import median_interval
 from harness.records.record import Record
 
 GIB = 1 << 30
+TERA = 1e12
 
 # How every printed figure is defined, by the column it explains; figures and reports print these sentences.
 FORMULAS: dict[str, str] = {

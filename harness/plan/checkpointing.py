@@ -11,9 +11,9 @@ from engine.checkpoint.planning.plan import Budget, planned
 from engine.measurement import Forecast
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
-from harness.metrics.hardware import Hardware, hardware_for
+from harness.metrics.hardware import Hardware, hardware_for, speeds_of
+from harness.metrics.throughput import TERA
 from harness.plan.times import step_seconds
-from harness.predict.speeds import TERA, speeds_of
 from harness.records.forecasts import NO_CORRECTION, Correction
 
 # GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.

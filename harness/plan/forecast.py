@@ -13,12 +13,11 @@ from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
-from harness.metrics.throughput import GIB
+from harness.metrics.throughput import GIB, TERA
 from harness.plan.checkpointing import with_plan
 from harness.plan.predict import engine_memory, fits_gpu
 from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
 from harness.predict.published_rows import TRAINING
-from harness.predict.speeds import TERA
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare
@@ -104,7 +103,7 @@ def _system_gib(settings: TrialSettings, hardware: Hardware, time: StepTime | No
     system = SYSTEM_OF.get(settings.method)
     if system is None or time is None or hardware.waiting_layers is None or settings.task != "train":
         return None
-    return system_memory(settings, system, time.exchange, hardware.waiting_layers) / GIB
+    return system_memory(settings, system, time.attention, hardware.waiting_layers) / GIB
 
 
 @cache

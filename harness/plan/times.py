@@ -5,8 +5,7 @@ from __future__ import annotations
 from engine.method import method_unsupported_reason
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine
-from harness.metrics.hardware import Hardware, hardware_for
-from harness.predict.speeds import speeds_of
+from harness.metrics.hardware import Hardware, hardware_for, speeds_of
 from harness.predict.step import StepTime, step_time
 from harness.spec.methods import method_named
 

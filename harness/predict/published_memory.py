@@ -118,7 +118,7 @@ def _by_configuration() -> tuple[tuple[str, tuple[PublishedMemory, ...]], ...]:
 def _compared(name: str, rows: Sequence[PublishedMemory], waiting_layers: float) -> ComparedMemory:
     first, peaks = rows[0], [row.gib for row in rows if row.gib is not None]
     configuration = first.configuration
-    nbytes = system_memory(configuration.settings, first.system, configuration.exchange, waiting_layers)
+    nbytes = system_memory(configuration.settings, first.system, configuration.attention, waiting_layers)
     return ComparedMemory(
         configuration=configuration,
         system=first.system,

@@ -18,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from baselines.paper_cluster import GPUS_PER_NODE
+from engine.attention.resolve import Choices, HardwareModel, resolve
 from engine.reader import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.predict.problem import Exchange, Side
+from harness.predict.attention import (
+    LayerAttention,
+    attention_problem,
+    context_ranks_of_node,
+    is_tensor_parallel,
+)
 from harness.spec.models import MODELS_DIR, load_model
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
@@ -50,7 +56,7 @@ class Configuration:
     """One published set-up as a trial on A800 or A100 GPUs."""
 
     settings: TrialSettings
-    exchange: Exchange
+    attention: LayerAttention
 
     @property
     def name(self) -> str:
@@ -59,8 +65,13 @@ class Configuration:
         settings = {key: settings[key] for key in _NAMED_BY}
         settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
         settings["model"] = {key: settings["model"][key] for key in _NAMED_BY_MODEL}
-        exchange = to_json(self.exchange)
-        del exchange["reason"]
+        exchange = {
+            "schedule": self.attention.schedule,
+            "backward": self.attention.resolved.backward,
+            "gradient_bytes": self.attention.resolved.summed_bytes,
+            "tuned_links": self.attention.tuned_links,
+            "head_chunks": self.attention.resolved.num_head_chunks,
+        }
         text = json.dumps([settings, exchange], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -118,7 +129,7 @@ class RowSaysTooLittle(Exception):
 
 
 def configuration_of_row(row: dict[str, str]) -> Configuration:
-    """Settings and exchange of a row's trial. Raises RowSaysTooLittle."""
+    """Settings and attention of a row's trial. Raises RowSaysTooLittle."""
     if row["experiment"] in _BENCH_HEADS:
         return _benchmark(row)
     if row["experiment"] == "sparse":
@@ -134,28 +145,39 @@ def configuration_of_row(row: dict[str, str]) -> Configuration:
     ranks = _ranks_of_sequence(words, gpus)
     method, schedule, side, tail, fused = _way(words, row["experiment"])
     split: dict[str, Any] = {"method": "burst", "cp_size": ranks, "layout": "zigzag"}
-    if schedule == "tensor_parallel":
+    if method == "megatron_tp":
         split = {"method": "megatron_tp", "tp_size": ranks}
-    return Configuration(
-        settings=TrialSettings(
-            task="train",
-            model=_model(row["model"]),
-            seq_len=seq_len,
-            world_size=gpus,
-            lm_head_fusion=fused,
-            checkpoint=Checkpoint(every=1, tail=tail),
-            optimizer_offload="[offload]" in words,
-            **split,
-        ),
-        exchange=_exchange(schedule, side, ranks, tuned=method == "burst"),
+    settings = TrialSettings(
+        task="train",
+        model=_model(row["model"]),
+        seq_len=seq_len,
+        world_size=gpus,
+        lm_head_fusion=fused,
+        checkpoint=Checkpoint(every=1, tail=tail),
+        optimizer_offload="[offload]" in words,
+        **split,
     )
+    return _configuration(settings, schedule, side, tuned=method == "burst")
 
 
-def _exchange(schedule: str, side: Side, ranks: int, *, tuned: bool) -> Exchange:
-    """The exchange among `ranks` ranks, all on one node where it has as many GPUs."""
-    if ranks <= GPUS_PER_NODE:
+def _configuration(settings: TrialSettings, schedule: str, side: str, *, tuned: bool) -> Configuration:
+    """Ranks that send gradients in bf16 under this schedule, all on one node where it has as many GPUs; those of tensor
+    parallelism attend alone, each with its own heads."""
+    if settings.cp_size <= GPUS_PER_NODE:
         schedule = _WITHIN_A_NODE.get(schedule, schedule)
-    return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
+    problem = attention_problem(settings, context_ranks_of_node(settings, GPUS_PER_NODE))
+    if schedule == "ulysses":  # DeepSpeed also divides heads unevenly; each rank counts as the fullest
+        heads = -(-problem.heads // settings.cp_size) * settings.cp_size
+        problem = replace(problem, heads=heads, kv_heads=heads * problem.kv_heads // problem.heads)
+    choices = Choices(schedule=schedule, backward=side, grad_comm_dtype="input", num_head_chunks=1)
+    return Configuration(
+        settings=settings,
+        attention=LayerAttention(
+            resolved=resolve(problem, HardwareModel(), choices),
+            tuned_links=tuned,
+            tensor_parallel=is_tensor_parallel(settings),
+        ),
+    )
 
 
 def _ranks_of_sequence(words: str, gpus: int) -> int:
@@ -168,11 +190,11 @@ def _ranks_of_sequence(words: str, gpus: int) -> int:
     return gpus
 
 
-def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
-    """(whose links, schedule, backward side, tail, fused head) by the source's name of the method."""
+def _way(words: str, experiment: str) -> tuple[str, str, str, float, bool]:
+    """(burst, megatron_tp or other, schedule, backward side, tail, fused head) by the source's name of the method."""
     name = words.casefold()
     if "megatron-tp" in name:
-        return "other", "tensor_parallel", "key_value", 0.0, False
+        return "megatron_tp", "ring", "key_value", 0.0, False
     kept = 0.0 if experiment not in ("e2e_main", "cp_scaling") else 1.0
     if "half-ckpt" in name or "sl-ckpt" in name or "sl_ckpt" in name:
         kept = 0.5
@@ -182,7 +204,7 @@ def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
         kept = 0.0
     if "baseline" in name:  # the ablation adds one switch after another
         schedule = "double_ring" if "double" in name else "ring"
-        side: Side = "query" if "bwd_opt" in name else "key_value"
+        side = "query" if "bwd_opt" in name else "key_value"
         return "burst", schedule, side, kept, "sl_loss" in name
     if "loong" in name:
         return "other", "usp" if "usp" in name else "double_ring", "key_value", kept, False
@@ -204,8 +226,7 @@ def _benchmark(row: dict[str, str]) -> Configuration:
     batch = re.search(r"batch[ =](\d+)", f"{row['figure']} {row['source']} {row['method']}")
     if row["experiment"] == "burstattention_batch_scaling" and batch is None:
         raise RowSaysTooLittle("the batch is not stated in the row")
-    tuned, schedule = True, "double_ring"
-    side: Side = "query"
+    tuned, side, schedule = True, "query", "double_ring"
     if "head-first" in name or "ring-first" in name:
         tuned, side, schedule = False, "key_value", "usp" if "head-first" in name else "usp_transposed"
     elif "megatron" in name or "doublering" in name:
@@ -222,7 +243,7 @@ def _benchmark(row: dict[str, str]) -> Configuration:
         mask="causal" if causal else "full",
         layout="striped" if "striped" in name else "zigzag" if causal else "contiguous",
     )
-    return Configuration(settings=settings, exchange=_exchange(schedule, side, gpus, tuned=tuned))
+    return _configuration(settings, schedule, side, tuned=tuned)
 
 
 @cache

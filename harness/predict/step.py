@@ -8,22 +8,24 @@ and activations that go to the host and back, cost time where they take longer t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.attention.geometry.layout import as_layout
-from engine.attention.problem import Problem, problem_of_trial
+from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops, work_of
 from harness.metrics.hardware import HardwareSpeeds
-from harness.metrics.throughput import GIB
-from harness.predict.attention import attention_passes
-from harness.predict.exchanges import exchange_of
-from harness.predict.gathering import tensor_parallel_seconds
-from harness.predict.problem import Exchange, Pass
-from harness.predict.speeds import TERA
-from harness.spec.methods import method_named
+from harness.metrics.throughput import GIB, TERA
+from harness.predict.attention import (
+    LayerAttention,
+    Pass,
+    attention_passes,
+    attention_problem,
+    context_ranks_of_node,
+    layer_attention,
+    tensor_parallel_seconds,
+)
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
 _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
@@ -47,7 +49,7 @@ class StepTime:
     """Seconds by phase, in the order of a report; what a trial does not have is missing."""
 
     phases: Mapping[str, float]
-    exchange: Exchange
+    attention: LayerAttention
     attention_forward: float  # seconds of one forward of one layer's attention, waiting included
 
     @property
@@ -61,37 +63,36 @@ class StepTime:
 
 
 def step_time(
-    settings: TrialSettings, speeds: HardwareSpeeds, *, node_ranks: int, exchange: Exchange | None = None
+    settings: TrialSettings, speeds: HardwareSpeeds, *, node_ranks: int, attention: LayerAttention | None = None
 ) -> StepTime:
-    """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `exchange`: how tensors
-    move, by default as the method does. Raises ValueError for a method or settings that are not modelled."""
+    """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `attention`: of a layer,
+    by default as the method's ranks resolve it. Raises ValueError for a method or settings that are not modelled."""
     node_size = context_ranks_of_node(settings, node_ranks)
     problem = attention_problem(settings, node_size)
-    exchange = exchange or exchange_of(settings, problem, speeds)
+    attention = attention or layer_attention(settings, problem, speeds)
     work, ranks = work_of(settings), settings.world_size
     phases: dict[str, float] = {}
     if settings.task == "lm_head":
         phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
-        return StepTime(phases=phases, exchange=exchange, attention_forward=0.0)
-    forward, backward = attention_passes(problem, exchange, speeds)
-    windowed = settings.of_windowed_layers()
-    inside = None
-    if windowed is not None:  # layers with a window choose their own schedule
-        of_window = attention_problem(windowed, node_size)
-        inside = attention_passes(of_window, exchange_of(windowed, of_window, speeds), speeds)
+        return StepTime(phases=phases, attention=attention, attention_forward=0.0)
+    forward, backward = attention_passes(attention, speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
         _add(phases, "attention forward", forward, 1.0)
         _add(phases, "attention backward", backward, 1.0)
-        return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
+        return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
     layers = settings.model.layers * calls
     again = work.recomputed_attention / work.attention if work.attention else 0.0
-    within = sum(settings.model.windowed) * calls if inside is not None else 0
-    for (ahead, back), count in (((forward, backward), layers - within), (inside or (forward, backward), within)):
+    for mask in settings.masks:  # layers with a window choose their own schedule
+        ahead, back = forward, backward
+        if mask != settings.masks[0]:
+            inside = layer_attention(settings, replace(problem, mask=parse_mask(mask)), speeds)
+            ahead, back = attention_passes(inside, speeds)
+        count = settings.layer_masks.count(mask) * calls
         _add(phases, "attention forward", ahead, count)
         _add(phases, "attention again", ahead, count * again)
         _add(phases, "attention backward", back, count)
-    across = exchange.across_gib(speeds)
+    across = attention.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     gemm = speeds.gemm_tflops * TERA * ranks
     phases["matrix products"] = 3 * work.layers / gemm
@@ -111,24 +112,7 @@ def step_time(
     phases["host copies"] = layers * 2 * max(0.0, _offload_bytes(settings) / (speeds.host_gib * GIB) - computing)
     if not_captured_reason(settings, "cuda") is not None:
         phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
-    return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
-
-
-def context_ranks_of_node(settings: TrialSettings, node_ranks: int) -> int:
-    """Context-parallel ranks that share a node."""
-    if settings.emulate_nodes > 1:
-        node_ranks = settings.world_size // settings.emulate_nodes
-    size = min(settings.cp_size, max(1, node_ranks // settings.tp_size))
-    while settings.cp_size % size:
-        size -= 1
-    return size
-
-
-def attention_problem(settings: TrialSettings, node_size: int) -> Problem:
-    """Attention of one layer of a trial. Raises ValueError for a mask or layout that does not exist."""
-    layout_of = getattr(method_named(settings.method), "layout", None)
-    layout = "zigzag" if layout_of is None else layout_of(settings)
-    return problem_of_trial(settings, as_layout(layout), node_size)
+    return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
 
 
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.settings import BYTES_OF, TrialSettings
-from harness.predict.problem import Exchange
+from harness.predict.attention import LayerAttention
 
 _FP32 = 4
 _STATES = 12  # bytes per parameter: AdamW's moments and the parameter itself, in fp32
@@ -75,7 +75,7 @@ SYSTEM_OF = {
 }
 
 
-def attention_states(system: SystemMemory, exchange: Exchange) -> float:
+def attention_states(system: SystemMemory, attention: LayerAttention) -> float:
     """Tensors of the size of a rank's queries that attention's backward holds at once.
 
     A chunk is received per ring while another is computed with. Of circulating gradients there are three sets: summed,
@@ -85,20 +85,22 @@ def attention_states(system: SystemMemory, exchange: Exchange) -> float:
     states: float = _INPUTS + _KERNEL
     if system.sum_bytes > 2:
         states += 3  # results
-    if exchange.schedule in ("ulysses", "usp", "usp_transposed"):
+    if attention.schedule in ("ulysses", "usp", "usp_transposed"):
         states += _INPUTS  # exchanged
-    if exchange.schedule in ("ulysses", "tensor_parallel"):
+    if attention.schedule in ("ulysses", "tensor_parallel"):
         return states
-    states += 2 * (2 if exchange.schedule == "double_ring" else 1)
-    return states + wide * (1 + 3 * 2 if exchange.backward == "key_value" else 2 + 3)
+    states += 2 * (2 if attention.schedule == "double_ring" else 1)
+    return states + wide * (1 + 3 * 2 if attention.resolved.backward == "key_value" else 2 + 3)
 
 
-def system_memory(settings: TrialSettings, system: SystemMemory, exchange: Exchange, waiting_layers: float) -> float:
+def system_memory(
+    settings: TrialSettings, system: SystemMemory, attention: LayerAttention, waiting_layers: float
+) -> float:
     """Bytes that a rank's allocator holds at most: of a training step, or of a call of attention."""
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size / (settings.cp_size * settings.tp_size)
     query = item * tokens * model.heads * model.head_dim
-    states = attention_states(system, exchange) * query
+    states = attention_states(system, attention) * query
     if settings.task == "attention":
         return states
     hidden = item * tokens * model.hidden

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from baselines.paper_cluster import GPUS_PER_NODE
-from harness.metrics.hardware import SPEEDS, HardwareSpeeds, hardware_named
+from harness.metrics.hardware import BACKWARD_OF_FORWARD, FITTED, SPEEDS, HardwareSpeeds, hardware_named, speeds_of
 from harness.predict.published_rows import (
     END_TO_END,
     REFERENCE,
@@ -23,7 +23,6 @@ from harness.predict.published_rows import (
     PublishedTime,
     configurations,
 )
-from harness.predict.speeds import BACKWARD_OF_FORWARD, FITTED, speeds_of
 from harness.predict.step import StepTime, step_time
 
 SPLIT_FILE = REFERENCE.with_name("prediction_split.csv")
@@ -90,7 +89,7 @@ def _committed(gpu: str) -> HardwareSpeeds:
 
 def predicted_time(configuration: Configuration, speeds: HardwareSpeeds) -> StepTime:
     """The time of a published set-up, on nodes of eight GPUs."""
-    return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
+    return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, attention=configuration.attention)
 
 
 def _compared(

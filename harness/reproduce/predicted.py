@@ -13,14 +13,13 @@ from typing import Protocol
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
-from harness.metrics.hardware import Hardware, hardware_named
+from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast, machine_of
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.published_memory import system_of_row
 from harness.predict.published_rows import RowSaysTooLittle, configuration_of_row
-from harness.predict.speeds import assumed, speeds_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
 from harness.reproduce.figure_points import FigurePoint, gpu_text, predicted_entry, published_points
@@ -105,7 +104,7 @@ def _of_published_points(figure: PaperFigure) -> Iterator[FigurePoint]:
         gib = None
         if hardware.waiting_layers is not None and settings.task == "train":
             system = system_of_row(row.method, True)
-            gib = system_memory(settings, system, configuration.exchange, hardware.waiting_layers) / GIB
+            gib = system_memory(settings, system, configuration.attention, hardware.waiting_layers) / GIB
         seconds = predicted_time(configuration, speeds_of(hardware)).seconds
         found = Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
         if values := _values(figure, settings, found):

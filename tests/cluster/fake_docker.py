@@ -10,28 +10,30 @@ from pathlib import Path
 
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd
 
-# An image is the file $FAKE_DOCKER/<name>: its id, a line that stands for its configuration, then its layers.
+# An image is the file $FAKE_DOCKER/<name>: its id, a line that stands for its configuration, then its layers. The
+# file `registry` there names a folder that engines push to and pull from.
 # An engine in which `id_prefix` exists counts ids in its own way; one with `refuse` cannot load; one with `damage`
 # loads something else.
 PROGRAM = r"""#!/bin/sh
 echo "$*" >> "$FAKE_DOCKER/calls"
-file() { printf '%s/%s' "$FAKE_DOCKER" "$(printf %s "$1" | tr / _)"; }
+flat() { printf %s "$1" | tr / _; }
+file() { printf '%s/%s' "$FAKE_DOCKER" "$(flat "$1")"; }
 for last; do :; done
 case "$1 $2" in
-version*) [ ! -e "$FAKE_DOCKER/down" ] || { echo "Cannot connect to the Docker daemon" >&2; exit 1; }; echo 28.0.0 ;;
-info*) printf '%s\n' "$FAKE_DOCKER" ;;
 build*) printf 'sha256:b%063d\nbuilt\nlayers\n' 0 > "$(file "$BUILT_TAG")" ;;
 "image inspect")
+  [ ! -e "$FAKE_DOCKER/down" ] || { echo "Cannot connect to the Docker daemon" >&2; exit 1; }
   [ -e "$(file "$last")" ] || { echo "Error response from daemon: No such image: $last" >&2; exit 1; }
   { read -r id; read -r content; } < "$(file "$last")"
   [ ! -e "$FAKE_DOCKER/id_prefix" ] || id="sha256:$(cat "$FAKE_DOCKER/id_prefix")${id#sha256:????}"
   printf '%s %s %s\n' "$id" "$(stat -c %s "$(file "$last")")" "$content" ;;
-"image save") { printf '%s\n' "$last"; cat "$(file "$last")"; } ;;
+"image save") { printf '%s\n' "$last"; cat "$(file "$last")"; } > "$4" ;;
 "image load")
   [ ! -e "$FAKE_DOCKER/refuse" ] || { echo "no space left on device" >&2; exit 1; }
-  case "$last" in *.zst) unpack="zstd -dcq" ;; *) unpack="gzip -dc" ;; esac
-  $unpack "$last" | { read -r name; cat > "$(file "$name")"; }
+  { read -r name; cat > "$(file "$name")"; }
   [ ! -e "$FAKE_DOCKER/damage" ] || printf 'sha256:e%063d\nother\n' 0 > "$(file "$(cat "$FAKE_DOCKER/damage")")" ;;
+"image push") cp "$(file "$last")" "$(cat "$FAKE_DOCKER/registry")/$(flat "$last")" ;;
+"image pull") cp "$(cat "$FAKE_DOCKER/registry")/$(flat "$last")" "$(file "$last")" ;;
 *) echo "fake docker knows no $*" >&2; exit 125 ;;
 esac
 """

@@ -4,8 +4,7 @@ import pytest
 
 from cluster.discovery.drift import NodeNetwork, network_drift
 from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port, Route
-from cluster.discovery.hcas import choose_hcas, common_depth, nearest
-from cluster.discovery.interface import choose_interface
+from cluster.discovery.hcas import choose_hcas, choose_interface, common_depth, nearest
 from cluster.discovery.read import interface_for
 
 

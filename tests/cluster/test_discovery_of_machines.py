@@ -2,8 +2,7 @@
 
 import pytest
 
-from cluster.discovery.hcas import choose_hcas
-from cluster.discovery.interface import choose_interface
+from cluster.discovery.hcas import choose_hcas, choose_interface
 from cluster.inventory.site import Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 

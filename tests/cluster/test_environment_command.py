@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from cluster.inventory.site import load_site
 from harness.cli import main
 from tests.patience import AMPLE
 
@@ -37,13 +36,6 @@ def test_json_holds_values_origins_and_reasons(capsys):
         "reason": "Ray reports its use to its makers by default",
     }
     assert (found["drift"], found["silent"], node["installed"]) == ([], {}, None)
-
-
-def test_write_leaves_a_file_per_node_here(tmp_path, capsys):
-    assert main(["env", "--write", str(tmp_path / "out")]) == 0
-    path = tmp_path / "out" / HERE / "env.sh"
-    assert "export RAY_USAGE_STATS_ENABLED=0\n" in path.read_text()
-    assert f"{path} written" in capsys.readouterr().err
 
 
 def test_install_writes_on_the_node_and_keeps_what_was_there(tmp_path, capsys):
@@ -80,34 +72,14 @@ def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
         (["a[3-1]"], "counts down"),
         (["{tmp}/list.txt", "gpu02"], "gpu02 is no node of the inventory list.txt"),
         (["--key", "{tmp}/none", "gpu01"], "is no file"),
-        (["--import", "{tmp}/none.sh"], "no such shell file"),
-        (["--import", "{tmp}/open.sh"], "open.sh:1: a quote is opened and never closed"),
-        (["--import", "{tmp}/list.txt", "gpu01"], "leave the nodes out"),
-        (["--write", "{tmp}/list.txt"], "was not written"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path, capsys, arguments, sentence):
     (tmp_path / "list.txt").write_text("gpu01\n")
-    (tmp_path / "open.sh").write_text("export A='b\n")
     assert main(["env", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
-
-
-def test_import_prints_a_site_file_and_says_why(tmp_path, capsys):
-    (tmp_path / "env.sh").write_text("export NCCL_IB_HCA=mlx5_1\nexport NCCL_DEBUG=WARN\nmodprobe x\n")
-    assert main(["env", "--import", str(tmp_path / "env.sh")]) == 0
-    out, err = capsys.readouterr()
-    (tmp_path / "site.yaml").write_text(out)
-    site = load_site(tmp_path / "site.yaml")
-    assert (site.network.hcas, site.environment) == (("mlx5_1",), {"NCCL_DEBUG": "WARN"})
-    assert "mlx5_1 also matches mlx5_10" in err
-    assert err.splitlines()[-1].endswith("1 kept, 1 changed, 1 dropped")
-    assert main(["env", "--json", "--import", str(tmp_path / "env.sh")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [finding["fate"] for finding in found["findings"]] == ["change", "keep", "drop"]
-    assert found["site"] == out
 
 
 def test_help_asks_for_no_yaml_and_no_ssh():

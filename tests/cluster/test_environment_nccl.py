@@ -10,12 +10,8 @@ import pytest
 
 from cluster.discovery.drift import network_drift
 from cluster.discovery.facts import Gpu, NodeFacts, Setting
-from cluster.environment.importing import import_env
-from cluster.environment.nccl import LEFT_ALONE, configured
-from cluster.environment.rendering import env_sh, render_node
-from cluster.environment.rules import concern
-from cluster.environment.show import as_json, table
-from cluster.environment.survey import Survey
+from cluster.environment.ranks import LEFT_ALONE, concern, configured
+from cluster.environment.rendering import as_json, env_sh, render_node, table
 from cluster.environment.value import Value
 from cluster.inventory.site import Site, Software
 from tests.cluster.fake_node import FakeNode, h100
@@ -117,7 +113,7 @@ def test_every_variable_left_to_nccl_has_its_reason_until_something_sets_it(node
     assert "NCCL_IB_SL" not in table(rendered)
     everything = table(rendered, every_one=True)
     assert all(f"  {left.name} " in everything and left.reason in everything for left in rendered.left_alone)
-    found = as_json(Survey(environments=(rendered,), installed={}, silent={}))["nodes"][0]
+    found = as_json(rendered)
     assert [left["name"] for left in found["left_alone"]] == names
     assert found["nccl_conf"] == [{"name": "NCCL_IB_TC", "value": "106", "place": "line 1 of /etc/nccl.conf"}]
     assert json.dumps(found)
@@ -136,9 +132,31 @@ def test_a_value_that_nccl_does_not_take_is_told_and_its_own_default_is_one(left
         assert concern(left.name, default) == ""
 
 
-def test_an_imported_value_that_nccl_does_not_take_is_dropped() -> None:
-    found = {finding.name: finding.fate for finding in import_env("NCCL_IB_SL=16\nNCCL_IB_TC=106\n", "env.sh").findings}
-    assert found == {"NCCL_IB_SL": "drop", "NCCL_IB_TC": "keep"}
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("NCCL_IB_HCA=^mlx5_1", "leaves adapters out by name"),
+        ("NCCL_IB_HCA=mlx5_1", "mlx5_1 also matches mlx5_10"),
+        ("NCCL_IB_HCA==mlx5_1:1", ""),
+        ("NCCL_SOCKET_IFNAME=eth1", "eth1 also matches eth10"),
+        ("NCCL_SOCKET_IFNAME=^docker0", "so any other interface can be chosen"),
+        ("NCCL_SOCKET_IFNAME==eth0", ""),
+        ("GLOO_SOCKET_IFNAME=^docker0", "which Gloo takes for a name"),
+        ("GLOO_SOCKET_IFNAME=eth0,eth1", "names several interfaces"),
+        ("GLOO_SOCKET_IFNAME==eth0", "is no interface's name"),
+        ("CUDA_VISIBLE_DEVICES=0", "would hide GPUs from every trial"),
+        ("MASTER_ADDR=gpu01", "is set for each rank of a trial"),
+        ("UCX_TLS=rc", "matters to UCX and MPI alone"),
+        ("NCCL_IB_SL=16", "NCCL takes 0 to 15"),
+        ("NCCL_IB_TC=106", ""),
+        ("NCCL_DEBUG=WARN", ""),
+    ],
+)
+def test_known_problems_of_what_users_set_are_told(setting: str, problem: str) -> None:
+    name, _, value = setting.partition("=")
+    said = concern(name, value)
+    assert said.startswith(f"{setting} ") == bool(problem)
+    assert problem in said
 
 
 def test_a_secret_in_a_file_stays_one() -> None:

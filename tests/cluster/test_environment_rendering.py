@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.discovery.facts import NodeFacts
-from cluster.discovery.hcas import HcaChoice
-from cluster.discovery.interface import InterfaceChoice
+from cluster.discovery.hcas import HcaChoice, InterfaceChoice
 from cluster.environment.ranks import adapter_values, connections, socket_values
-from cluster.environment.rendering import env_sh, render_node, template
+from cluster.environment.rendering import NodeEnvironment, env_sh, render_node
 from cluster.environment.value import Value, is_secret, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
@@ -197,7 +196,7 @@ def test_no_value_breaks_out_of_its_quotes(tmp_path):
 
 def test_no_reason_breaks_out_of_its_comment():
     own = overlaid([Value(name="A", value="x\ntouch HACKED", reason="r")], {"A": "1"}, by="theirs", origin="site")
-    text = template("env.sh.j2").render(node="n", values=own)
+    text = env_sh(NodeEnvironment(values=own, network=render_node(NodeFacts(node="n"), Site()).network, warnings=()))
     assert text.splitlines()[2:] == ["# site: theirs, instead of x?touch HACKED (r)", "export A=1"]
 
 

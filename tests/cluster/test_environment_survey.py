@@ -8,8 +8,7 @@ import subprocess
 import pytest
 
 from cluster.discovery.facts import NodeFacts
-from cluster.environment.rendering import env_sh, render_node
-from cluster.environment.show import as_json, table
+from cluster.environment.rendering import env_sh, render_node, table
 from cluster.environment.survey import Wish, head_address, install, survey
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host, this_machine
@@ -108,7 +107,7 @@ def test_nodes_over_ssh_are_read_and_written_to_and_a_silent_one_is_named(sshd, 
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "lo abc"
-    shown = json.dumps(as_json(found)) + table(found.environments[0])
+    shown = json.dumps(found.as_json()) + table(found.environments[0])
     assert "abc" not in shown
 
 

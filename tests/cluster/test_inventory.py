@@ -93,6 +93,13 @@ def test_a_target_wins_over_ssh_and_several_jump_hosts_are_taken_in_their_order(
     assert node.host.jump.jump.key == node.host.jump.key == Path("/k")
 
 
+def test_one_key_names_the_file_with_the_keys_of_hosts_and_jump_hosts(tmp_path):
+    text = "nodes: [a, {hosts: b, ssh: {known_hosts: /other}}]\nssh: {known_hosts: ~/lab, jump: 'one, two'}\n"
+    for node, known in zip(load(tmp_path, text).nodes, ("~/lab", "/other"), strict=True):
+        host, jump = node.host, node.host.jump
+        assert {host.known_hosts, jump.known_hosts, jump.jump.known_hosts} == {Path(known)}
+
+
 @pytest.mark.parametrize(
     ("login", "jump_key"), [("", "/mine"), ("key: /k, ", "/mine"), ("key: /k, jump_key: /j, ", "/j")]
 )

@@ -61,17 +61,3 @@ def test_broken_hosts_are_found_each_with_its_reason_and_none_is_free(tmp_path, 
         assert capsys.readouterr().out.split() == ["lab1"]
         lab.thaw(silent)
     assert lab.left_behind() == []
-
-
-def test_each_hosts_environment_names_its_own_interface(tmp_path, capsys):
-    with open_lab(3, tmp_path) as lab:
-        inventory = write_inventory(lab, Path("/"))
-        assert (
-            main(["env", str(inventory), "--known-hosts", str(lab.known_hosts), "--write", str(tmp_path / "env")]) == 0
-        )
-        for host in lab.hosts:
-            text = (tmp_path / "env" / host.name / "env.sh").read_text()
-            assert f"GLOO_SOCKET_IFNAME={host.interface}" in text.replace("'", "")
-            assert "RAY_USAGE_STATS_ENABLED=0" in text
-    capsys.readouterr()
-    assert lab.left_behind() == []

@@ -71,12 +71,13 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Logits formed at once have no tiles. Burst refuses one combination: tokens that are not consecutive cannot be
-    exchanged for heads or gathered. Other methods say which ones they refuse."""
+    """Logits formed at once have no tiles. Burst refuses two combinations: tokens that are not consecutive cannot be
+    exchanged for heads or gathered, and all_gather has no query side. Other methods say which ones they refuse."""
     if row["head_tiles"] and not row["lm_head_fusion"]:
         return False
     if row["method"] == "burst":
-        return not (row["layout"] == "striped" and row["schedule"] in RUNS_OF_TOKENS)
+        queries_gathered = row["schedule"] == "all_gather" and row["backward"] == "query"
+        return not queries_gathered and not (row["layout"] == "striped" and row["schedule"] in RUNS_OF_TOKENS)
     return method_named(row["method"]).refuse(settings_of(row, 4, 4)) is None
 
 

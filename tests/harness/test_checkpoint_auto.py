@@ -15,10 +15,9 @@ from engine.settings import Checkpoint, TrialSettings
 from harness.base.errors import UsageError
 from harness.cli import main
 from harness.machine.this_machine import Machine, imagined
-from harness.metrics.hardware import hardware_named
+from harness.metrics.hardware import hardware_named, speeds_of
 from harness.plan.checkpointing import budget_of, planner_speeds
 from harness.plan.matrix import plan, planned_again
-from harness.predict.speeds import speeds_of
 from harness.records.forecasts import correction_of, outcome_in_words, records_with_plan
 from harness.records.record import Record, read_record, write_record
 from harness.report.results import row_of

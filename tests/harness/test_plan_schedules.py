@@ -83,6 +83,14 @@ def test_a_schedule_that_a_method_fixes_is_judged_too() -> None:
     assert unsupported_reason(trial(method="loongtrain_usp", cp_size=4, emulate_nodes=2), LAPTOP) is None
 
 
+def test_heads_that_a_method_repeats_are_enough_for_its_schedule() -> None:
+    for schedule in ("auto", "ulysses"):
+        assert unsupported_reason(trial(method="ulysses", schedule=schedule, cp_size=8), LAPTOP) is None
+    assert "ulysses divides KV heads among 8 ranks" in (
+        unsupported_reason(trial(schedule="ulysses", cp_size=8), LAPTOP) or ""
+    )
+
+
 def test_the_task_without_attention_trades_nothing() -> None:
     settings = trial(task="lm_head", schedule="ulysses", cp_size=4)
     assert unsupported_reason(settings, LAPTOP) is None

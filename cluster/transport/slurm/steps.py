@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import subprocess
 import sys
 import threading
 import time
@@ -19,10 +18,17 @@ from contextlib import contextmanager
 from importlib import resources
 
 from cluster.inventory.hosts import Host
-from cluster.transport import processes
-from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Runner, Unreachable
+from cluster.transport.runner import (
+    LocalProcess,
+    Reader,
+    Runner,
+    RunningCommand,
+    StreamRunner,
+    Unreachable,
+    chunks,
+    drain_all,
+)
 from cluster.transport.slurm.step_program import DEADLINE
-from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
 
 _PROLOG_BYTES = 65536  # kept of what is printed before the command
 # The interpreter that runs this program, where the node has it at the same path; else the one on its PATH.
@@ -87,37 +93,19 @@ def srun_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
     }
 
 
-class StepRunner:
+class StepRunner(StreamRunner):
     """Runs commands on one node. Processes that a command leaves run until they end by themselves, or the job ends."""
 
     def __init__(self, host: Host, begin_seconds: float) -> None:
         self._host = host
         self._begin_seconds = begin_seconds
 
-    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
-        with self._step(command, stdin, deadline_seconds) as step:
-            stdout, stderr = Collector(step.stdout, MAX_OUTPUT_BYTES), Collector(step.stderr, MAX_OUTPUT_BYTES)
-            status = step.finish([stdout, stderr])
-        return Completed(stdout=stdout.text, stderr=stderr.text, exit_status=status)
-
-    def stream(
-        self,
-        command: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        stdin: str | Iterable[bytes] = "",
-        deadline_seconds: float,
-    ) -> int | None:
-        lock = threading.Lock()
-        with self._step(command, stdin, deadline_seconds) as step:
-            return step.finish([LineReader(step.stdout, on_line, lock), LineReader(step.stderr, on_line, lock)])
-
     @contextmanager
-    def _step(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[_Step]:
+    def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
         step = _Step(self._host, command, seconds, min(seconds, self._begin_seconds))
         try:
             step.begin(stdin)
-            yield step
+            yield RunningCommand(step.stdout, step.stderr, step.finish)
         finally:
             step.close()
 
@@ -131,17 +119,12 @@ class _Step:
         self._ends_at = time.monotonic() + seconds
         mark = secrets.token_hex(16)
         try:
-            self._process = processes.start(
-                srun_command(host, mark, seconds, command), subprocess.PIPE, srun_environment()
-            )
+            self._process = LocalProcess(srun_command(host, mark, seconds, command), srun_environment())
         except FileNotFoundError:
             raise Unreachable(
                 f"{host.name} is a node of Slurm's job {host.slurm_job}, and srun is not on the PATH; add it"
             ) from None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._out = Bracketed(self._process.stdout.read1, mark)  # type: ignore[attr-defined]
-        self._err = Bracketed(self._process.stderr.read1, mark)  # type: ignore[attr-defined]
+        self._out, self._err = Bracketed(self._process.stdout, mark), Bracketed(self._process.stderr, mark)
         self.stdout, self.stderr = self._out.read, self._err.read
         self._kept = False  # the command has left processes, for which the step goes on
         self._timer = threading.Timer(begin_seconds, self._give_up)
@@ -149,7 +132,7 @@ class _Step:
 
     def begin(self, stdin: str | Iterable[bytes]) -> None:
         """Send the input, and give up when the node does not begin in time."""
-        processes.feed(self._process, step_input(stdin))
+        self._process.feed(step_input(stdin))
         self._timer.start()
 
     def finish(self, readers: Sequence[Reader]) -> int | None:
@@ -170,12 +153,12 @@ class _Step:
         self._timer.cancel()
         if self._kept:
             threading.Thread(target=self._process.wait, daemon=True).start()  # reaps srun when it ends
-        elif not self._out.trailer or processes.wait(self._process, _END_SECONDS) is None:
-            processes.end(self._process)
+        elif not self._out.trailer or self._process.wait(_END_SECONDS) is None:
+            self._process.end()
 
     def _give_up(self) -> None:
         if not self._out.begun:
-            processes.end(self._process)
+            self._process.end()
 
     def _why(self, otherwise: str) -> str:
         """One sentence: what srun said last, else `otherwise`."""

@@ -56,10 +56,7 @@ class AllGatherPlan:
     gather: GroupGather
     token_runs: tuple[TokenRun, ...]  # of all ranks, in order of position
     kernel: Kernel
-    seq_len: int
     scale: float
-    deterministic: bool
-    narrow_grads: bool  # gradients are sent in the inputs' dtype; else their sums in fp32 or wider
     streams: Streams = ONE_STREAM  # that the tiles of a forward use in turn
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
@@ -68,14 +65,14 @@ class AllGatherPlan:
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """This rank's kernel calls."""
-        return gathered_tiles(self.mask, self.cp.layout, self.seq_len, self.cp.size, self.cp.rank)
+        return gathered_tiles(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, self.cp.rank)
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
         saved = Saved((q_BLND, k_BLKD, v_BLKD))
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
         if self.cut is not None:
-            q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.seq_len)]
+            q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.choice.problem.seq_len)]
         with self.streams.begin() as streams:
             output = OutputAccumulator(q_BLND, streams)
             for index, tile in enumerate(self.tiles):
@@ -94,19 +91,19 @@ class AllGatherPlan:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
-        dtype = q_BLND.dtype
+        dtype, deterministic = q_BLND.dtype, self.choice.choices.deterministic
         part_dtype = dtype if self.kernel.writes_input_dtype else accumulation_dtype(dtype)
         dq, dk, dv = (GradAccumulator(tensor, part_dtype) for tensor in (q_BLND, k_BSKD, v_BSKD))
         for tile in self.tiles:
             rows = q_BLND[:, tile.q], dout_BLND[:, tile.q], lse_BNL[:, :, tile.q], delta_BNL[:, :, tile.q]
             inputs = BackwardInputs(*rows, k_BSKD[:, tile.k], v_BSKD[:, tile.k])
-            dq_part, dk_part, dv_part = self.kernel.backward(inputs, tile.band, self.scale, self.deterministic)
+            dq_part, dk_part, dv_part = self.kernel.backward(inputs, tile.band, self.scale, deterministic)
             dq.add(tile.q, dq_part)
             dk.add(tile.k, dk_part)
             dv.add(tile.k, dv_part)
             del inputs, rows, dq_part, dk_part, dv_part
         del k_BSKD, v_BSKD
-        sent = dtype if self.narrow_grads else accumulation_dtype(dtype)
+        sent = dtype if self.choice.narrow_grads.across else accumulation_dtype(dtype)
         dk_BLKD, dv_BLKD = self.gather.reduced(tuple(self._by_owner(total.final(sent)) for total in (dk, dv)))
         return dq.final(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)
 
@@ -127,7 +124,7 @@ class AllGatherPlan:
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        return recompute_share(self.mask, self.cp.layout, self.seq_len, self.cp.size, cut)
+        return recompute_share(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, cut)
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference."""
@@ -142,5 +139,5 @@ class AllGatherPlan:
             "backward": self.choice.backward,
             "exchange": self.choice.exchange,
             "mask": str(self.mask),
-            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
+            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size):.4f}",
         }

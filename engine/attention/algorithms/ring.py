@@ -30,9 +30,8 @@ from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.comm_volume import CallBytes, NarrowedGradients
+from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
-from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
@@ -52,14 +51,9 @@ class RingPlan:
     cp: ContextParallel
     mask: Mask
     choice: Resolved
-    ring: Ring
     comms: RingComms
     kernel: Kernel
-    backward_side: str  # the side sent in backward: query or key_value
-    seq_len: int
     scale: float
-    deterministic: bool
-    narrow_grads: NarrowedGradients  # where gradients are sent in the inputs' dtype
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
@@ -84,7 +78,7 @@ class RingPlan:
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        return recompute_share(self.mask, self.cp.layout, self.seq_len, self.cp.size, cut)
+        return recompute_share(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, cut)
 
     def comm_plan(self, sends_queries: bool) -> CommPlan:
         """What this rank does when the query side is sent, or the key side."""
@@ -92,18 +86,22 @@ class RingPlan:
 
     @cached_property
     def _queries_sent(self) -> CommPlan:
-        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, True)
+        return self._comm_plan(True)
 
     @cached_property
     def _keys_sent(self) -> CommPlan:
-        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, False)
+        return self._comm_plan(False)
+
+    def _comm_plan(self, sends_queries: bool) -> CommPlan:
+        choice, cp = self.choice, self.cp
+        return comm_plan(self.mask, cp.layout, choice.division.ring, choice.problem.seq_len, cp.rank, sends_queries)
 
     @cached_property
     def one_call(self) -> Band | None:
         """The band of the one kernel call that is the whole problem: a single rank, every query and key in one tile."""
         if self.cp.size > 1 or self.cut is not None:
             return None
-        tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.seq_len)
+        tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.choice.problem.seq_len)
         return tiles[0][2] if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
@@ -120,18 +118,19 @@ class RingPlan:
             "kernel": self.kernel.name,
             "layout": self.cp.layout.name,
             "schedule": choice.schedule,
-            "backward": self.backward_side,
+            "backward": choice.backward,
             "exchange": choice.exchange,
             "mask": str(self.mask),
-            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
+            "imbalance": f"{imbalance(self.mask, self.cp.layout, choice.problem.seq_len, self.cp.size):.4f}",
         }
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
     if plan.cut is not None:
         # A p2p ring forwards whole chunks: keys that no rank needs are dropped before.
-        needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
-        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
+        seq_len = plan.choice.problem.seq_len
+        needed = reach(plan.mask, plan.cp.layout, plan.cp.size, seq_len)
+        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     with plan.streams.begin() as streams:
         output = OutputAccumulator(q_BLND, streams)
@@ -165,16 +164,16 @@ def _ring_backward(
     delta_BNL: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
-    sends_queries = plan.backward_side == "query"
-    work, comms = plan.comm_plan(sends_queries), plan.comms
+    choice, comms = plan.choice, plan.comms
+    sends_queries, deterministic = choice.sends_queries, choice.choices.deterministic
+    work, node_size = plan.comm_plan(sends_queries), choice.division.ring.node_size
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
-    first_dtype, later_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in plan.narrow_grads)
+    first_dtype, later_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in choice.narrow_grads)
 
     query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
     key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
     local_grads = tuple(GradAccumulator(t, part_dtype) for t in (key_side.tensors if sends_queries else (q_BLND,)))
-    node = plan.cp.rank // plan.ring.node_size
-    reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
+    reduce = InterNodeGradReduce(plan.cp.rank // node_size, comms.inter_node_gradients, inter_dtype, work)
 
     for step, chunk in ring_steps(plan, query_side if sends_queries else key_side, work):
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
@@ -182,7 +181,7 @@ def _ring_backward(
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
         for q_tokens, k_tokens, band in step.tiles:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
-            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
+            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, deterministic)
             dq.add(q_tokens, dq_part)
             dk.add(k_tokens, dk_part)
             dv.add(k_tokens, dv_part)
@@ -191,7 +190,7 @@ def _ring_backward(
             intra_dtype = later_dtype if step.outer_step else first_dtype
             grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
         grad_return.add(step.inner_step, chunk_grads)
-        if step.inner_step + 1 == plan.ring.node_size:
+        if step.inner_step + 1 == node_size:
             reduce.add(step.outer_step, grad_return.finish())
         del chunk, queries, keys
 
@@ -207,7 +206,7 @@ def ring_steps(
     """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one. `streams`
     are those that the steps use in turn."""
     nodes, spec, comms = len(work.inner_rings), ChunkSpec.of(own), plan.comms
-    node = plan.cp.rank // plan.ring.node_size
+    node, local_rank = divmod(plan.cp.rank, plan.choice.division.ring.node_size)
     steps, held = iter(work.steps), own
     for outer_step, ranges in enumerate(work.inner_rings):
         transfer = None
@@ -215,7 +214,7 @@ def ring_steps(
             assert comms.inter_node is not None
             next_held = work.inner_rings[outer_step + 1].held
             assert next_held is not None
-            coming = next_held[plan.cp.rank % plan.ring.node_size]
+            coming = next_held[local_rank]
             leaving = tuple(tensor.contiguous() for tensor in held.cut(work.leaving[outer_step]))
             to, source = (node + 1) % nodes, (node - 1) % nodes
             transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)

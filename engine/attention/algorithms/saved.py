@@ -18,6 +18,7 @@ from engine.attention.geometry.layout import tail_cut
 from engine.attention.geometry.tiles import Band
 from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
+from engine.attention.resolve import Resolved
 
 SAVED_PER_CHUNK = 4  # Q, K, V and LSE of a gathered chunk
 
@@ -57,8 +58,8 @@ class AttentionPlan(Protocol):
         ...
 
     @property
-    def deterministic(self) -> bool:
-        """Repeats bit for bit."""
+    def choice(self) -> Resolved:
+        """What every `auto` became."""
         ...
 
     @property

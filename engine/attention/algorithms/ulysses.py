@@ -40,11 +40,9 @@ class UlyssesPlan:
 
     cp: ContextParallel  # all ranks, as they are before the all-to-all
     choice: Resolved
-    members: tuple[int, ...]  # CP ranks in the all-to-all
     all_to_all: AllToAll
     token_runs: tuple[TokenRun, ...]
     inner: RingPlan  # over one head chunk
-    num_head_chunks: int = 1
 
     @property
     def kernel(self) -> Kernel:
@@ -55,12 +53,8 @@ class UlyssesPlan:
         return self.inner.scale
 
     @property
-    def deterministic(self) -> bool:
-        return self.inner.deterministic
-
-    @property
     def one_call(self) -> Band | None:
-        return self.inner.one_call if self.cp.size == 1 and self.num_head_chunks == 1 else None
+        return self.inner.one_call if self.cp.size == 1 and self.choice.num_head_chunks == 1 else None
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence. With `save`, Q, K and V are saved as
@@ -107,8 +101,8 @@ class UlyssesPlan:
     def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """`compute(index, chunk)` of each head chunk over the group's tokens; its results, all heads together again,
         for this rank's tokens."""
-        exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
-        chunks = self.num_head_chunks
+        chunks = self.choice.num_head_chunks
+        exchange = self.all_to_all.begin(self.token_runs, chunks, alternate=self.inner.cp.size > 1)
         receive = exchange.send(tensors, 0)
         for index in range(chunks):
             with exchange.stream(index):
@@ -125,8 +119,8 @@ class UlyssesPlan:
     @cached_property
     def _chunk_heads(self) -> tuple[slice, ...]:
         """The query heads of each chunk of this rank."""
-        heads, chunks = self.choice.shards.heads, self.num_head_chunks
-        first = self.members.index(self.cp.rank) * chunks * heads
+        heads, chunks = self.choice.shards.heads, self.choice.num_head_chunks
+        first = self.choice.division.members(self.cp.rank).index(self.cp.rank) * chunks * heads
         return tuple(slice(first + index * heads, first + (index + 1) * heads) for index in range(chunks))
 
     def before(self, cut: int) -> UlyssesFirstRows:
@@ -148,7 +142,7 @@ class UlyssesPlan:
         return inner | {
             "backward": name if alone else inner["backward"],
             "exchange": name if alone else f"{name} + {choice.exchange}",
-            "num_head_chunks": str(self.num_head_chunks),
+            "num_head_chunks": str(choice.num_head_chunks),
         }
 
 
@@ -166,10 +160,11 @@ class UlyssesFirstRows:
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved) of this rank's first rows; the tensors are those of its whole shard."""
-        plan, first = self.plan, self.plan.inner.before(self.cut)
-        rows = plan.cp.rows_before(self.cut, first.seq_len)
+        plan, first, choice = self.plan, self.plan.inner.before(self.cut), self.plan.choice
+        rows = plan.cp.rows_before(self.cut, choice.problem.seq_len)
         if self._needs_no_other_tokens(first):
-            runs = token_runs_in_order(tuple(split_at(self._segments(rank), self.cut)[0] for rank in plan.members))
+            members = choice.division.members(plan.cp.rank)
+            runs = token_runs_in_order(tuple(split_at(self._segments(rank), self.cut)[0] for rank in members))
             shards = (tensor[:, :rows] for tensor in (q_BLND, k_BLKD, v_BLKD))
             return replace(plan, token_runs=runs, inner=first).forward(*shards, save=save)
         inner = _ZeroPaddedRing(**{field.name: getattr(first, field.name) for field in fields(first)})
@@ -177,14 +172,14 @@ class UlyssesFirstRows:
         return out_BLND[:, :rows], lse_BNL[:, :, :rows], saved
 
     def _segments(self, cp_rank: int) -> tuple[Segment, ...]:
-        return self.plan.cp.layout.segments(self.plan.inner.seq_len, self.plan.cp.size, cp_rank)
+        return self.plan.cp.layout.segments(self.plan.choice.problem.seq_len, self.plan.cp.size, cp_rank)
 
     def _needs_no_other_tokens(self, first: RingPlan) -> bool:
         """All CP ranks hold equally many of the tokens, and those tokens see no others."""
         counts = {rows_before(self._segments(rank), self.cut) for rank in range(self.plan.cp.size)}
-        inner = first.cp
-        return len(counts) == 1 and reach(first.mask, inner.layout, inner.size, first.seq_len) <= inner.rows_before(
-            self.cut, first.seq_len
+        inner, seq_len = first.cp, self.plan.choice.problem.seq_len
+        return len(counts) == 1 and reach(first.mask, inner.layout, inner.size, seq_len) <= inner.rows_before(
+            self.cut, seq_len
         )
 
 

@@ -67,14 +67,13 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     if settings.cp_size % settings.emulate_nodes:
         return 0
     slots: dict[tuple[str, str | None, str], int] = {}
-    for kind in (settings, settings.of_windowed_layers()):
-        if kind is not None:
-            try:
-                found = resolve_trial(kind, settings.cp_size // settings.emulate_nodes)
-            except ValueError:
-                return 0
-            sharing = (found.schedule, found.head_exchange, found.exchange)
-            slots[sharing] = max(slots.get(sharing, 0), found.receive_slot_bytes)
+    for mask in settings.masks:
+        try:
+            found = resolve_trial(settings, settings.cp_size // settings.emulate_nodes, mask=mask)
+        except ValueError:
+            return 0
+        sharing = (found.schedule, found.head_exchange, found.exchange)
+        slots[sharing] = max(slots.get(sharing, 0), found.receive_slot_bytes)
     return sum(slots.values())
 
 
@@ -152,7 +151,7 @@ class MemoryModel:
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
-            used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
+            used = min(1.0, parse_mask(settings.masks[0]).area(settings.seq_len) / Causal().area(settings.seq_len))
             self._received = used * (4 * self._query + 2 * self._keys)
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`

@@ -32,7 +32,8 @@ def forward_of(seq_len: int, streams: int, cp: ContextParallel, peers: bool, sch
     shards = [
         torch.randn(1, tokens, n, HEAD_DIM, device=device, dtype=torch.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    choices = {"schedule": schedule, "exchange": "relay", "backward": "key_value", "lse_gradient": False}
+    exchange = "relay" if schedule == "ring" else "auto"
+    choices = {"schedule": schedule, "exchange": exchange, "backward": "key_value", "lse_gradient": False}
     plan = plan_attention(*shards[:2], mask=Causal(), cp=cp, forward_streams=streams, **choices)
     if not peers:
         assert isinstance(plan, RingPlan)

@@ -171,11 +171,9 @@ def test_receive_buffers_are_freed_when_the_work_on_them_begins() -> None:
             HardwareModel(),
             Choices(schedule="ulysses", num_head_chunks=4),
         ),
-        members=(0, 1),
         all_to_all=heads,
         token_runs=token_runs,
         inner=alone,
-        num_head_chunks=4,
     )
 
     def compute(part, arrived):

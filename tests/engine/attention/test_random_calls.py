@@ -83,6 +83,8 @@ def drawn(seed: int, ranks: int, on_gpu: bool) -> Drawn:
         "softcap": chance.choice((None, None, 2.5)),
         "kernel": "auto" if on_gpu else "reference",
     }
+    if schedule == "all_gather":  # which has no such choices
+        choices |= {"backward": "auto", "exchange": "auto"}
     return Drawn(
         seed, node_size, layout, chance.choice((1, 2)), seq_len, heads, kv_heads,
         chance.choice((64, 128)) if on_gpu else chance.choice((4, 8)), mask,

@@ -90,6 +90,11 @@ PROBLEM = Problem(
         ({"schedule": "spiral"}, "schedule 'spiral' is unknown; choose one of auto, ring, double_ring"),
         ({"schedule": "ulysses"}, "schedule ulysses divides KV heads among 8 ranks and 4 do not divide by that"),
         ({"schedule": "usp", "num_head_chunks": 3}, "num_head_chunks 3 does not divide the 1 KV heads of a rank"),
+        (
+            {"schedule": "all_gather", "backward": "query"},
+            "schedule all_gather gathers keys and values in backward too",
+        ),
+        ({"schedule": "all_gather", "exchange": "relay"}, "schedule all_gather has no ring, found exchange relay; set"),
         ({"schedule": "ring", "exchange": "copy_engine"}, "this ring has 8 ranks over nodes of 4; choose schedule"),
     ],
 )
@@ -106,6 +111,21 @@ def test_without_copies_inside_a_node_auto_is_direct_and_copy_engine_is_refused_
     for schedule in ("double_ring", "usp"):
         with pytest.raises(ValueError, match="the GPUs share no link"):
             resolve(alone, HardwareModel(), Choices(schedule=schedule, exchange="copy_engine"))
+
+
+@pytest.mark.parametrize("schedule", ["double_ring", "usp", "usp_transposed"])
+def test_nodes_of_one_rank_copy_nothing(schedule: str) -> None:
+    alone = replace(PROBLEM, kv_heads=8, node_size=1)
+    found = resolve(alone, HardwareModel(), Choices(schedule=schedule))
+    assert (found.exchange, found.receive_slot_bytes) == ("none" if schedule == "usp_transposed" else "relay", 0)
+    with pytest.raises(ValueError, match=f"schedule {schedule} sends nothing there on nodes of 1 ranks; choose"):
+        resolve(alone, HardwareModel(), Choices(schedule=schedule, exchange="copy_engine"))
+
+
+def test_the_ring_between_the_nodes_of_usp_passes_chunks_on() -> None:
+    for exchange in ("auto", "copy_engine"):
+        found = resolve(PROBLEM, HardwareModel(), Choices(schedule="usp", exchange=exchange))
+        assert (found.head_exchange, found.exchange) == ("copy_engine", "relay")
 
 
 @pytest.mark.parametrize("schedule", ["ring", "double_ring", "ulysses", "usp", "usp_transposed"])
@@ -138,8 +158,6 @@ def test_layers_with_a_window_have_receive_slots_of_their_own_schedule() -> None
     settings = TrialSettings(
         task="train", method="burst", model=named_model("gemma3_4b"), seq_len=131072, cp_size=4, layout="zigzag"
     )
-    inside = settings.of_windowed_layers()
-    assert inside is not None
-    full, window = (resolve_trial(each, 4) for each in (settings, inside))
+    full, window = (resolve_trial(settings, 4, mask=mask) for mask in settings.masks)
     assert full.schedule != window.schedule
     assert receive_slot_bytes(settings) == full.receive_slot_bytes + window.receive_slot_bytes

@@ -119,8 +119,8 @@ def differing_bits(schedule: str, calls: int) -> float:
     q, k, v = (torch.randn(1, 4096, n, 128, device=device, dtype=torch.bfloat16) for n in (16, 8, 8))
     one, two = (
         prepare_attention(
-            q, k, mask=Causal(), cp=cp, schedule=schedule, exchange="relay", backward="key_value",
-            grad_comm_dtype="input", forward_streams=streams,
+            q, k, mask=Causal(), cp=cp, schedule=schedule, backward="key_value",
+            exchange="relay" if schedule == "ring" else "auto", grad_comm_dtype="input", forward_streams=streams,
         )
         for streams in (1, 2)
     )  # fmt: skip

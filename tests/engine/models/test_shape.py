@@ -71,18 +71,18 @@ def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str
 
 def test_a_trial_of_windows_alone_has_their_mask_and_one_of_both_kinds_that_of_the_others() -> None:
     alone, mixed = replace(LLAMA, window=8), replace(LLAMA, window=8, window_pattern="wwf")
-    assert trial(alone).mask == "sliding_window:7"
-    assert trial(alone).of_windowed_layers() is None
-    assert trial(mixed).mask == "causal"
+    assert trial(alone).mask == trial(mixed).mask == "causal"
+    assert trial(alone).layer_masks == ("sliding_window:7",) * 5
+    assert trial(alone).masks == trial(alone, mask="sliding_window:7").masks == ("sliding_window:7",)
     assert trial(mixed).layer_masks == (*["sliding_window:7"] * 2, "causal", *["sliding_window:7"] * 2)
-    inside = trial(mixed).of_windowed_layers()
-    assert inside is not None
-    assert (inside.mask, inside.model.window) == ("sliding_window:7", 0)
+    assert trial(mixed).masks == ("causal", "sliding_window:7")
+    with pytest.raises(ValueError, match="mask is sliding_window:7, but model m has a window of 8 tokens in 4 of 5"):
+        trial(mixed, mask="sliding_window:7")
     for shape in (alone, mixed):
         assert from_json(TrialSettings, to_json(trial(shape))) == trial(shape)
         with pytest.raises(ValueError, match=r"mask is full, but model m has a window of 8 tokens in . of 5 layers"):
             trial(shape, mask="full")
-    assert trial(mixed, task="attention", mask="full").mask == "full"
+    assert trial(mixed, task="attention", mask="full").masks == ("full",)
 
 
 @pytest.mark.parametrize("pattern", ["w", "wwf", "f"])
@@ -125,7 +125,6 @@ def test_a_feature_makes_another_trial() -> None:
 def test_methods_refuse_layers_and_features_that_they_lack() -> None:
     mixed = trial(replace(LLAMA, window=8, window_pattern="wf"), cp_size=2)
     assert method_unsupported_reason(method_named("burst"), mixed) is None
-    assert method_named("torch_cp").refuse(replace(mixed, method="torch_cp")) is None
     assert "sliding_window:7" in (
         method_unsupported_reason(method_named("torch_cp"), replace(mixed, method="torch_cp")) or ""
     )

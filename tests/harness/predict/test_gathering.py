@@ -12,14 +12,13 @@ from engine.attention.comm_volume import gather_bytes
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
+from engine.attention.resolve import Choices, HardwareModel, resolve
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 from harness.cli import main
 from harness.metrics.hardware import HardwareSpeeds, Tiles, hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
-from harness.predict.attention import attention_passes
-from harness.predict.gathering import RankGroup, tensor_parallel_transfers
-from harness.predict.problem import Exchange
+from harness.predict.attention import LayerAttention, RankGroup, attention_passes, tensor_parallel_transfers
 from harness.records.stored import read_records
 from harness.spec.models import named_model
 
@@ -31,21 +30,25 @@ PROBLEM = Problem(
     mask=parse_mask("causal"), layout=layout_named("zigzag"), seq_len=1 << 12, batch=1, heads=16, kv_heads=8,
     head_dim=64, input_bytes=2, cp_size=8, node_size=8,
 )  # fmt: skip
-GATHERED = Exchange(schedule="all_gather", backward="key_value", gradient_bytes=4)
+
+
+def attention(schedule: str, problem: Problem = PROBLEM, **choices: str) -> LayerAttention:
+    return LayerAttention(resolved=resolve(problem, HardwareModel(), Choices(schedule=schedule, **choices)))
 
 
 def test_inside_a_node_gathered_attention_waits_for_the_bytes_that_the_engine_counts() -> None:
-    part = GATHERED.shards(PROBLEM)
-    counted = gather_bytes(8, 8, part)
-    for call, found in zip((counted.forward, counted.backward), attention_passes(PROBLEM, GATHERED, SLOW), strict=True):
+    gathered = attention("all_gather")
+    counted = gather_bytes(8, 8, gathered.resolved.shards)
+    for call, found in zip((counted.forward, counted.backward), attention_passes(gathered, SLOW), strict=True):
         assert found.inside == pytest.approx(call.near / (0.5 * GIB))
         assert found.across == 0
         assert found.inside > 0.99 * found.seconds
 
 
 def test_over_nodes_keys_cross_once_and_gradients_from_each_rank_to_each() -> None:
-    forward, backward = attention_passes(dataclasses.replace(PROBLEM, node_size=4), GATHERED, SLOW)
-    part = GATHERED.shards(PROBLEM)
+    gathered = attention("all_gather", dataclasses.replace(PROBLEM, node_size=4))
+    forward, backward = attention_passes(gathered, SLOW)
+    part = gathered.resolved.shards
     keys = 2 * part.key * part.tokens
     assert forward.across == pytest.approx(keys / (0.01 * GIB))  # one other node's, over all links of this one
     assert backward.across == pytest.approx((keys + 4 * part.gradient(False, 4) * part.tokens) / (0.01 * GIB))
@@ -55,7 +58,7 @@ def test_gathered_attention_computes_what_its_tiles_show() -> None:
     slow = dataclasses.replace(
         SLOW, attention_forward_tflops=1.0, attention_backward_tflops=1.0, inside_gib=1e9, across_gib=1e9
     )
-    forward, _ = attention_passes(PROBLEM, GATHERED, slow)
+    forward, _ = attention_passes(attention("all_gather"), slow)
     assert forward.kernels == pytest.approx(PROBLEM.pair_flops * PROBLEM.mask.area(1 << 12) / 8 / 1e12, rel=0.01)
 
 
@@ -89,7 +92,7 @@ def test_tensor_parallel_steps_are_predicted_with_memory_left_out() -> None:
     )  # fmt: skip
     found = forecast(divided, hardware_named("a800"))
     assert found.time is not None
-    assert found.time.exchange.schedule == "tensor_parallel"
+    assert found.time.attention.schedule == "tensor_parallel"
     assert found.time.phases["waiting inside nodes"] > 0
     assert found.gpu_gib is None
     over = forecast(divided, hardware_named("a800"), node_ranks=4)
@@ -107,11 +110,11 @@ def test_a_tile_has_the_speed_between_those_measured() -> None:
 
 
 def test_short_tiles_of_a_ring_are_slower_where_the_hardware_file_says_so() -> None:
-    ring = Exchange(schedule="ring", backward="key_value", gradient_bytes=2)
+    ring = attention("ring", backward="key_value", grad_comm_dtype="input")
     free = dataclasses.replace(SLOW, inside_gib=1e9, across_gib=1e9)
     tiles = Tiles(tokens=(256, 4096), forward=(1.0, 2.0), backward=(1.0, 2.0))
     whole = dataclasses.replace(free, attention_forward_tflops=2.0, attention_backward_tflops=2.0)
-    fast, slow = (attention_passes(PROBLEM, ring, each)[0] for each in (whole, dataclasses.replace(whole, tiles=tiles)))
+    fast, slow = (attention_passes(ring, each)[0] for each in (whole, dataclasses.replace(whole, tiles=tiles)))
     assert 1.2 < slow.kernels / fast.kernels < 2
 
 

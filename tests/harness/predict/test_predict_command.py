@@ -12,10 +12,9 @@ import yaml
 from engine.settings import TrialSettings
 from engine.tasks.products import matrix_products
 from harness.cli import main
-from harness.metrics.hardware import hardware_named, load_hardware
+from harness.metrics.hardware import hardware_named, load_hardware, speeds_of
 from harness.plan.forecast import NEXT_SECONDS, START_SECONDS, cost_of, forecast, held_out_width, longest
 from harness.predict.calibration import Calibrated, Figure, hardware_document
-from harness.predict.speeds import speeds_of
 from harness.records.record import write_record
 from harness.spec.models import named_model
 from tests.harness.synthetic_records import record

@@ -27,25 +27,26 @@ from engine.attention.resolve import Resolved, resolve_trial
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
-from harness.metrics.hardware import hardware_named
-from harness.predict.exchanges import exchange_of, resolved_of
-from harness.predict.schedules.comparison import comparisons
-from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
-from harness.predict.schedules.measured import MeasuredCall, measured_calls
-from harness.predict.schedules.table import (
+from harness.metrics.hardware import hardware_named, speeds_of
+from harness.predict.attention import attention_problem, layer_attention
+from harness.predict.schedules import (
     CHOICES,
     CONSTANTS,
     ERRORS,
+    GUESSES,
     PAGE,
     TABLE_FILE,
+    MeasuredCall,
     comparison_table,
+    comparisons,
     constant_table,
     error_table,
+    estimated,
+    fitted_model,
+    measured_calls,
     median_error,
     table_rows,
 )
-from harness.predict.speeds import speeds_of
-from harness.predict.step import attention_problem
 from harness.predict.validation_table import marks
 
 
@@ -242,7 +243,7 @@ def test_engine_prediction_and_memory_planner_resolve_a_trial_to_the_same(monkey
         settings = replace(settings, kernel="flex")
         problem = attention_problem(settings, node_size)
         try:
-            found = resolved_of(settings, replace(problem, copies_unsupported_reason=NO_COPIES), speeds)
+            found = layer_attention(settings, replace(problem, copies_unsupported_reason=NO_COPIES), speeds).resolved
         except ValueError as error:
             with pytest.raises(ValueError, match=re.escape(str(error))):
                 chosen_by_ranks(settings, node_size)
@@ -252,7 +253,7 @@ def test_engine_prediction_and_memory_planner_resolve_a_trial_to_the_same(monkey
         assert ranks == found, settings
         assert ranks.backward == found.backward, settings
         planned = resolve_trial(settings, node_size, found.hardware)
-        assert planned == resolved_of(settings, problem, speeds), settings
+        assert planned == layer_attention(settings, problem, speeds).resolved, settings
         taken[found.schedule, found.choices.recompute] += 1
     assert {("ring", True), ("ring", False), ("ulysses", True), ("ulysses", False), ("usp", True)} <= taken.keys()
     assert refused > 10
@@ -265,7 +266,7 @@ def test_a_prediction_of_auto_is_a_ring_where_the_rings_own_switches_are_set() -
 
     def schedule(node_size: int, **changes: str) -> str:
         settings = replace(trial, **changes)
-        return exchange_of(settings, attention_problem(settings, node_size), speeds).schedule
+        return layer_attention(settings, attention_problem(settings, node_size), speeds).schedule
 
     assert (schedule(8), schedule(4)) == ("ulysses", "usp")
     for by_hand in ({"backward": "key_value"}, {"backward": "query"}, {"exchange": "copy_engine"}):

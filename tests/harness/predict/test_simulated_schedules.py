@@ -14,11 +14,10 @@ from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
+from engine.attention.resolve import Choices, HardwareModel, resolve
 from harness.metrics.hardware import HardwareSpeeds
-from harness.metrics.throughput import GIB
-from harness.predict.attention import attention_passes
-from harness.predict.problem import Exchange
-from harness.predict.speeds import TERA
+from harness.metrics.throughput import GIB, TERA
+from harness.predict.attention import LayerAttention, Pass, attention_passes
 
 FAST = HardwareSpeeds(
     gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1e6, inside_gib=1e9,
@@ -35,14 +34,16 @@ def problem(cp_size: int = 8, node_size: int = 4, seq_len: int = 1 << 14, **chan
     return dataclasses.replace(base, **changes)
 
 
-def exchange(schedule: str, side: str = "query") -> Exchange:
-    return Exchange(schedule=schedule, backward=side, gradient_bytes=2)  # type: ignore[arg-type]
+def attention(one: Problem, schedule: str, side: str = "query") -> LayerAttention:
+    side = "key_value" if schedule == "all_gather" else side
+    choices = Choices(schedule=schedule, backward=side, grad_comm_dtype="input", num_head_chunks=1)
+    return LayerAttention(resolved=resolve(one, HardwareModel(), choices))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_links_of_no_cost_every_schedule_takes_the_kernels_time(schedule: str) -> None:
     one = problem()
-    forward, backward = attention_passes(one, exchange(schedule), FAST)
+    forward, backward = attention_passes(attention(one, schedule), FAST)
     flops = one.pair_flops * one.mask.area(one.seq_len) / one.cp_size
     assert forward.seconds == pytest.approx(flops / (200 * TERA), rel=0.01)
     assert backward.seconds == pytest.approx(2.5 * flops / (180 * TERA), rel=0.01)
@@ -58,7 +59,7 @@ def test_with_a_slow_link_between_nodes_a_double_ring_takes_the_time_of_the_byte
     )  # fmt: skip
     ring = Ring(cp_size=8, node_size=4)
     volume = RingVolume(ring=ring, node_size=4, exchange="direct")
-    passes = attention_passes(one, exchange("double_ring", side), slow)
+    passes = attention_passes(attention(one, "double_ring", side), slow)
     for backward, found in zip((False, True), passes, strict=True):
         queries = backward and side == "query"
         most = 0
@@ -74,28 +75,28 @@ def test_with_a_slow_link_between_nodes_a_double_ring_takes_the_time_of_the_byte
 
 def test_two_links_that_are_as_slow_name_the_one_that_is_waited_for() -> None:
     slow = dataclasses.replace(FAST, inside_gib=1e-3)
-    forward, _ = attention_passes(problem(node_size=8), exchange("ring"), slow)
+    forward, _ = attention_passes(attention(problem(node_size=8), "ring"), slow)
     assert forward.inside > 0.9 * forward.seconds
     assert forward.across == 0
 
 
 def test_a_flat_ring_over_nodes_waits_for_the_link_between_them_at_every_step() -> None:
     slow = dataclasses.replace(FAST, across_gib=1e-3, across_default_gib=1e-3)
-    flat, double = (attention_passes(problem(), exchange(name), slow)[0] for name in ("ring", "double_ring"))
+    flat, double = (attention_passes(attention(problem(), name), slow)[0] for name in ("ring", "double_ring"))
     assert flat.seconds > 4 * double.seconds
     assert flat.inside == 0
 
 
 def test_a_window_over_contiguous_shards_computes_and_sends_little() -> None:
     local = problem(mask=parse_mask("sliding_window:512"), layout=layout_named("contiguous"))
-    whole, windowed = (attention_passes(each, exchange("ring"), FAST)[0] for each in (problem(), local))
+    whole, windowed = (attention_passes(attention(each, "ring"), FAST)[0] for each in (problem(), local))
     assert windowed.seconds < 0.3 * whole.seconds
 
 
 def test_defaults_of_nccl_are_slower_where_the_machine_says_so() -> None:
     speeds = dataclasses.replace(FAST, across_gib=0.01, across_default_gib=0.005)
     tuned, default = (
-        attention_passes(problem(), dataclasses.replace(exchange("double_ring"), tuned_links=each), speeds)[0]
+        attention_passes(dataclasses.replace(attention(problem(), "double_ring"), tuned_links=each), speeds)[0]
         for each in (True, False)
     )
     assert default.seconds == pytest.approx(2 * tuned.seconds, rel=0.05)
@@ -113,13 +114,14 @@ def test_nothing_is_ever_faster_on_a_slower_machine(
     schedule: str, side: str, inside: float, across: float, step: float
 ) -> None:
     speeds = dataclasses.replace(FAST, inside_gib=inside, across_gib=min(inside, across), ring_step_seconds=step)
-    before = attention_passes(problem(), exchange(schedule, side), speeds)
+    found = attention(problem(), schedule, side)
+    before = attention_passes(found, speeds)
     for name, factor in (
         ("inside_gib", 0.5), ("across_gib", 0.5), ("ring_step_seconds", 2.0), ("attention_forward_tflops", 0.5),
         ("attention_backward_tflops", 0.5),
     ):  # fmt: skip
         slower = dataclasses.replace(speeds, **{name: getattr(speeds, name) * factor})
-        after = attention_passes(problem(), exchange(schedule, side), slower)
+        after = attention_passes(found, slower)
         for one, other in zip(before, after, strict=True):
             assert other.seconds >= one.seconds * (1 - 1e-9), name
     for each in before:
@@ -127,6 +129,15 @@ def test_nothing_is_ever_faster_on_a_slower_machine(
         assert min(each.kernels, each.inside, each.across, each.steps) >= 0
 
 
-def test_a_schedule_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule 'spiral' is unknown"):
-        attention_passes(problem(), exchange("spiral"), FAST)
+def test_heads_in_chunks_are_as_many_bytes_of_which_one_chunk_is_waited_for() -> None:
+    def in_chunks(schedule: str, chunks: int) -> tuple[Pass, Pass]:
+        whole = attention(problem(), schedule)
+        cut = dataclasses.replace(whole.resolved, num_head_chunks=chunks)
+        return attention_passes(dataclasses.replace(whole, resolved=cut), slow)
+
+    slow = dataclasses.replace(FAST, inside_gib=1e-3, across_gib=1e-3)
+    for once, twice in zip(in_chunks("ulysses", 1), in_chunks("ulysses", 2), strict=True):
+        assert (twice.inside, twice.across) == (pytest.approx(once.inside / 2), pytest.approx(once.across / 2))
+    slow = dataclasses.replace(FAST, across_gib=1e-3)  # of usp, only the ring sends between nodes
+    for once, twice in zip(in_chunks("usp", 1), in_chunks("usp", 2), strict=True):
+        assert twice.across == pytest.approx(once.across)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 
-from harness.metrics.hardware import hardware_named
+from harness.metrics.hardware import FITTED, hardware_named
 from harness.predict.published_memory import (
     compare_memory,
     fit_waiting_layers,
@@ -13,7 +13,6 @@ from harness.predict.published_memory import (
     published_memory,
 )
 from harness.predict.published_rows import ATTENTION, REFERENCE, TRAINING, configurations, published_times
-from harness.predict.speeds import FITTED
 from harness.predict.systems import BURST_ENGINE, SYSTEM_OF
 from harness.predict.validation import FIT, HELD_OUT, SPLIT_FILE, compare, median_error, side_of, split
 from harness.predict.validation_table import (

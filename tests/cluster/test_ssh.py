@@ -1,15 +1,17 @@
-"""Through a jump host, for real: two servers, of which the second is reached through the first."""
+"""Many connections at once, and connections through a jump host: real servers, one reached through the other."""
 
 import contextlib
 import dataclasses
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cluster.inventory.hosts import Host, parse_hosts
+from cluster.transport import ssh
+from cluster.transport.fleet import on_each
 from cluster.transport.runner import Unreachable
-from cluster.transport.ssh import SshOptions, connector
-from cluster.transport.ssh.jump import JumpHosts, Tunnel
+from cluster.transport.ssh import SshOptions, Tunnel, connector
 from cluster.transport.transfer import put
 from tests.cluster.loopback_sshd import free_port, make_key, running_sshd
 from tests.patience import AMPLE
@@ -58,11 +60,17 @@ def test_many_nodes_share_one_connection_to_the_jump_host(sshd, jump, known_host
     assert jump.logins() == before + 1
 
 
-def test_the_connection_to_the_jump_host_is_opened_anew_after_its_last_user_left(sshd, jump, known_hosts):
-    connect = connector(SshOptions(known_hosts=known_hosts))
+def test_one_connection_to_the_jump_host_stays_and_is_opened_anew_when_it_broke(sshd, jump, known_hosts):
+    before, opener = jump.logins(), ssh._Opener(SshOptions(known_hosts=known_hosts))
+    bastion = behind(jump, sshd).jump
+    first = opener.jump(bastion, AMPLE)
     for _ in range(2):
-        with connect(behind(jump, sshd), AMPLE) as runner:
-            assert runner.run(["true"], deadline_seconds=AMPLE).exit_status == 0
+        with opener.opened(behind(jump, sshd), AMPLE) as transport:
+            assert transport.is_active()
+        assert opener.jump(bastion, AMPLE) is first
+    first.close()
+    assert opener.jump(bastion, AMPLE).is_active()
+    assert jump.logins() == before + 2
 
 
 def test_files_go_through_the_jump_host_too(sshd, jump, known_hosts, tmp_path):
@@ -81,6 +89,15 @@ def test_a_jump_host_behind_a_jump_host(sshd, jump, known_hosts, tmp_path_factor
         node = dataclasses.replace(node, jump=dataclasses.replace(node.jump, jump=first))
         with connector(SshOptions(known_hosts=known_hosts))(node, 30.0) as runner:
             assert runner.run(["echo", "far"], deadline_seconds=AMPLE).stdout == "far\n"
+
+
+def test_each_host_is_compared_with_its_own_file_unless_one_is_given_for_all(sshd, jump, tmp_path):
+    node = behind(jump, sshd)
+    bastion = dataclasses.replace(node.jump, known_hosts=jump.known_hosts)
+    node = dataclasses.replace(node, known_hosts=sshd.known_hosts, jump=bastion)
+    with connector(SshOptions())(node, AMPLE) as runner:
+        assert runner.run(["true"], deadline_seconds=AMPLE).exit_status == 0
+    assert f"is not in {tmp_path / 'absent'}" in refused(node, tmp_path / "absent")
 
 
 def refused(host, known_hosts, **options):
@@ -130,25 +147,25 @@ def test_a_node_the_jump_host_does_not_reach_differs_from_a_jump_host_that_is_do
     assert "cannot be reached" in said
 
 
-def test_a_jump_host_that_failed_is_not_tried_again_for_each_node_behind_it():
-    opened_hosts = []
+def test_a_jump_host_that_failed_is_not_tried_again_for_each_node_behind_it(sshd, jump, known_hosts, monkeypatch):
+    tried = []
 
-    @contextlib.contextmanager
-    def open_host(host, seconds):
-        opened_hosts.append(host)
-        raise Unreachable("bastion is down")
-        yield
+    def create_connection(address, timeout):
+        tried.append(address)
+        raise ConnectionRefusedError("no")
 
-    jumps = JumpHosts(open_host)
+    monkeypatch.setattr(ssh.socket, "create_connection", create_connection)
+    connect = connector(SshOptions(known_hosts=known_hosts))
     for _ in range(3):
-        with pytest.raises(Unreachable, match="the jump host bastion is down"), jumps.opened(Host(name="b"), 1.0):
+        with pytest.raises(Unreachable, match="the jump host 127"), connect(behind(jump, sshd), AMPLE):
             pass
-    assert len(opened_hosts) == 1
+    assert tried == [("127.0.0.1", jump.port)]
 
 
 def test_a_tunnel_sends_nothing_after_its_end():
     class Channel:
         sent, closed = b"", False
+        recv = settimeout = fileno = None  # passed on as they are
 
         def send(self, content):
             assert not self.closed
@@ -163,3 +180,42 @@ def test_a_tunnel_sends_nothing_after_its_end():
     tunnel.close()
     with pytest.raises(OSError, match="closed"):
         tunnel.send(b"after")
+
+
+def test_sixty_four_connections_to_one_server_each_run_a_command(sshd):
+    user = sshd.target().partition("@")[0]
+    hosts = [
+        Host(name=f"n{number}", address=f"127.0.0.{1 + number % 2}", user=user, port=sshd.port, key=sshd.key)
+        for number in range(64)
+    ]
+    connect, before = connector(SshOptions(known_hosts=sshd.known_hosts)), sshd.logins()
+
+    def work(host):
+        with connect(host, AMPLE) as runner:
+            return runner.run(["echo", host.name], deadline_seconds=AMPLE).stdout
+
+    assert dict(on_each(hosts, work, AMPLE)) == {host: f"{host.name}\n" for host in hosts}
+    assert sshd.logins() == before + 64
+
+
+def test_a_host_that_never_speaks_does_not_take_the_turn_of_one_that_does(sshd, monkeypatch):
+    monkeypatch.setattr(ssh, "LOGINS_AT_ONCE", 1)
+    monkeypatch.setattr(ssh, "CONNECT_SECONDS", AMPLE)  # the mute host would keep the one turn for so long
+    user = sshd.target().partition("@")[0]
+    connect = connector(SshOptions(known_hosts=sshd.known_hosts))
+    good = Host(name="good", address="127.0.0.1", user=user, port=sshd.port, key=sshd.key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(AMPLE)
+        mute = Host(name="mute", address="127.0.0.1", user=user, port=server.getsockname()[1], key=sshd.key)
+
+        def work(host):
+            with connect(host, AMPLE) as runner:
+                return runner.run(["echo", host.name], deadline_seconds=AMPLE).stdout
+
+        with ThreadPoolExecutor(1) as pool:
+            silent = pool.submit(work, mute)
+            accepted, _ = server.accept()
+            assert work(good) == "good\n"
+            assert not silent.done()
+            accepted.close()
+            assert isinstance(silent.exception(AMPLE), Unreachable)
