@@ -48,9 +48,9 @@ RUN python -c "import torch; cuda = str(torch.version.cuda).lower(); assert cuda
 WORKDIR /burst
 COPY pyproject.toml README.md LICENSE ./
 RUN case "$CUDA" in \
-        13) set -- --editable '.[gpu,peers,train]' ;; \
-        none) set -- --editable '.[train]' ;; \
-        *) set -- --editable '.[peers,train]' flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels ;; \
+        13) set -- --editable '.[gpu,peers,ray,train]' ;; \
+        none) set -- --editable '.[ray,train]' ;; \
+        *) set -- --editable '.[peers,ray,train]' flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels ;; \
     esac; \
     DS_BUILD_OPS=0 pip install --constraint /opt/burst/pins.txt "$@"
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.active.fleet import Plan, run_active
@@ -21,8 +21,6 @@ from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profiles, load_profiles
-from cluster.ray_cluster.quarantine import Quarantine
-from cluster.ray_cluster.state import default_directory
 from cluster.render.grouping import Selection
 from cluster.render.live import live_table
 from cluster.render.text import json_line, nagios_line, table, why_not
@@ -90,8 +88,6 @@ def _check(
     compared = {} if "drift" in unwanted else {name: report.verdicts for name, report in reports.items()}
     for name, verdict in version_drift(compared).items():
         reports[name] = reports[name].also("drift", verdict)
-    if not arguments.only and not arguments.skip:
-        _let_in_again(reports.values(), prog)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name].without(unwanted) for node in nodes]
     _print(arguments, in_order, part)
@@ -100,18 +96,6 @@ def _check(
 
         write_page(arguments.html, html_page(in_order, [pair_map(pairs)] if pairs else [], part))
     return EXIT_CODES[worst_level(report.level for report in in_order)]
-
-
-def _let_in_again(reports: Iterable[NodeReport], prog: str) -> None:
-    """Take usable nodes out of the quarantine in the default state directory."""
-    quarantine = Quarantine(default_directory())
-    try:
-        released = quarantine.release(*(report.host.name for report in reports if report.usable))
-    except ValueError as error:  # a state directory that cannot be used is no finding about a node
-        print(shown(f"{prog}: no node is let in again ({error})"), file=sys.stderr)
-        return
-    if released:
-        print(shown(f"{prog}: out of quarantine, by a passed check: {', '.join(released)}"), file=sys.stderr)
 
 
 def _run_active(

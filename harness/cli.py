@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cluster.files.errors import shown_error, shown_value
-from harness.base.errors import StartError, UsageError
+from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
 from harness.commands import Command, all_commands
 
 USAGE = 2
-INTERRUPTED = NO_ROOM = NOT_STARTED = 1
+INTERRUPTED = NO_ROOM = 1
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 
 _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
@@ -45,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UsageError as error:
         return _say(str(error), USAGE)
-    except StartError as error:
-        return _say(str(error), NOT_STARTED)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:

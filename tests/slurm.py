@@ -76,9 +76,11 @@ class Slurm:
                 program.wait()
 
     def start_slurmd(self, host: LabHost) -> None:
-        """Start the host's slurmd, under the host's own name and in its network."""
-        slurmd = path_of("slurmd", "slurmd")
-        self._start(host.name, *host.inside(slurmd, "-D", "-c", "-f", str(self.conf), "-N", host.name))
+        """Start the host's slurmd, under the host's own name, in its network, and with process numbers of its own:
+        `ray symmetric-run` looks for a Ray among all processes, and ends all that it finds."""
+        slurmd = [path_of("unshare", "util-linux"), "--pid", "--fork", "--kill-child", "--mount-proc"]
+        slurmd.append(path_of("slurmd", "slurmd"))
+        self._start(host.name, *host.inside(*slurmd, "-D", "-c", "-f", str(self.conf), "-N", host.name))
 
     def run(self, program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """Output of one of Slurm's commands, run on the first host."""

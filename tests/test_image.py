@@ -28,7 +28,10 @@ STAGES = [instruction.stage for instruction in INSTRUCTIONS if instruction.keywo
 SYSTEMS = [system.replace("_", "-") for system in pinned_systems()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NEEDED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["peers"], *EXTRAS["train"]]]
+INSTALLED = ("gpu", "peers", "ray", "train")
+NEEDED = [
+    Requirement(line) for lines in (PROJECT["dependencies"], *(EXTRAS[name] for name in INSTALLED)) for line in lines
+]
 PINNED = (ROOT / "pins.txt").read_text(encoding="utf-8").splitlines()
 PINS = dict(line.split("==") for line in PINNED if not line.startswith("#"))
 ARGUMENTS = {
@@ -182,11 +185,11 @@ PIP = "pip install --constraint /opt/burst/pins.txt"
         ("needed", "--index-url", {"CUDA": "13"}, [f"{PIP} torch"]),
         ("needed", "--index-url", {"CUDA": "12", "TORCH_INDEX_URL": "a b"}, [f"{PIP} --index-url a b torch"]),
         ("needed", "--index-url", {"CUDA": "none"}, [f"{PIP} torch"]),
-        ("needed", "case", {"CUDA": "none"}, [f"{PIP} --editable .[train] (DS_BUILD_OPS=0)"]),
-        ("needed", "case", {"CUDA": "13"}, [f"{PIP} --editable .[gpu,peers,train] (DS_BUILD_OPS=0)"]),
+        ("needed", "case", {"CUDA": "none"}, [f"{PIP} --editable .[ray,train] (DS_BUILD_OPS=0)"]),
+        ("needed", "case", {"CUDA": "13"}, [f"{PIP} --editable .[gpu,peers,ray,train] (DS_BUILD_OPS=0)"]),
         (
             "needed", "case", {"CUDA": "12"},
-            [f"{PIP} --editable .[peers,train] flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels"
+            [f"{PIP} --editable .[peers,ray,train] flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels"
              " (DS_BUILD_OPS=0)"],
         ),
         ("needed", "venv", {}, ["python3 -m venv /opt/burst"]),

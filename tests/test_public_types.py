@@ -44,8 +44,6 @@ EXCEPTIONS = {
     "cluster/active/fleet.py: converse": _JSON,
     "cluster/active/measurement.py: found": _JSON,
     "cluster/active/measurement.py: line": _JSON,
-    "cluster/environment/show.py: as_json": _JSON,
-    "cluster/environment/show.py: import_json": _JSON,
     "cluster/ray_cluster/candidates.py: Means.ranks": _JSON,
     "cluster/ray_cluster/down.py: identity": _JSON,
     "cluster/ray_cluster/node.py: ask": _JSON,

@@ -126,7 +126,7 @@ def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> 
         plan.connect(other.host, _START_SECONDS) as second,
         _open_stdin() as line,
     ):
-        opener = _Opener()
+        opener = _ListeningWorker()
         command = worker_command(one.site, *conversation.opener, *common, "--node", "0", "--peer", _address(other))
         thread = threading.Thread(target=opener.run, args=(first, command, line, conversation.seconds), daemon=True)
         thread.start()
@@ -149,7 +149,7 @@ def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> 
         return answer
 
 
-class _Opener:
+class _ListeningWorker:
     """Node 0 of a pair: its command runs in a thread, and prints the port to connect to."""
 
     def __init__(self) -> None:

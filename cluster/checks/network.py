@@ -34,7 +34,7 @@ _RATE = re.compile(r"([\d.]+) Gb/sec")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Port:
+class _PortState:
     name: str  # mlx5_0:1
     state: str  # ACTIVE
     phys_state: str  # LinkUp
@@ -71,14 +71,14 @@ def infiniband(output: Output, site: Site, board: Board) -> Verdict:
     return with_facts(verdict, counters=counters, ports={port.name: port.rate_gbps for port in ports})
 
 
-def _judge_named(name: str, ports: list[_Port], site: Site, board: Board) -> Verdict:
+def _judge_named(name: str, ports: list[_PortState], site: Site, board: Board) -> Verdict:
     found = [port for port in ports if name in (port.name, port.name.partition(":")[0])]
     if not found:
         return fail(f"{name} is absent; load its driver or correct network.hcas")
     return merge(_judge_port(port, site, board, fail) for port in found)
 
 
-def _judge_found(ports: list[_Port], site: Site, board: Board) -> Verdict:
+def _judge_found(ports: list[_PortState], site: Site, board: Board) -> Verdict:
     """Without a list from the site, an unplugged port or one for storage is as likely as a fault."""
     ports = [port for port in ports if port.layer == "InfiniBand"] or [port for port in ports if port.up]
     if not any(port.up for port in ports):
@@ -89,7 +89,7 @@ def _judge_found(ports: list[_Port], site: Site, board: Board) -> Verdict:
     return verdict
 
 
-def _judge_port(port: _Port, site: Site, board: Board, bad: Callable[[str], Verdict]) -> Verdict:
+def _judge_port(port: _PortState, site: Site, board: Board, bad: Callable[[str], Verdict]) -> Verdict:
     """The rate that is wanted is the site's, else for InfiniBand that of the GPU's model; without both, none is."""
     if not port.up:
         return bad(f"{port.name} is {port.state}, {port.phys_state}; expected ACTIVE, LinkUp")
@@ -104,12 +104,12 @@ def _judge_port(port: _Port, site: Site, board: Board, bad: Callable[[str], Verd
     return ok(f"{port.name} is up")
 
 
-def _read_port(row: str) -> _Port:
+def _read_port(row: str) -> _PortState:
     """`mlx5_0|1|4: ACTIVE|5: LinkUp|400 Gb/sec (4X NDR)|InfiniBand|0|0`."""
     cells = [printable(cell) for cell in row.split("|")]
     device, number, state, phys, rate, layer, downed = (cells + ["?"] * 7)[:7]
     speed = _RATE.match(rate)
-    return _Port(
+    return _PortState(
         name=f"{device}:{number}",
         state=state.partition(": ")[2] or state,
         phys_state=phys.partition(": ")[2] or phys,

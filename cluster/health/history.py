@@ -26,7 +26,7 @@ _TAIL_BYTES = 256 * 1024  # where the last entry is looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CheckRecord:
     """One check of one node: counters by check, then by name."""
 
     time: str  # ISO 8601, UTC
@@ -39,14 +39,16 @@ def default_folder() -> Path:
     return state_folder("nodes")
 
 
-def entry_of(report: NodeReport, now: datetime | None = None) -> Entry:
+def entry_of(report: NodeReport, now: datetime | None = None) -> CheckRecord:
     """The part of a report that is kept."""
     counters = {}
     for name, verdict in report.verdicts.items():
         found = verdict.facts.get("counters")
         if isinstance(found, Mapping):
             counters[name] = {str(key): int(value) for key, value in found.items()}
-    return Entry(time=(now or datetime.now(UTC)).isoformat(timespec="seconds"), verdict=report.level, counters=counters)
+    return CheckRecord(
+        time=(now or datetime.now(UTC)).isoformat(timespec="seconds"), verdict=report.level, counters=counters
+    )
 
 
 def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -54,7 +56,7 @@ def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
 
 
-def judge(before: Entry | None, now: Entry, checks: Mapping[str, Check]) -> Verdict:
+def judge(before: CheckRecord | None, now: CheckRecord, checks: Mapping[str, Check]) -> Verdict:
     """A verdict on the growth since the last entry, by the `rise` of each check."""
     if before is None:
         return Verdict(level="ok", summary="first check of this node, so nothing to compare with")
@@ -95,7 +97,7 @@ class History:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def last(self, node: str) -> Entry | None:
+    def last(self, node: str) -> CheckRecord | None:
         """The newest entry that can be read; a line cut short by a crash is left out."""
         try:
             with open(self._path(node), "rb") as file:
@@ -106,7 +108,7 @@ class History:
             return None
         return next((entry for line in reversed(lines) if (entry := _parse(line))), None)
 
-    def append(self, node: str, entry: Entry) -> None:
+    def append(self, node: str, entry: CheckRecord) -> None:
         """Add one line in one write; the file is cut when it has grown too long. Safe beside other programs."""
         line = json.dumps({"time": entry.time, "verdict": entry.verdict, "counters": entry.counters}) + "\n"
         path = self._path(node)
@@ -136,7 +138,7 @@ class History:
         os.replace(aside, path)
 
 
-def _parse(line: bytes) -> Entry | None:
+def _parse(line: bytes) -> CheckRecord | None:
     """One entry, or None for a line that is none."""
     try:
         found: Any = json.loads(line)
@@ -144,6 +146,6 @@ def _parse(line: bytes) -> Entry | None:
             str(check): {str(name): int(value) for name, value in values.items()}
             for check, values in found["counters"].items()
         }
-        return Entry(time=str(found["time"]), verdict=str(found["verdict"]), counters=counters)
+        return CheckRecord(time=str(found["time"]), verdict=str(found["verdict"]), counters=counters)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

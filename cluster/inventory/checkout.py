@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -67,6 +68,22 @@ def difference(own: Mapping[str, str | None], found: Mapping[str, str | None]) -
         if version and what in found and _public(found[what]) != _public(version)
     ]
     return ", ".join(parts)
+
+
+def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """One sentence naming the versions that differ and their nodes, empty when all agree.
+
+    `versions` is by node and then by name. The value most nodes have is taken for the right one; on a tie the first
+    node's.
+    """
+    parts = []
+    for what in dict.fromkeys(what for found in versions.values() for what in found):
+        by_node = {node: found.get(what, "not known") for node, found in versions.items()}
+        [(usual, count)] = Counter(by_node.values()).most_common(1)
+        if count < len(by_node):
+            others = ", ".join(f"{value} on {node}" for node, value in by_node.items() if value != usual)
+            parts.append(f"{what} is {usual} on {count} of {len(by_node)} nodes but {others}")
+    return "; ".join(parts) + "; install the same everywhere, or leave those nodes out" if parts else ""
 
 
 def _public(version: str | None) -> str:

@@ -21,7 +21,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its name in tables, `--free` and a quarantine; unique in its inventory."""
+        """Its name in tables and `--free`; unique in its inventory."""
         return self.host.name
 
 

@@ -52,7 +52,7 @@ class Fabric(_Sourced):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Port(_Sourced):
+class PortThresholds(_Sourced):
     """Rate of each compute port in Gb/s."""
 
     rate_gbps: float
@@ -113,7 +113,7 @@ class Profile:
     nvlink: Nvlink
     pcie: Pcie
     fabric: Fabric
-    port: Port
+    port: PortThresholds
     ecc: Ecc
     clocks: Clocks
     gemm: Gemm

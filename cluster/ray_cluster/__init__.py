@@ -1,6 +1,7 @@
-"""Ray on the nodes of an inventory: started over SSH on healthy nodes with equal versions, and ended completely.
+"""Ray on the nodes of an inventory: `ray start` over SSH on healthy nodes with this machine's software, and its end.
 
 `node_program` is sent to each node's interpreter through standard input: nothing more needs to be installed there, and
-no command line holds a secret. A state directory records every process before it starts, so `status` and `down` work
-after a crash of `up`. It imports any package below, and only the harness and `cli` import it.
+no command line holds a secret. Everything that is started on a node carries a mark of the launching machine and state
+directory, by which any later `up`, `status` or `down` finds it. Imports any package below, and only the harness
+imports it.
 """

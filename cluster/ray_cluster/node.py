@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from cluster.ray_cluster.node_program import REPLY
+from cluster.ray_cluster.node_program import MARK, REPLY
 from cluster.transport.runner import Runner, Unreachable
 
 MAX_NODES_AT_ONCE = 64
@@ -29,9 +29,12 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
     """Run one action of the node program on the node and return its answer.
 
     `python` is the interpreter's command there, such as ["/opt/burst/bin/python"] or one inside a container. Program
-    and request, which may hold a token, are sent through standard input alone. Raises NodeError for anything but an
-    answer, Unreachable when the connection breaks.
+    and request, which may hold a token, are sent through standard input alone. A `start` carries its mark itself, so
+    that `stop` also ends one whose caller has died. Raises NodeError for anything but an answer, Unreachable when the
+    connection breaks.
     """
+    if action == "start":
+        python = ["env", f"{MARK}={fields['mark']}", *python]
     source = resources.files(__package__).joinpath("node_program.py").read_text(encoding="utf-8")
     request = json.dumps({"action": action, **fields})
     try:
@@ -51,19 +54,6 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
         f"{' '.join(python)} exited with {done.exit_status} ({said[-1][:200] if said else 'no message'}); "
         "check software.python in the site"
     )
-
-
-class Named(Protocol):
-    """Anything with the name of a node."""
-
-    @property
-    def name(self) -> str: ...
-
-
-def named(nodes: Sequence[Named], answers: Sequence[object]) -> str:
-    """The sentences among the results of `on_all`, each with its node; empty when all nodes did their work."""
-    found = zip(nodes, answers, strict=True)
-    return "; ".join(f"{node.name}: {answer}" for node, answer in found if isinstance(answer, str))
 
 
 def on_all(items: Sequence[T], work: Callable[[T], R]) -> list[R | str]:

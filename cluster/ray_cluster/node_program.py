@@ -1,33 +1,30 @@
 """The part of `burst cluster` that runs on a node: sent there through standard input, with a request behind it.
 
-Standard library only, and no import of ours: the node's checkout may be another one, which `facts` finds out. Each
-action takes the request's fields and returns the answer, which is sent back as one line of JSON.
+Standard library only, and no import of ours: the node's checkout may be another one. Each action takes the request's
+fields and returns the answer, which is sent back as one line of JSON.
 
-Three things together say that a process is ours, because none alone is enough: a variable in its environment (a
-program that writes a title may overwrite it), its number with its start time (a number alone is given out again), and
-its session, which `start` makes and which holds as long as one process of it lives.
+A process is ours by a variable in its environment, which its children inherit; so are the others of its session, which
+`start` makes: a child may have been given another environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-MARK = "BURST_RAY_NODE"  # names cluster and node in the environment of everything started there
+MARK = "BURST_RAY_NODE"  # names launching machine and node in the environment of everything started there
 # Values of the node's login under other names: Ray sets its own CUDA_VISIBLE_DEVICES for its workers, and gives them no
 # LD_PRELOAD.
 KEPT = {"CUDA_VISIBLE_DEVICES": "BURST_CUDA_VISIBLE_DEVICES", "LD_PRELOAD": "BURST_LD_PRELOAD"}
@@ -43,39 +40,25 @@ _KILL_AFTER_SECONDS = 3.0
 _GIVE_UP_SECONDS = 20.0  # a process stuck in a driver call dies late; longer is reported, not waited for
 
 
-def facts(
-    *, candidates: list[str], toward: str, interface: str | None, describe: list[str], folder: str, ports: int
-) -> dict[str, Any]:
-    """Versions, the address to give to Ray, `ports` free ports, and the output of the program `describe`.
-
-    The address is that of `interface`, else the first of `candidates` that this node has, else the one from which it
-    would reach `toward`. `login_address` is the one at which sshd accepted this login, where it is an IPv4 address.
-    """
+def facts(*, toward: str, dashboard: bool) -> dict[str, Any]:
+    """The node's IPv4 addresses by interface; that at which sshd accepted this login; that from which it would reach
+    `toward`; a free port; and whether Ray's `dashboard` could start, where that is asked."""
     addresses = _addresses()
-    address = addresses.get(interface or "") or next((ip for ip in candidates if ip in addresses.values()), "")
-    if not address and toward and not interface:
-        address = _source_address(toward)
-    described = subprocess.run(
-        [sys.executable, *describe],
-        cwd=folder if os.path.isdir(folder) else "/",
-        env={**os.environ, "PYTHONPATH": folder, "PATH": search_path(os.environ.get("PATH", ""))},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    able = True
+    if dashboard:
+        try:
+            importlib.import_module("ray.dashboard.optional_deps")  # as Ray itself finds out
+        except ImportError:
+            able = False
     return {
-        "hostname": socket.gethostname(),
-        "address": address,
-        "login_address": _login_address(addresses),
-        "interface": next((name for name, ip in addresses.items() if ip == address), ""),
         "interfaces": addresses,
-        "free_ports": _free_ports(ports),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("ray", "torch")},
-        },
-        "description": described.stdout.strip() if described.returncode == 0 else "",
-        "description_problem": "" if described.returncode == 0 else _last_line(described.stderr),
+        "login_address": _login_address(addresses),
+        "source_address": _source_address(toward),
+        "free_port": port,
+        "dashboard": able,
     }
 
 
@@ -90,7 +73,7 @@ def start(
     ports: dict[str, int] | None = None,
     reach: str = "",
 ) -> dict[str, Any]:
-    """Run `command` in a session of its own and say which processes it left; `token` goes to a file only we can read.
+    """Run `command` in a session of its own; `token` goes to a file only we can read.
 
     Refuses where one of `ports`, by the name of its setting, is in use, because Ray itself fails later and does not
     name it; and where `reach`, the head's address:port, accepts no connection from here, for which Ray waits a minute.
@@ -98,7 +81,7 @@ def start(
     """
     if taken := [f"{name} {port}" for name, port in (ports or {}).items() if not _is_free(port)]:
         return {"error": f"{', '.join(taken)} is in use there; set another in the site's ray section, or 0 for any"}
-    if reach and (why := _no_connection(reach)):
+    if reach and (why := _no_connection(reach, REACH_SECONDS)):
         return {"error": f"does not reach the head at {reach} ({why}); look at the network and firewall between them"}
     os.umask(0o077)
     path = Path(directory, "token")
@@ -112,8 +95,7 @@ def start(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     inherited |= {other: inherited[name] for name, other in KEPT.items() if name in inherited}
     inherited["PATH"] = search_path(os.environ.get("PATH", ""))
-    log = Path(directory, LOG)
-    with open(log, "wb") as output:
+    with open(Path(directory, LOG), "wb") as output:
         process = subprocess.Popen(
             command,
             env={**inherited, **environment, MARK: mark, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)},
@@ -127,31 +109,39 @@ def start(
             code = process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             code = None
-    if code != 0:
-        said = log.read_text(encoding="utf-8", errors="replace")
-        kept = _logs(directory)
-        stop(mark=mark, directory=directory, session=process.pid, processes=[])
-        how = f"exited with {code}" if code is not None else f"was not ready within {wait_seconds:g} s"
-        return {"error": f"ray start {how}: {cause(said)}", "log": kept}
-    return {"session": process.pid, "processes": _described(_ours(mark, process.pid, []))}
+    if code == 0:
+        return {}
+    kept = _logs(directory)
+    stop(mark=mark, directory=directory)
+    how = (
+        f"ended with exit code {code} as it started" if code is not None else f"was not ready within {wait_seconds:g} s"
+    )
+    return {"error": f"Ray {how}", "log": kept}
 
 
-def status(*, mark: str, session: int, processes: list[dict[str, str]]) -> dict[str, Any]:
-    """Which of our processes live."""
-    alive = _ours(mark, session, processes)
-    names = sorted(_name(pid) for pid in alive)
-    return {"processes": len(alive), "raylet": "raylet" in names, "names": names}
+def status(*, mark: str, head: str) -> dict[str, Any]:
+    """How many of our processes live, Ray's own among them, and whether the head at address:port accepts a connection
+    from here."""
+    alive = _ours(mark)
+    names = {_name(pid) for pid in alive}
+    return {
+        "processes": len(alive),
+        "raylet": "raylet" in names,
+        "gcs": "gcs_server" in names,
+        "reaches_head": not _no_connection(head, 1.0),
+    }
 
 
-def stop(*, mark: str, directory: str, session: int, processes: list[dict[str, str]]) -> dict[str, Any]:
-    """End our processes, TERM before KILL, and remove our directory; returns how many ended and which did not."""
+def stop(*, mark: str, directory: str) -> dict[str, Any]:
+    """End our processes, TERM before KILL, and remove our directory; returns how many ended, and `left`: the processes
+    and the directory that stayed."""
     began = time.monotonic()
     seen: set[int] = set()
     number = signal.SIGTERM
-    while alive := _ours(mark, session, processes):
+    while alive := _ours(mark):
         waited = time.monotonic() - began
         if waited > _GIVE_UP_SECONDS:
-            return {"ended": len(seen - set(alive)), "left": sorted(alive)}
+            return {"ended": len(seen - alive), "left": [f"process {pid}" for pid in sorted(alive)]}
         if waited > _KILL_AFTER_SECONDS:
             number = signal.SIGKILL
         for pid in alive - seen if number == signal.SIGTERM else alive:
@@ -159,8 +149,10 @@ def stop(*, mark: str, directory: str, session: int, processes: list[dict[str, s
                 os.kill(pid, number)
         seen |= alive
         time.sleep(0.05)
-    if directory and os.path.isfile(os.path.join(directory, "token")):  # `start` wrote it: the directory is ours
+    if os.path.isfile(os.path.join(directory, "token")):  # `start` wrote it: the directory is ours
         shutil.rmtree(directory, ignore_errors=True)
+        if os.path.exists(directory):
+            return {"ended": len(seen), "left": [directory]}
     return {"ended": len(seen), "left": []}
 
 
@@ -174,50 +166,37 @@ def main(request: str) -> None:
     try:
         answer = action(**fields)
     except OSError as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        answer = {"error": f"{error.filename or 'the node'}: {error.strerror}; look at its file system"}
     print(REPLY + json.dumps(answer), flush=True)
 
 
-def _ours(mark: str, session: int, processes: list[dict[str, str]]) -> set[int]:
-    """Living processes that `start` with this mark left, without this one."""
-    marked = {pid for pid in _all_pids() if _has_mark(pid, mark)}
-    known = {int(process["pid"]) for process in processes if _started(int(process["pid"])) == process["started"]}
-    proof = marked | known
-    # The session's number means ours only while a process that is surely ours is in it.
-    sessions = {_session(pid) for pid in proof} & {session}
-    members = {pid for pid in _all_pids() if _session(pid) in sessions} if sessions else set()
-    return (proof | members) - {os.getpid()}
+def _ours(mark: str) -> set[int]:
+    """Living processes of ours with this mark, without this one."""
+    marked = {pid for pid in _all_pids() if _has_mark(pid, mark)} - {os.getpid()}
+    # 0: of a process of another namespace. This program's own session also has the login shell.
+    sessions = {_session(pid) for pid in marked} - {0, _session(os.getpid())}
+    return marked | {pid for pid in _all_pids() if _session(pid) in sessions}
 
 
 def _has_mark(pid: int, mark: str) -> bool:
     try:
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found = f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # ended, or another user's
         return False
+    return found and _session(pid) != 0
 
 
 def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty for a process that has ended, a zombie among them."""
+def _session(pid: int) -> int:
+    """0 for a process that has ended, a zombie among them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return []
-    return [] if fields[0] in "ZX" else fields
-
-
-def _session(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[3]) if fields else 0
-
-
-def _started(pid: int) -> str:
-    """When it started, in clock ticks since boot; empty for a process that has ended."""
-    fields = _stat(pid)
-    return fields[19] if fields else ""
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[3])
 
 
 def _name(pid: int) -> str:
@@ -225,11 +204,6 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _described(pids: set[int]) -> list[dict[str, str]]:
-    """Numbers with start times, to be recognised by later."""
-    return [{"pid": str(pid), "started": started} for pid in sorted(pids) if (started := _started(pid))]
 
 
 def _addresses() -> dict[str, str]:
@@ -244,20 +218,13 @@ def _addresses() -> dict[str, str]:
 
 
 def _source_address(toward: str) -> str:
-    """The address this node would send from to reach `toward`; empty without a route. Nothing is sent."""
+    """The address this node would send from to reach `toward`; empty without one, or a route. Nothing is sent."""
+    if not toward:
+        return ""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((toward, 9))
         return str(probe.getsockname()[0])
     return ""
-
-
-def _free_ports(count: int) -> list[int]:
-    """Different ports that nothing uses at this moment."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _is_free(port: int) -> bool:
@@ -282,10 +249,10 @@ def _login_address(addresses: dict[str, str]) -> str:
     return fields[2] if len(fields) == 4 and fields[2] in addresses.values() else ""
 
 
-def _no_connection(reach: str) -> str:
-    """Why no connection to `reach`, address:port, was accepted within REACH_SECONDS; empty when one was."""
+def _no_connection(reach: str, seconds: float) -> str:
+    """Why no connection to `reach`, address:port, was accepted in time; empty when one was."""
     address, _, port = reach.rpartition(":")
-    ends_at = time.monotonic() + REACH_SECONDS
+    ends_at = time.monotonic() + seconds
     why = ""
     while (left := ends_at - time.monotonic()) > 0:
         try:
@@ -298,26 +265,6 @@ def _no_connection(reach: str) -> str:
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Ray's own forms: "2026-11-22 05:57:56,007\tERR utils.py:1281 -- text", "[2026-11-22 05:57:02,368 W 1 1] f.h:1: text".
-_PYTHON_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+(?P<level>[A-Z]+) \S+ -- (?P<text>.*)")
-_NATIVE_LINE = re.compile(r"\[\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]) [^\]]*\] (?:\([^)]*\) )?\S+: (?P<text>.*)")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Timeout\w*)\b.*")
-
-
-def cause(text: str) -> str:
-    """The line that says why `ray start` failed: the last exception, else the first error, else the last warning, else
-    the last line. What Ray prints after its exception is advice."""
-    lines = [line.rstrip() for line in _COLOR.sub("", text).splitlines() if line.strip()]
-    raised = [
-        line
-        for number, line in enumerate(lines)
-        if _EXCEPTION.fullmatch(line) and any(above.startswith("Traceback") for above in lines[:number])
-    ]
-    found = [match for line in lines if (match := _PYTHON_LINE.match(line) or _NATIVE_LINE.match(line))]
-    errors = [match["text"] for match in found if match["level"] in ("ERR", "ERROR", "PANIC", "E", "C", "F")]
-    warnings = [match["text"] for match in found if match["level"] in ("WARN", "W")]
-    chosen = raised[-1:] or errors[:1] or warnings[-1:] or lines[-1:] or ["it printed nothing"]
-    return chosen[0].strip()[:300]
 
 
 def _logs(directory: str) -> str:
@@ -329,15 +276,3 @@ def _logs(directory: str) -> str:
             text = _COLOR.sub("", path.read_bytes()[-_LOG_BYTES:].decode("utf-8", errors="replace"))
             parts.append(f"==> {path.name} <==\n{text}")
     return "\n".join(parts)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in _COLOR.sub("", text).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"

@@ -1,15 +1,18 @@
 """The record of a started cluster, from which any later program can read its status and end it.
 
-A state directory (mode 0700) holds `cluster.json`, the token and the quarantine. `cluster.json` is written before the
-first process is started and again after each step: after a crash at any point, `down` finds everything.
+A state directory (mode 0700) holds `cluster.json` and the token. A node stands in `cluster.json` before the first
+process is started on it: after a crash at any point, the next `up` or `down` finds everything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import getpass
+import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,63 +25,41 @@ from cluster.files.filesystem import state_folder, try_lock
 from cluster.inventory.allocation import slurm_run
 from cluster.inventory.hosts import Host
 
-SCHEMA = 1
+SCHEMA = 2
 STATE_FILE = "cluster.json"
 LOCK_FILE = ".lock"
 TOKEN_FILE = "token"  # noqa: S105 - a file's name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """A process by number and start time (clock ticks since boot): the number alone is given out again."""
-
-    pid: str
-    started: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StartedNode:
-    """One node of a cluster, recorded before it is started."""
+    """One node of a cluster, recorded before anything is started on it."""
 
     name: str
     host: Host  # how SSH reaches it
-    address: str  # how the other nodes reach it, IPv4
-    interface: str  # the interface with that address
+    address: str  # how the other nodes reach it, IPv4; empty until it is known
     mark: str  # in the environment of every process of ours there
-    directory: str  # of ours there; ended with the cluster
+    directory: str  # of ours there; removed with the cluster
     python: str  # interpreter there, inside the container where there is one
     folder: str  # this project's checkout there
-    begun: bool = True  # something was or may have been started there
-    container: bool = False
-    engine: str = "docker"  # of the container, where there is one
+    engine: str = ""  # docker or podman; empty without a container
     container_id: str = ""
-    session: int = 0  # 0: not known to have started
-    processes: tuple[Process, ...] = ()
-    ranks: int = 1  # of one trial that fit there
-    description: str = ""  # JSON: output of the describing program
-
-    @property
-    def ran(self) -> bool:
-        """Whether Ray's start was seen to succeed."""
-        return self.session != 0
+    silent: bool = False  # it is part of a cluster that is up, and did not answer the last `up`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterState:
-    """One cluster. The first node is the head."""
+    """One cluster. The first node is the head; without nodes it is ended, and `left` alone remains."""
 
-    session: str  # unique, part of every mark
-    inventory: str  # its name
+    session: str  # unique
+    inventory: str  # its file, or its name
     created_at: str  # ISO 8601, UTC
     created_by: str  # user@host, for people
     known_hosts: Path | None  # None: SSH's default
     head_port: int
-    complete: bool  # False while it is being started, and for good when that was cut short
-    versions: str  # equal on all nodes, for people
     nodes: tuple[StartedNode, ...]
+    left: tuple[StartedNode, ...] = ()  # not reached when they were to be ended; `up` and `down` try again
     of_run: bool = False  # started by `burst run` for itself, which ends it
-    ending: bool = False  # `down` ended the other nodes; these did not answer it
-    head_name: str = ""  # of a cluster that is ending: its head may have been ended
     schema: int = SCHEMA
 
     @property
@@ -89,20 +70,6 @@ class ClusterState:
     def head_address(self) -> str:
         """Where Ray's head answers, address:port."""
         return f"{self.head.address}:{self.head_port}"
-
-    @property
-    def joined(self) -> tuple[StartedNode, ...]:
-        """The nodes on which Ray was started. Others failed, and may still hold something that `down` ends."""
-        return tuple(node for node in self.nodes if node.ran)
-
-    def is_head(self, node: StartedNode) -> bool:
-        """Whether this node is, or was, the head."""
-        return node.name == (self.head_name or self.head.name)
-
-    def with_node(self, node: StartedNode) -> ClusterState:
-        """The same cluster with a new record of one node."""
-        nodes = tuple(node if old.name == node.name else old for old in self.nodes)
-        return dataclasses.replace(self, nodes=nodes)
 
 
 def default_directory() -> Path:
@@ -142,6 +109,11 @@ class StateDirectory:
         finally:
             os.close(lock)
 
+    def mark(self, node: str) -> str:
+        """The mark of everything that is started on a node from this directory, whichever cluster it belongs to."""
+        owner = f"{getpass.getuser()}@{socket.gethostname()}:{self.path.absolute()}"
+        return f"{hashlib.sha256(owner.encode()).hexdigest()[:12]}/{node}"
+
     def load(self) -> ClusterState | None:
         """The cluster that is up, or half up; None when there is none. Raises UsageError for a file that is not one."""
         path = self.path / STATE_FILE
@@ -162,6 +134,9 @@ class StateDirectory:
         """The cluster's password; only ever in files of mode 0600 and on the standard input of our own program."""
         write_private(self.token_path, token)
 
+    def forget_token(self) -> None:
+        self.token_path.unlink(missing_ok=True)
+
     def token(self) -> str:
         try:
             return self.token_path.read_text(encoding="ascii")
@@ -177,8 +152,8 @@ class StateDirectory:
         return path
 
     def clear(self) -> None:
-        """Forget the cluster: after nothing of it is left. The quarantine outlives it."""
-        self.token_path.unlink(missing_ok=True)
+        """Forget the cluster: after nothing of it is left."""
+        self.forget_token()
         (self.path / STATE_FILE).unlink(missing_ok=True)
 
 

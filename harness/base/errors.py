@@ -4,10 +4,3 @@ files and does not import the harness."""
 from cluster.files.errors import UsageError as UsageError
 from cluster.files.errors import nearest as nearest
 from cluster.files.errors import one_of as one_of
-
-
-class StartError(RuntimeError):
-    """Something that a command needs did not start here, through no error of the user.
-
-    The message is one complete sentence; `burst` prints it without a traceback and exits with 1.
-    """

@@ -12,13 +12,16 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from cluster.node_arguments import add_host_key_arguments
 from harness.base.errors import UsageError
-from harness.launch.launcher import LAUNCHERS
+from harness.launch.launcher import LAUNCHERS, Launcher
+
+if TYPE_CHECKING:
+    from harness.machine.this_machine import Machine
 
 
 class Command(Protocol):
@@ -61,7 +64,9 @@ def parse_tolerance(text: str) -> float:
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     """Options for the launcher and the hosts of ranks. `what`: the command's verb in the help, such as `run`."""
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, help="local: this machine (default); ray: several, as --ray auto"
+    )
     add_cluster_arguments(
         parser,
         nodes_help=f"inventory or list of hosts: {what} on those of them that burst cluster up has started, "
@@ -71,8 +76,22 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
 
 def check_launch_arguments(arguments: argparse.Namespace) -> None:
     """Raises UsageError where the launcher cannot start ranks on the named hosts."""
-    if arguments.nodes and arguments.launcher == "local":
-        raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
+    if (arguments.nodes or arguments.ray) and arguments.launcher == "local":
+        raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes and --ray")
+    if arguments.nodes and arguments.ray:
+        raise UsageError("--nodes and --ray both name the hosts; give one of them")
+
+
+def machine_and_launcher(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[Machine, Launcher]:
+    """This machine, or the hosts that `--ray` or `--nodes` names, with their launcher. Raises UsageError."""
+    if arguments.nodes or arguments.ray or arguments.launcher == "ray":
+        from harness.launch.ray.inventory import ray_launcher
+
+        return ray_launcher(arguments, say)
+    from harness.launch.supervisor import LocalLauncher
+    from harness.machine.this_machine import discover
+
+    return discover(), LocalLauncher()
 
 
 def leave_at_once(code: int) -> NoReturn:
@@ -83,6 +102,10 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, nodes_help: str) -> None:
+    parser.add_argument(
+        "--ray", metavar="ADDRESS|auto",
+        help="the hosts of this Ray cluster: HOST:PORT of its head, or auto for the one on this machine",
+    )  # fmt: skip
     parser.add_argument("--nodes", type=Path, metavar="FILE", help=nodes_help)
     add_state_argument(parser)
     add_host_key_arguments(parser)

@@ -6,6 +6,7 @@ For GPUs with a file in experiments/hardware/, found here or named, it also pred
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,7 @@ class PlanCommand:
         add_question_arguments(parser)
         add_cluster_arguments(
             parser,
-            nodes_help="inventory or list of hosts, or slurm for the Slurm job around: plan for those of them that "
-            "burst run --nodes would use now",
+            nodes_help="inventory or list of hosts: plan for those of them that burst run --nodes would use now",
         )
         parser.add_argument(
             "--hardware", metavar="NAME",
@@ -53,12 +53,14 @@ class PlanCommand:
 
         experiment = _asked(arguments)
         named = None if arguments.hardware is None else hardware_asked(arguments)
-        if arguments.nodes and arguments.hardware is not None:
-            raise UsageError("--nodes and --hardware both name the machine to plan for; give one of them")
-        if arguments.nodes:
-            from harness.launch.nodes.cluster import planned_machine
+        over_hosts = bool(arguments.nodes or arguments.ray)
+        if over_hosts + bool(arguments.nodes and arguments.ray) + (arguments.hardware is not None) > 1:
+            raise UsageError("--nodes, --ray and --hardware all name the machine to plan for; give one of them")
+        if over_hosts:
+            from harness.launch.ray.inventory import joined
 
-            machine = planned_machine(arguments, _say)
+            with contextlib.closing(joined(arguments, _say)) as launcher:
+                machine = launcher.machine
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
         elif named is not None:
             machine, where = machine_of(named), f"GPUs of kind {named.title}"
@@ -66,7 +68,7 @@ class PlanCommand:
             machine, where = discover(), "this machine"
         hardware = named or hardware_for(machine.gpu_name)
         trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
-        rows = plan_table(trials, machine if arguments.nodes else None, hardware)
+        rows = plan_table(trials, machine if over_hosts else None, hardware)
         if arguments.json:
             rounds = {"rounds": experiment.repetition.rounds}
             print(json.dumps([row | rounds for row in rows], indent=1))
@@ -78,7 +80,7 @@ class PlanCommand:
                 from harness.plan.forecast import cost_of
 
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
-                hosts = machine if arguments.nodes else None
+                hosts = machine if over_hosts else None
                 cost = cost_of(
                     fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts,
                     share_ranks=experiment.limits.share_ranks and hosts is None,  # over nodes every trial starts anew

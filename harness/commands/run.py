@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 from cluster.files.errors import shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import default_launcher, make_launcher
+from harness.commands import (
+    add_launch_arguments,
+    check_launch_arguments,
+    command_line,
+    leave_at_once,
+    machine_and_launcher,
+)
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -40,8 +45,7 @@ class RunCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
-        from harness.machine.this_machine import discover
-        from harness.plan.matrix import named, nothing_can_run, plan
+        from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
@@ -67,17 +71,7 @@ class RunCommand:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
-        if arguments.nodes:
-            from harness.launch.nodes.cluster import cluster_launcher
-
-            machine, launcher = cluster_launcher(
-                arguments, say, lambda machine: nothing_can_run(plan(experiment, machine))
-            )
-        else:
-            if arguments.parallel > 1 and arguments.launcher == "ray":
-                raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
-            default = "local" if arguments.parallel > 1 else default_launcher()
-            machine, launcher = discover(), make_launcher(arguments.launcher or default)
+        machine, launcher = machine_and_launcher(arguments, say)
         resume = None
         if any((arguments.resume, arguments.retry_failed, arguments.set_aside_bad, arguments.mix, arguments.again)):
             resume = Resume(
@@ -215,7 +209,6 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.page import write_report_of
     from harness.report.terminal import terminal_table
 
     out, rows = stdout_console(), records.rows()
@@ -223,6 +216,8 @@ def _report(records: RunRecords) -> None:
     if len(rows) > PRINTED_TRIALS:
         said = f"The first {PRINTED_TRIALS} of {len(rows)} trials; results.csv and the report have all of them."
         out.print(said, markup=False, highlight=False, soft_wrap=True)
+    from harness.report.page import write_report_of  # imports matplotlib: the table is not to wait for it
+
     path = write_report_of(records.records(), rows, records.stored.path)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
-from harness.launch.launcher import default_launcher, make_launcher
+from harness.commands import (
+    add_launch_arguments,
+    check_launch_arguments,
+    command_line,
+    leave_at_once,
+    machine_and_launcher,
+)
 
 if TYPE_CHECKING:
     from harness.run.bounds import StopTime
@@ -42,10 +47,9 @@ class TrainCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
-        from harness.machine.this_machine import discover
         from harness.records.provenance import commit
         from harness.training.progress import TrainingView
-        from harness.training.run import Start, impossible, interruption, stop_time, train
+        from harness.training.run import Start, interruption, stop_time, train
 
         _check_options(arguments)
         run_dir = arguments.out or Path("results", "runs", arguments.config.stem)
@@ -58,15 +62,7 @@ class TrainCommand:
         file = _loaded(arguments)
         view = TrainingView(stderr_console(), file.config.steps)
         stop = stop_time(view.say, file.config.save.grace_seconds)
-        if arguments.nodes:
-            from harness.launch.nodes.cluster import cluster_launcher
-
-            resumed = run_dir if arguments.resume else None
-            machine, launcher = cluster_launcher(
-                arguments, view.say, lambda machine: impossible(file.config, machine, resumed)
-            )
-        else:
-            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+        machine, launcher = machine_and_launcher(arguments, view.say)
         with contextlib.closing(launcher):
             start = Start(
                 machine=machine,
@@ -75,7 +71,7 @@ class TrainCommand:
                 resume=arguments.resume,
                 commit=commit(),
                 again=command_line(arguments),
-                over_nodes=arguments.nodes is not None,
+                over_nodes=launcher.name == "ray",
             )
             with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():
                 try:
@@ -93,8 +89,8 @@ class TrainCommand:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raises UsageError for options that contradict each other, and for torchrun's ranks that are not told so."""
     check_launch_arguments(arguments)
-    if arguments.torchrun and (arguments.nodes or arguments.launcher):
-        raise UsageError("with --torchrun the ranks run already; leave --nodes and --launcher out")
+    if arguments.torchrun and (arguments.nodes or arguments.ray or arguments.launcher):
+        raise UsageError("with --torchrun the ranks run already; leave --nodes, --ray and --launcher out")
     if not arguments.torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("torchrun started this process, and burst train would start ranks of its own; add --torchrun")
 

@@ -5,7 +5,6 @@ One interface serves one machine without Ray (`local`), embedded Ray, and a Ray 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,21 +130,4 @@ class Launcher(Protocol):
         ...
 
 
-LAUNCHERS = ("ray", "local")
-
-
-def default_launcher() -> str:
-    """Ray where it is installed, else local."""
-    return "ray" if importlib.util.find_spec("ray") is not None else "local"
-
-
-def make_launcher(name: str) -> Launcher:
-    """A launcher by name, for this machine. Raises UsageError when it cannot be used here."""
-    if name == "ray":
-        from harness.launch.ray.launcher import RayLauncher
-
-        return RayLauncher()
-    assert name == "local", name
-    from harness.launch.supervisor import LocalLauncher
-
-    return LocalLauncher()
+LAUNCHERS = ("local", "ray")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
-from harness.base.interrupts import look
+from harness.base.interrupts import end_at_once, look
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.launcher import Job, Outcome
 from harness.launch.limits import JobLimits
@@ -117,6 +117,11 @@ class Supervisor:
         self._stacks_wanted, self._may_save = stacks, may_save
         self._cancel.set()
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks run a job, or wait for another one."""
+        return self._ranks is not None
+
     def close(self) -> None:
         """End everything this supervisor started. Idempotent."""
         while self._servers:
@@ -212,7 +217,7 @@ class Supervisor:
             while len(exits) < len(job.own_ranks):
                 failed = not self._may_save or any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
-                if time.monotonic() >= since + patience:
+                if time.monotonic() >= since + patience or end_at_once():
                     break
                 exits += ranks.exits(self._patience.poll)
         self._ranks = None

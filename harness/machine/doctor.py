@@ -86,10 +86,10 @@ def _loss_kernels(machine: Machine) -> list[DoctorLine]:
 def _launchers() -> list[DoctorLine]:
     local = DoctorLine(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
     if importlib.util.find_spec("ray") is None:
-        unsupported_reason = "Ray is not installed; pip install ray, or use --launcher local"
-        return [DoctorLine(section="launchers", name="ray", ok=False, sentence=unsupported_reason), local]
-    sentence = f"Ray {metadata.version('ray')}, started for the run and ended with it"
-    return [DoctorLine(section="launchers", name="ray", ok=True, sentence=sentence), local]
+        unsupported_reason = "for several machines; Ray is not installed: pip install 'burst-harness[ray]'"
+        return [local, DoctorLine(section="launchers", name="ray", ok=False, sentence=unsupported_reason)]
+    sentence = f"for several machines; Ray {metadata.version('ray')}"
+    return [local, DoctorLine(section="launchers", name="ray", ok=True, sentence=sentence)]
 
 
 def _methods(machine: Machine) -> list[DoctorLine]:

@@ -32,7 +32,7 @@ _WORDS = 40  # characters from which a cell takes several lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class HtmlCell:
     """One cell; `order` is what it sorts by: all digits of a number, else its text."""
 
     text: str
@@ -44,7 +44,7 @@ class Cell:
 class HtmlRow:
     """One row of a table; `record` is the address of the trial's record and `command` runs the trial again."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[HtmlCell]
     marked: bool
     record: str
     command: str
@@ -112,10 +112,10 @@ def command_of(trial: Row) -> str:
     return f"{command} --only {shlex.quote(trial['trial_id'])}" if command else ""
 
 
-def _cell(value: Any, text: str, column: Column) -> Cell:
+def _cell(value: Any, text: str, column: Column) -> HtmlCell:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     style = "number" if column.numeric else "words" if len(text) > _WORDS else ""
-    return Cell(
+    return HtmlCell(
         text=text,
         order=float.__repr__(float(value)) if number else text,
         style=f"status {text}" if column.header == "status" else style,

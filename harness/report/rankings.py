@@ -149,8 +149,8 @@ def rankings_of(rows: Sequence[Row], baseline: str | None = None) -> list[SizeRa
     for row in rows:
         if not on_cpu(row) and row["status"] != "wrong":
             sizes.setdefault(_size(row), []).append(row)
-    weak = slow_baselines(rows)
-    rankings = [found for group in sizes.values() if (found := _ranking(group, weak, baseline))]
+    slow = slow_baselines(rows)
+    rankings = [found for group in sizes.values() if (found := _ranking(group, slow, baseline))]
     return sorted(rankings, key=_telling)
 
 
@@ -202,12 +202,12 @@ def sizes_table(rankings: Sequence[SizeRanking]) -> Table | None:
     return table_of("sizes", "Other set-ups", columns, lines)
 
 
-def _ranking(rows: list[Row], weak: Mapping[int, SlowBaseline], baseline: str | None) -> SizeRanking | None:
+def _ranking(rows: list[Row], slow: Mapping[int, SlowBaseline], baseline: str | None) -> SizeRanking | None:
     compared, lost = [], []
     for name, members in _named(rows):
         measured = [row for row in members if row["status"] == "ok"]
         if measured:
-            compared.append(RankedSeries(name=marked(name, id(measured[0]) in weak), rows=measured))
+            compared.append(RankedSeries(name=marked(name, id(measured[0]) in slow), rows=measured))
         else:
             lost.append((name, "/".join(sorted({row["status"] for row in members}))))
     if not compared:

@@ -53,11 +53,11 @@ def slow_baselines(rows: Iterable[Row]) -> dict[int, SlowBaseline]:
                 ratio = speedup(group, theirs.get(key, ()))
                 if ratio is None or ratio.value >= LEAST:
                     continue
-                form = SlowBaseline(native=native, original=original.method, found=ratio, first=group[0])
+                baseline = SlowBaseline(native=native, original=original.method, found=ratio, first=group[0])
                 for row in group:
                     before = found.get(id(row))
                     if before is None or ratio.value < before.found.value:
-                        found[id(row)] = form
+                        found[id(row)] = baseline
     return found
 
 
@@ -84,25 +84,25 @@ def _without_schedule(point: tuple[object, ...]) -> tuple[object, ...]:
     )
 
 
-def marked(name: str, weak: bool) -> str:
-    """A name in a table, legend or sentence, marked where its trial is weak."""
-    return f"{name} {MARK}" if weak else name
+def marked(name: str, slow: bool) -> str:
+    """A name in a table, legend or sentence, marked where its trial is of a slow native baseline."""
+    return f"{name} {MARK}" if slow else name
 
 
-def slow_sentence(weak: Iterable[SlowBaseline]) -> str:
+def slow_sentence(slow: Iterable[SlowBaseline]) -> str:
     """What the mark means, with the lowest ratio of each baseline and original; empty where nothing is marked."""
     worst: dict[tuple[str, str], SlowBaseline] = {}
     points: dict[tuple[str, str], set[int]] = {}
-    for form in weak:
-        key = (form.native, form.original)
-        points.setdefault(key, set()).add(id(form.first))
-        if key not in worst or form.found.value < worst[key].found.value:
-            worst[key] = form
+    for baseline in slow:
+        key = (baseline.native, baseline.original)
+        points.setdefault(key, set()).add(id(baseline.first))
+        if key not in worst or baseline.found.value < worst[key].found.value:
+            worst[key] = baseline
     if not worst:
         return ""
     texts = [
-        form.text + (f", the lowest of {len(points[key])} points" if len(points[key]) > 1 else "")
-        for key, form in worst.items()
+        baseline.text + (f", the lowest of {len(points[key])} points" if len(points[key]) > 1 else "")
+        for key, baseline in worst.items()
     ]
     return f"{MARK} Native baseline below {LEAST:g} of its original's speed: {'; '.join(texts)}."
 

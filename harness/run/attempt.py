@@ -26,7 +26,6 @@ from engine.measurement import (
 from engine.method import Method
 from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.settings import TrialSettings, to_json
-from harness.base.interrupts import released
 from harness.launch.environment import render
 from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome
 from harness.launch.limits import Passed
@@ -166,8 +165,7 @@ def _attempt(
             | ({"profile": True} if trial.profile else {}),
         )
         try:
-            with released():
-                outcome = host.launcher.run(job, view.step)
+            outcome = host.launcher.run(job, view.step)
         except KeyboardInterrupt:
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.base.errors import UsageError
-from harness.base.interrupts import held
+from harness.base.interrupts import deferred
 from harness.plan.matrix import nothing_can_run
 from harness.records.provenance import redacted_command
 from harness.records.record import Record
@@ -24,7 +24,7 @@ from harness.spec.trial import Trial
 PLAIN = ExecutionOptions()
 
 
-@held()  # signals end a run while ranks run and between trials; they wait while files are written
+@deferred()  # signals end a run where its loops look: while ranks run and between trials
 def run_experiment(
     experiment: str,
     trials: Sequence[Trial],

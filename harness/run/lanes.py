@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
 from harness.base.errors import UsageError
-from harness.base.interrupts import end_requested
 from harness.launch.launcher import Launcher
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
@@ -88,7 +87,6 @@ class Lanes:
         found, self._done = self._done, []
         while not found:
             over, _ = wait(self._futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            end_requested()  # of a signal the lanes hear by themselves; it must not be raised here meanwhile
             for future in over:
                 trial, lane = self._futures.pop(future)
                 self._idle.append(lane)
@@ -110,7 +108,7 @@ def lanes_of(host: RunContext, number: int) -> list[RunContext]:
     if isinstance(host.launcher, DividesHosts):
         if number > machine.nodes:
             raise UsageError(
-                f"--parallel {number}: --nodes has {machine.nodes} usable hosts; give at most that many lanes"
+                f"--parallel {number}: the cluster has {machine.nodes} usable hosts; give at most that many lanes"
             )
         return [
             replace(host, machine=part, launcher=launcher, lanes=number)

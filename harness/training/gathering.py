@@ -29,9 +29,8 @@ from engine.training.manifest import (
     sweep,
 )
 from harness.launch.launcher import Folder
-from harness.launch.nodes.actor import FETCH_BYTES
-from harness.launch.nodes.folder import PIECE_BYTES
-from harness.launch.nodes.team import HostLost
+from harness.launch.ray.host import FETCH_BYTES
+from harness.launch.ray.watch import PIECE_BYTES, HostLost
 
 _RUN_ID_FILE = ".run-id"  # in the run directory and in the hosts' folders: runs in other directories have its name too
 _FINISHED = re.compile(rf"{checkpoints_directory(Path())}/step-(\d{{8,}})/{re.escape(MANIFEST_FILE)}")

@@ -24,6 +24,7 @@ from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_di
 from engine.training.manifest import checkpoints, step_of
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
+from harness.base.interrupts import deferred
 from harness.launch.environment import render
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
@@ -207,7 +208,8 @@ def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[
     job = _job(order.config, attempt, start)
     if start.over_nodes:
         job = replace(job, exchange=Gathering(start.run_dir.absolute(), keep=order.config.save.keep, say=say))
-    return start.launcher.run(job, on_progress), attempt
+    with deferred():  # the launcher looks, and a second signal ends at once
+        return start.launcher.run(job, on_progress), attempt
 
 
 def order_of(config: TrainingConfig, machine: Machine, *, resume: bool) -> Order:

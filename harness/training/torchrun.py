@@ -406,7 +406,7 @@ def connection(place: Place, seconds: float) -> Store:
 
 def check_hosts(hosts: Sequence[dict[str, Any]]) -> None:
     """Raises UsageError when hosts have other software, or another number of ranks."""
-    from cluster.ray_cluster.introduction import mismatch
+    from cluster.inventory.checkout import mismatch
 
     if why := mismatch({host["name"]: host["versions"] for host in hosts}):
         raise UsageError(f"this run cannot start: {why}")

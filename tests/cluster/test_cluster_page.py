@@ -10,7 +10,6 @@ from cluster.checks import discover
 from cluster.inventory.site import Site
 from cluster.probing.verdict import EXIT_CODES
 from cluster.profiles import load_profiles
-from cluster.ray_cluster.quarantine import QUARANTINE_SECONDS
 from harness.launch.ports import usable_ports
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -77,7 +76,3 @@ def test_ports_on_the_page_are_the_defaults() -> None:
     free = usable_ports("32768 60999", "")  # Linux' own range of ports
     above = next(port for port in free if port > 60999)
     assert f"{free[0]} to 32767 or {above} to {free[-1]}" in table
-
-
-def test_a_host_leaves_quarantine_when_the_page_says() -> None:
-    assert f"after {QUARANTINE_SECONDS / 60:.0f} minutes" in section("When a node is sick")

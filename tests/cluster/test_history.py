@@ -11,7 +11,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.health import history
-from cluster.health.history import Entry, History, entry_of, judge, rises
+from cluster.health.history import CheckRecord, History, entry_of, judge, rises
 from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
 from cluster.probing.verdict import Verdict
@@ -20,8 +20,8 @@ CHECKS = discover()
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
-def entry(check: str, **counters: int) -> Entry:
-    return Entry(time="2026-11-20T12:00:00+00:00", verdict="ok", counters={check: counters})
+def entry(check: str, **counters: int) -> CheckRecord:
+    return CheckRecord(time="2026-11-20T12:00:00+00:00", verdict="ok", counters={check: counters})
 
 
 def test_only_growth_of_a_known_counter_is_a_rise() -> None:
@@ -76,7 +76,7 @@ def test_every_check_that_counts_says_what_a_rise_means() -> None:
     ],
 )
 def test_errors_of_a_port_are_judged_by_how_many_an_hour(counter: str, growth: int, hours: int, level: str) -> None:
-    later = Entry(
+    later = CheckRecord(
         time=f"2026-11-{20 + (12 + hours) // 24}T{(12 + hours) % 24:02d}:00:00+00:00",
         verdict="ok",
         counters={"port_errors": {counter: 5 + growth}},
@@ -92,7 +92,7 @@ def test_one_recovery_of_a_link_matters_and_four_repeated_packets_do_not() -> No
 
 
 def test_a_history_whose_time_cannot_be_read_still_counts() -> None:
-    before = Entry(time="yesterday", verdict="ok", counters={"port_errors": {"a symbol_error": 0}})
+    before = CheckRecord(time="yesterday", verdict="ok", counters={"port_errors": {"a symbol_error": 0}})
     assert judge(before, entry("port_errors", **{"a symbol_error": 10}), CHECKS).level == "warn"
 
 
@@ -105,7 +105,7 @@ def report(**counters: int) -> NodeReport:
 
 
 def test_an_entry_holds_counters_and_the_verdict_and_nothing_else() -> None:
-    assert entry_of(report(a=1), NOON) == Entry(time=NOON.isoformat(), verdict="warn", counters={"xid": {"a": 1}})
+    assert entry_of(report(a=1), NOON) == CheckRecord(time=NOON.isoformat(), verdict="warn", counters={"xid": {"a": 1}})
 
 
 def test_what_was_appended_comes_back_per_node(tmp_path: Path) -> None:

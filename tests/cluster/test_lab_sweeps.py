@@ -26,7 +26,7 @@ def test_trials_run_on_disjoint_hosts_and_one_whose_host_is_lost_runs_again_on_o
         assert [(record["status"], record["lanes"]) for record in records] == [("ok", 3)] * 4
         assert {tuple(record["hosts"]) for record in records} == {(host.name,) for host in site.lab.hosts}
         code, said = site.burst(*site.experiment("lanes", cp_sizes="1", steps=2), "--parallel", "4")
-        assert (code, "--parallel 4: --nodes has 3 usable hosts" in said) == (2, True), said
+        assert (code, "--parallel 4: the cluster has 3 usable hosts" in said) == (2, True), said
 
         # The first attempt loses a host; the second runs on those that are left, and is long enough to be seen.
         run = site.start(*site.experiment("retry", cp_sizes="2", steps=400), "--retry", "1")

@@ -19,7 +19,7 @@ from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from tests import lab as lab_module
 from tests.cluster.test_lab_cluster import ROOT, guests, opened_site
 from tests.lab import Lab, LabHost, open_lab
-from tests.patience import AMPLE, scaled, wait_until
+from tests.patience import AMPLE, wait_until
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -189,13 +189,11 @@ def test_the_head_is_lost_and_the_run_goes_on_without_it_from_common_storage(con
         assert "is not seen by" not in said
         [ending] = [line for line in said.splitlines() if "go on with" in line]
         assert ending.startswith("training ended (node_lost): lab1 was lost ("), said
-        assert "so first: burst cluster down --forget; " in ending
         at_first = saved(run)
 
-        site.burst("cluster", "down", "--forget", "--timeout", f"{scaled(5.0):g}")
         program = site.start(*next_command(said)[1:])
         wait_for_save(program, run, beyond=at_first)
-        assert "left out: lab1 is not usable" in stopped(program)
+        assert "left out: lab1: " in stopped(program)
         assert_continues(run, uninterrupted(config, tmp_path / "truth", at_first), exact_until=at_first)
         site.lab.revive(site.lab.hosts[0])
         site.burst("cluster", "down")

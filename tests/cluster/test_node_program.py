@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.active.rails import free_ports
 from cluster.inventory.site import RayPorts
-from cluster.ray_cluster import ray_commands
+from cluster.ray_cluster import commands
 from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.ray_cluster.node_program import FOLDERS, cause
+from cluster.ray_cluster.node_program import FOLDERS
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
-from harness.launch.nodes.actor import node_environment
-from tests.patience import AMPLE, running, scaled
-from tests.processes import content
+from harness.launch.ray.host import host_environment
+from tests.patience import AMPLE, running, scaled, wait_until
+from tests.processes import all_pids, content
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
 # as Ray's agents do with their titles, and returns.
@@ -59,47 +60,52 @@ def start(
     )
 
 
+def stop(folder: Path, mark: str) -> dict[str, Any]:
+    return request("stop", mark=mark, directory=str(folder / "own"))
+
+
 def test_stop_ends_every_process_that_start_left_and_no_other(tmp_path):
-    bystander = subprocess.Popen(["sleep", "600"], env={"BURST_RAY_NODE": "test/10"})
+    bystander = subprocess.Popen(["sleep", "600"], env={"BURST_RAY_NODE": "test/10"}, start_new_session=True)
     try:
-        started = start(tmp_path, "test/1")
+        start(tmp_path, "test/1")
         *pids, token = (tmp_path / "said").read_text().split()
         assert Path(token).read_text() == "s3cret"
         assert Path(token).stat().st_mode & 0o777 == 0o600
         assert Path(token).parent.stat().st_mode & 0o777 == 0o700
-        known = {"mark": "test/1", "session": started["session"], "processes": started["processes"]}
-        assert request("status", **known)["processes"] == 4
-        stopped = request("stop", directory=str(tmp_path / "own"), **known)
-        assert stopped == {"ended": 4, "left": []}
+        assert request("status", mark="test/1", head="127.0.0.1:1") == {
+            "processes": 4, "raylet": False, "gcs": False, "reaches_head": False
+        }  # fmt: skip
+        assert stop(tmp_path, "test/1") == {"ended": 4, "left": []}
         assert not any(running(int(pid)) for pid in pids)
         assert not (tmp_path / "own").exists()
         assert bystander.poll() is None
-        assert request("stop", directory=str(tmp_path / "own"), **known) == {"ended": 0, "left": []}
+        assert stop(tmp_path, "test/1") == {"ended": 0, "left": []}
     finally:
         bystander.kill()
         bystander.wait()
 
 
-def test_stop_finds_what_was_started_when_nothing_was_recorded_of_it(tmp_path):
-    start(tmp_path, "test/2")
-    *pids, _ = map(str, (tmp_path / "said").read_text().split())
-    stopped = request("stop", mark="test/2", directory=str(tmp_path / "own"), session=0, processes=[])
-    assert stopped["left"] == []
-    bare = int(pids[1])  # neither marked nor in a session known to be ours: it may be of another program
-    assert [running(int(pid)) for pid in pids] == [False, True, False, False]
-    os.kill(bare, signal.SIGKILL)
+def test_stop_ends_a_start_that_is_under_way_when_its_caller_has_died(tmp_path):
+    program = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start, tmp_path, "test/2", program)
+        wait_until((tmp_path / "said").exists, "the start has not begun")
+        assert stop(tmp_path, "test/2")["left"] == []
+        with pytest.raises(NodeError, match="exited with"):  # the program of `start` itself is ended, too
+            starting.result()
+    assert not (tmp_path / "own").exists()
 
 
-def test_a_number_given_out_again_is_not_ours(tmp_path):
-    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path):
+    folder = tmp_path / "own" / "mounted"
+    folder.mkdir(parents=True)
+    (tmp_path / "own" / "token").touch()
+    subprocess.run(["mount", "-t", "tmpfs", "burst", str(folder)], check=True)
     try:
-        processes = [{"pid": str(bystander.pid), "started": "1"}]
-        stopped = request("stop", mark="test/3", directory="", session=bystander.pid, processes=processes)
-        assert stopped == {"ended": 0, "left": []}
-        assert bystander.poll() is None
+        assert stop(tmp_path, "test/3") == {"ended": 0, "left": [str(tmp_path / "own")]}
     finally:
-        bystander.kill()
-        bystander.wait()
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_port_in_use_is_named_before_anything_is_started(tmp_path):
@@ -116,91 +122,57 @@ def test_a_folder_that_start_did_not_make_stays(tmp_path):
     (tmp_path / "own").mkdir()
     with pytest.raises(NodeError, match=r"own cannot be made there \(File exists\); give ray.temp_dir a folder"):
         start(tmp_path, "test/4")
-    request("stop", mark="test/4", directory=str(tmp_path / "own"), session=0, processes=[])
+    stop(tmp_path, "test/4")
     assert (tmp_path / "own").exists()
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path):
-    with pytest.raises(NodeError, match="ray start exited with 3: no route"):
-        start(tmp_path, "test/6", "import sys; print('no route'); sys.exit(3)")
+def test_a_start_that_fails_is_a_sentence_of_ours_with_rays_log_and_leaves_nothing(tmp_path):
+    with pytest.raises(NodeError, match=r"^Ray ended with exit code 3 as it started$") as caught:
+        start(tmp_path, "test/6", "import sys; print('\\x1b[31mno route\\x1b[0m'); sys.exit(3)")
+    assert caught.value.log == "==> ray-start.log <==\nno route\n"
     assert not (tmp_path / "own").exists()
 
 
-# As Ray 2.60 printed them, shortened. The exception is followed by advice; without one, the error is.
-TRACEBACK = """\
-2026-11-22 05:56:53,304\tINFO scripts.py:1043 -- Local node IP: 10.0.0.1
-2026-11-22 05:56:53,304\tWARNING authentication_token_setup.py:73 -- Token authentication is disabled.
-Traceback (most recent call last):
-  File "parameter.py", line 343, in update_pre_selected_port
-    raise ValueError(
-\x1b[31mValueError: Ray component worker_ports is trying to use port 17001, which is used by others.\x1b[0m
-Port information: {'gcs': 'random'}
-If you allocate ports, please make sure the same port is not used by multiple components.
-"""
-PANIC = """\
-2026-11-22 05:57:56,007\tERR utils.py:1281 -- `--resources={x` is not a valid JSON string
-2026-11-22 05:57:56,007\tPANIC utils.py:1286 -- Valid values look like this: `--resources='{"A": 1}'`
-Error: Valid values look like this: `{}`
-"""
-UNREACHED = """\
-2026-11-22 05:56:57,349\tINFO scripts.py:1234 -- Local node IP: 10.0.0.2
-[2026-11-22 05:57:02,368 W 27048 27048] rpc_client.h:153: Failed to connect to GCS at address 10.0.0.1:6379 within 5 s.
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            TRACEBACK,
-            "ValueError: Ray component worker_ports is trying to use port 17001, which is used by others.",
-        ),
-        (PANIC, "`--resources={x` is not a valid JSON string"),
-        (UNREACHED, "Failed to connect to GCS at address 10.0.0.1:6379 within 5 s."),
-        ("no route\n\n", "no route"),
-        ("", "it printed nothing"),
-    ],
-)
-def test_the_line_that_says_why_ray_did_not_start_is_found(text, line):
-    assert cause(text) == line
-
-
-def test_ray_says_itself_why_it_did_not_start_and_its_log_comes_back(tmp_path):
+def test_rays_own_refusal_is_in_the_log_without_the_token(tmp_path):
     pytest.importorskip("ray")
     own = tmp_path / ("long" * 25)  # Ray refuses paths of sockets that are too long
-    command = ray_commands.head_command(
-        sys.executable, RayPorts(head_port=0, object_store_gib=0.1), address="127.0.0.1", name="n", directory=f"{own}/r"
+    command = commands.start_command(
+        sys.executable, RayPorts(object_store_gib=0.1), address="127.0.0.1", directory=str(own), head=""
     )
-    with pytest.raises(NodeError, match="ray start exited with 1: OSError: validate_socket_filename failed") as caught:
+    with pytest.raises(NodeError, match=r"^Ray ended with exit code 1 as it started$") as caught:
         request(
             "start", mark="test/8", directory=str(own), token="s3cret", command=command,
-            environment=dict(ray_commands.SETTINGS), wait_seconds=AMPLE,
+            environment=dict(commands.SETTINGS), wait_seconds=AMPLE,
         )  # fmt: skip
-    assert caught.value.log.startswith("==> ray-start.log <==\n")
-    assert "Traceback" in caught.value.log
+    assert "validate_socket_filename failed" in caught.value.log
     assert "s3cret" not in caught.value.log
     assert not own.exists()
 
 
-def test_a_head_opens_no_port_for_ray_client():
-    """Ray would, wherever grpc is installed."""
+def test_a_head_runs_without_ray_client_whose_port_ray_would_open_where_grpc_is_installed():
     pytest.importorskip("ray")
     pytest.importorskip("grpc")
-    own = Path(tempfile.mkdtemp(prefix="burst-", dir="/tmp")) / "own"
-    command = ray_commands.head_command(
-        sys.executable, RayPorts(head_port=0, object_store_gib=0.1), address="127.0.0.1", name="n", directory=f"{own}/r"
-    )
+    folder = Path(tempfile.mkdtemp(prefix="burst-", dir="/tmp"))
+    own = str(folder / "own")
+    port = free_ports(1)[0]
+    command = commands.start_command(
+        sys.executable, RayPorts(head_port=port, object_store_gib=0.1),
+        address="127.0.0.1", directory=own, head="",
+    )  # fmt: skip
+    mark = {"BURST_RAY_NODE=test/12"}
     try:
-        started = request(
-            "start", mark="test/12", directory=str(own), token="s3cret" * 8, command=command,
-            environment=dict(ray_commands.SETTINGS), wait_seconds=AMPLE,
+        request(
+            "start", mark="test/12", directory=own, token="s3cret" * 8, command=command,
+            environment=dict(commands.SETTINGS), wait_seconds=AMPLE,
         )  # fmt: skip
-        lines = [content(int(one["pid"]), "cmdline") for one in started["processes"]]
-        assert any(b"gcs_server" in line for line in lines)
-        assert not any(b"ray.util.client.server" in line for line in lines)
+        found = request("status", mark="test/12", head=f"127.0.0.1:{port}")
+        assert (found["raylet"], found["gcs"], found["reaches_head"]) == (True, True, True)
+        ours = [pid for pid in all_pids() if mark & set(content(pid, "environ").decode(errors="replace").split("\0"))]
+        assert len(ours) == found["processes"]
+        assert not any(b"ray.util.client.server" in content(pid, "cmdline") for pid in ours)
     finally:
-        request("stop", mark="test/12", directory=str(own), session=0, processes=[])
-        own.parent.rmdir()
+        stop(folder, "test/12")
+        folder.rmdir()
 
 
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):
@@ -222,39 +194,38 @@ def test_what_ray_would_take_from_the_ranks_is_kept_and_the_short_path_is_comple
     program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
     start(tmp_path, "test/11", program)
     found = json.loads((tmp_path / "said").read_text())
-    assert node_environment(found)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
+    assert host_environment(found, own_gpus=False)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
     assert found["PATH"].startswith("/opt/own:/bin:")
     assert set(FOLDERS) <= set(found["PATH"].split(":"))
-    request("stop", mark="test/11", directory=str(tmp_path / "own"), session=0, processes=[])
+    stop(tmp_path, "test/11")
 
 
 def test_a_start_that_takes_too_long_says_so_and_leaves_nothing(tmp_path):
     seconds, program = scaled(0.5), "import time; print('thinking', flush=True); time.sleep(600)"
-    with pytest.raises(NodeError, match=f"was not ready within {seconds:g} s: thinking"):
+    with pytest.raises(NodeError, match=f"^Ray was not ready within {seconds:g} s$"):
         start(tmp_path, "test/7", program, seconds)
     assert not (tmp_path / "own").exists()
 
 
-def test_facts_name_address_versions_and_what_the_node_says_of_itself(tmp_path):
-    common = {"toward": "127.0.0.1", "folder": str(tmp_path), "ports": 2}
-    facts = request("facts", candidates=["127.0.0.1"], interface=None, describe=["-c", "print('{}')"], **common)
-    assert (facts["address"], facts["interface"], facts["description"]) == ("127.0.0.1", "lo", "{}")
-    assert len(set(facts["free_ports"])) == 2
-    assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    facts = request("facts", candidates=["192.0.2.1"], interface=None, describe=["-c", "raise OSError('x')"], **common)
-    assert (facts["address"], facts["description"]) == ("127.0.0.1", "")
-    assert facts["description_problem"] == "OSError: x"
-    facts = request("facts", candidates=[], interface="absent0", describe=["-c", ""], **common)
-    assert facts["address"] == ""
+def test_facts_name_addresses_a_free_port_and_whether_a_dashboard_could_start(monkeypatch, tmp_path):
+    facts = request("facts", toward="127.0.0.1", dashboard=False)
+    assert facts["interfaces"]["lo"] == facts["source_address"] == "127.0.0.1"
+    assert 0 < facts["free_port"] < 65536
+    assert facts["dashboard"]
+    (tmp_path / "ray").mkdir()  # a Ray without its extra
+    (tmp_path / "ray" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    facts = request("facts", toward="", dashboard=True)
+    assert (facts["dashboard"], facts["source_address"]) == (False, "")
 
 
 def test_an_interpreter_that_is_none_is_one_sentence():
     with pytest.raises(NodeError, match=r"false exited with 1 \(no message\); check software\.python"):
-        ask(LocalRunner(), ["false"], "status", seconds=AMPLE, mark="m", session=0, processes=[])
+        ask(LocalRunner(), ["false"], "status", seconds=AMPLE, mark="m", head="127.0.0.1:1")
     with pytest.raises(NodeError, match="/no/python does not exist"):
-        ask(LocalRunner(), ["/no/python"], "status", seconds=AMPLE, mark="m", session=0, processes=[])
+        ask(LocalRunner(), ["/no/python"], "status", seconds=AMPLE, mark="m", head="127.0.0.1:1")
     with pytest.raises(NodeError, match="status was not done within 1 s"):
-        ask(LocalRunner(), ["sh", "-c", "sleep 600"], "status", seconds=1, mark="m", session=0, processes=[])
+        ask(LocalRunner(), ["sh", "-c", "sleep 600"], "status", seconds=1, mark="m", head="127.0.0.1:1")
 
 
 def test_where_one_node_fails_the_others_still_answer():

@@ -21,6 +21,7 @@ from harness.cli import main
 from tests.faults.matrix import TRIALS, Point
 from tests.patience import AMPLE, wait_until
 from tests.processes import command_of, kill, output_of, parent_of, with_variable
+from tests.ray_head import ray_head
 
 PROJECT = Path(__file__).parents[2]
 HOOK = Path(__file__).parent / "hook"
@@ -40,18 +41,30 @@ steps: {warmup: 2, measured: 2}
 class Command:
     """`burst run` in a folder, held at a point if there is one. Use `started`."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], point: Point | None, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        point: Point | None,
+        prefix: Sequence[str] = (),
+        ray_port: int | None = None,
+    ) -> None:
         self.mark = secrets.token_hex(8)
         self.hold = folder / f"hold-{self.mark}"
         self.hold.mkdir()
         if point:
             point.hold_in(self.hold)
         self.output = self.hold / "output"
+        marked = {**variables(self.hold), MARK: self.mark}
+        self._closing, self._over_ray = contextlib.ExitStack(), ray_port is not None
+        if ray_port is not None:
+            head = self._closing.enter_context(ray_head(environment=marked, port=ray_port))
+            marked |= head.environment
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "harness", *arguments],
                 cwd=folder,
-                env={**os.environ, **variables(self.hold), MARK: self.mark},
+                env={**os.environ, **marked},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -77,16 +90,22 @@ class Command:
         """All processes that run, or are stopped, and carry the mark."""
         return with_variable(MARK, self.mark)
 
+    def left(self) -> list[int]:
+        """Those that are not of a Ray cluster that stays up: its idle workers and daemons."""
+        return [pid for pid in self.processes() if not (self._over_ray and _is_rays(pid))]
+
     def wait_until_gone(self) -> None:
         def left() -> str:
-            return f"{ {pid: command_of(pid) for pid in self.processes()} } still run:\n{self.said()}"
+            return f"{ {pid: command_of(pid) for pid in self.left()} } still run:\n{self.said()}"
 
-        wait_until(lambda: not self.processes(), left, GONE_SECONDS)
+        wait_until(lambda: not self.left(), left, GONE_SECONDS)
+        self._closing.close()
 
     def kill_all(self) -> None:
         """For the end of a test that failed."""
         kill(self.processes())
         self.process.wait(AMPLE)
+        self._closing.close()
 
     def fork_server(self) -> int:
         """The newest one: an idle one may wait beside it."""
@@ -132,18 +151,29 @@ def wait_for_hold(hold: Path, process: subprocess.Popen[Any], said: Callable[[],
 
 @contextlib.contextmanager
 def started(
-    folder: Path, arguments: Sequence[str], point: Point | None, prefix: Sequence[str] = ()
+    folder: Path,
+    arguments: Sequence[str],
+    point: Point | None,
+    prefix: Sequence[str] = (),
+    ray_port: int | None = None,
 ) -> Iterator[Command]:
-    command = Command(folder, arguments, point, prefix)
+    """`ray_port`: a Ray cluster of this machine alone is up meanwhile, with its head at this port."""
+    command = Command(folder, arguments, point, prefix, ray_port)
     try:
         yield command
     finally:
         command.kill_all()
 
 
-def burst(folder: Path, *arguments: str) -> tuple[int, str]:
+def _is_rays(pid: int) -> bool:
+    """Whether a process is Ray's, and no supervisor, fork server or rank of ours."""
+    command = command_of(pid)
+    return "ray" in command and "HostActor" not in command and "harness" not in command
+
+
+def burst(folder: Path, *arguments: str, ray_port: int | None = None) -> tuple[int, str]:
     """Exit code and output of a command that nothing disturbs; nothing of it is left."""
-    with started(folder, arguments, None) as command:
+    with started(folder, arguments, None, ray_port=ray_port) as command:
         code = command.end()
         command.wait_until_gone()
         return code, command.said()

@@ -133,8 +133,23 @@ LAUNCHER = Fault(
         "report": "ok ok ok ok",
     },
 )
+# Without a head no trial can be placed; the next command finds Ray started again.
 RAY_HEAD = Fault(
     name="Ray's head killed",
+    launcher="ray",
+    ends={
+        "start": "ok ok node_lost node_lost",
+        "import": "ok node_lost node_lost node_lost",
+        "join": "ok ok node_lost node_lost",
+        "warm-up": "ok ok node_lost node_lost",
+        "measuring": "ok ok node_lost node_lost",
+        "record": "ok ok ok node_lost",
+        "results": "ok ok ok ok",
+        "report": _LEFT,
+    },
+)
+SUPERVISOR = Fault(
+    name="supervisor killed",
     launcher="ray",
     ends={
         "start": "ok ok ok ok",
@@ -147,7 +162,6 @@ RAY_HEAD = Fault(
         "report": _LEFT,
     },
 )
-SUPERVISOR = Fault(name="supervisor killed", launcher="ray", ends=dict(RAY_HEAD.ends))
 STALL = Fault(
     name="rank stalled",
     ends={

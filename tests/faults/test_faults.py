@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.ports import reserve_port
 from tests.faults import inject, matrix
 from tests.faults.command import EXPERIMENT, burst, failures, next_command, outcomes, records, started, status_of
 from tests.faults.matrix import FAULTS, NETWORK, POINTS, QUICK, TRIALS, Fault
@@ -57,17 +58,21 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
     monkeypatch.chdir(tmp_path)
     Path("exp.yaml").write_text(EXPERIMENT)
     RUN.parent.mkdir()
-    arguments = ["run", "exp.yaml", "--out", str(RUN), "--order", "file", "--launcher", fault.launcher]
+    arguments = ["run", "exp.yaml", "--out", str(RUN), "--order", "file"]
+    port = None
+    if fault.launcher == "ray":
+        with reserve_port() as port:
+            arguments += ["--ray", f"127.0.0.1:{port}"]
     if point in fault.shares:
         arguments += ["--set", "limits.share_ranks=true"]
     if fault is matrix.STALL:
         arguments += ["--set", f"limits.start_seconds={scaled(15)}", "--set", f"limits.hang_seconds={scaled(4)}"]
     with inject.small_disk(fault, RUN.parent):
         if point == "import":  # of the fork server that a command starts, so an earlier one has finished something
-            code, said = burst(tmp_path, *arguments, "--limit", "1")
+            code, said = burst(tmp_path, *arguments, "--limit", "1", ray_port=port)
             assert code == 0, said
             arguments.append("--resume")
-        with started(tmp_path, arguments, POINTS[point], inject.prefix(fault)) as command:
+        with started(tmp_path, arguments, POINTS[point], inject.prefix(fault), port) as command:
             held = command.wait_for_hold()
             finished = records(RUN)
             with inject.happens(fault, POINTS[point], command, held, RUN):
@@ -89,7 +94,7 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
         assert_no_number_is_wrong(kept.keys())
 
         if command_line := next_command(RUN):
-            code, said = burst(tmp_path, *command_line[1:])
+            code, said = burst(tmp_path, *command_line[1:], ray_port=port)
             assert code == 0, said
         complete = records(RUN)
         assert outcomes(complete) == "ok ok ok ok", said

@@ -65,7 +65,7 @@ def test_every_command_module_is_found_by_its_name():
             ],
             "GiB of a host's memory, and there are",
         ),
-        (["plan", "exp.yaml", "--hardware", "h200", "--nodes", "lab"], "both name the machine to plan for; give one"),
+        (["plan", "exp.yaml", "--hardware", "h200", "--nodes", "lab"], "all name the machine to plan for; give one"),
         (["run", "exp.yaml", "--resume"], "holds no run to resume"),
         (["run", "exp.yaml", "--out", "exp.yaml"], "is a file"),
         (["run", "exp.yaml", "--out", "exp.yaml/below"], "cannot be made (Not a directory)"),

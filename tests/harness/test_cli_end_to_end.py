@@ -1,7 +1,6 @@
 """From an experiment file to a report in real processes, and what Ctrl-C leaves."""
 
 import csv
-import importlib.util
 import json
 import os
 import shutil
@@ -93,9 +92,9 @@ def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale
     )
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
 
-    def said(*arguments: str, launcher: str = "local", variables: dict[str, str] = hidden) -> list[str]:
-        only = ["--launcher", launcher, "--only", "attention-burst-s64-cp1"]
-        done = burst(workplace, "run", "gpu.yaml", *only, *arguments, variables=variables)
+    def said(*arguments: str) -> list[str]:
+        only = ["--only", "attention-burst-s64-cp1"]
+        done = burst(workplace, "run", "gpu.yaml", *only, *arguments, variables=hidden)
         assert done.returncode == 0, done.stderr
         return done.stderr.splitlines()
 
@@ -103,8 +102,6 @@ def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale
     assert (lines[0], lines.count(note)) == (note, 1)
     for arguments in (["--scale", "smoke"], ["--set", "fixed.dtype=fp32"]):
         assert note not in said(*arguments)
-    if importlib.util.find_spec("ray"):
-        assert note not in said(launcher="ray")
 
 
 @pytest.mark.slow
@@ -148,12 +145,7 @@ def test_ctrl_c_leaves_an_interrupted_record_and_no_process(workplace):
     assert not [command for command in commands if trial_dir.encode() in command]
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_a_directory_that_becomes_unwritable_ends_the_run_in_one_sentence_and_what_is_finished_stays(
-    workplace, launcher
-):
-    if launcher == "ray":
-        pytest.importorskip("ray")
+def test_a_directory_that_becomes_unwritable_ends_the_run_in_one_sentence_and_what_is_finished_stays(workplace):
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv, to run without the right to write anywhere")
     (workplace / "exp.yaml").write_text(
@@ -163,7 +155,7 @@ def test_a_directory_that_becomes_unwritable_ends_the_run_in_one_sentence_and_wh
     # Root, too, is then refused what the mode forbids.
     refusable = ["setpriv", "--inh-caps=-dac_override", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
     program = subprocess.Popen(
-        [*refusable, *BURST, "run", "exp.yaml", "--launcher", launcher, "--out", "out"],
+        [*refusable, *BURST, "run", "exp.yaml", "--out", "out"],
         cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     trials = workplace / "out" / "trials"

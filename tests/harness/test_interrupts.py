@@ -5,14 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import csv
-import gc
-import importlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,12 +19,12 @@ from harness.base import interrupts
 from harness.base.interrupts import (
     PATIENCE_SECONDS,
     SIGNALS,
+    deferred,
+    end_at_once,
     end_requested,
-    held,
     interrupted_once,
     interruptible,
     look,
-    released,
 )
 from tests.patience import AMPLE, wait_until
 
@@ -48,12 +46,10 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(interrupts, "_current", None)  # an interrupted block stays in force
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:  # whoever started the tests may ignore some, as nohup does
         signal.signal(number, signal.SIG_DFL)
     yield clock
-    signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -110,65 +106,6 @@ def test_without_a_terminal_the_sentence_goes_nowhere(now, monkeypatch):
     press()
 
 
-class SignalsWhenDestroyed:
-    def __del__(self) -> None:
-        press(signal.SIGTERM)
-
-
-def in_a_destructor(_: Path) -> None:
-    SignalsWhenDestroyed()
-
-
-def in_a_generators_end(_: Path) -> None:
-    def values() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            press(signal.SIGTERM)
-
-    next(values())
-
-
-def in_a_cycles_destructor(_: Path) -> None:
-    first, second = SignalsWhenDestroyed(), SignalsWhenDestroyed()
-    first.other, second.other = second, first  # type: ignore[attr-defined]
-    del first, second
-    gc.collect()
-
-
-def in_an_import(folder: Path) -> None:
-    (folder / "optional.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
-    (folder / "wants_optional.py").write_text("try:\n    import optional\nexcept BaseException:\n    pass\n")
-    sys.path.insert(0, str(folder))
-    try:
-        importlib.import_module("wants_optional")
-    finally:
-        sys.path.remove(str(folder))
-        for name in ("optional", "wants_optional"):
-            sys.modules.pop(name, None)
-
-
-@contextlib.contextmanager
-def interrupted() -> Iterator[None]:
-    """A block that is interrupted within 20 s: in its midst on a slow machine, else while it waits at its end."""
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        yield
-        sleep_at_most(20.0)
-
-
-def sleep_at_most(seconds: float) -> None:
-    for _ in range(int(seconds / 0.01)):
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("block", [interruptible, interrupted_once])
-@pytest.mark.parametrize("land", [in_a_destructor, in_a_generators_end, in_a_cycles_destructor, in_an_import])
-def test_a_signal_that_python_drops_interrupts_a_moment_later(now, tmp_path, capfd, block, land):
-    with block(), interrupted():
-        land(tmp_path)
-    assert capfd.readouterr().err.replace(interrupts._SENTENCE, "") == ""
-
-
 def test_a_signal_of_which_nothing_came_is_raised_at_the_next_look(now):
     look()  # outside of a block there is nothing to see
     with interruptible():
@@ -181,45 +118,29 @@ def test_a_signal_of_which_nothing_came_is_raised_at_the_next_look(now):
             look()
 
 
-def test_a_held_block_is_finished_before_a_signal_interrupts(now):
+def test_a_deferred_block_is_finished_unless_its_loops_look(now):
     done = []
 
-    @held()
+    @deferred()
     def write_record() -> None:
         press()
         done.append("record")
 
-    with interruptible(), pytest.raises(KeyboardInterrupt):
-        write_record()
-    assert done == ["record"]
-
-
-def test_a_released_part_of_a_held_block_is_interrupted(now):
-    with interruptible(), held():
-        with pytest.raises(KeyboardInterrupt), released():
-            press()
-        press()
-        now[0] += interrupts.SETTLING_SECONDS
-        with pytest.raises(KeyboardInterrupt), released():
-            pytest.fail("a signal from before it counts too")
-
-
-def test_a_held_block_that_hangs_can_be_broken_off(now):
-    with interruptible(), held(), interrupted():
-        press()
-        now[0] += interrupts.WAIT_SECONDS
-
-
-def test_two_signals_at_once_are_two_interruptions(now):
     with interruptible():
+        write_record()
+        assert done == ["record"]
         with pytest.raises(KeyboardInterrupt):
-            press(signal.SIGTERM)
-        with interrupted():
-            press(signal.SIGINT)  # the first may still be on its way
-            now[0] += interrupts.SETTLING_SECONDS
+            look()
 
 
-def test_a_signal_within_the_reaction_to_another_is_an_interruption_of_its_own(now):
+def test_a_second_signal_breaks_off_a_deferred_block_that_hangs(now):
+    with interruptible(), deferred():
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+
+
+def test_a_signal_within_the_reaction_to_another_counts_as_a_second_one(now):
     heard = []
 
     def react(number: int) -> bool:
@@ -228,13 +149,18 @@ def test_a_signal_within_the_reaction_to_another_is_an_interruption_of_its_own(n
             signal.raise_signal(signal.SIGINT)  # its handler runs here, in the middle of the first one's
         return True
 
-    with interruptible(react):
+    with interruptible(react), deferred():
         with pytest.raises(KeyboardInterrupt):
             press(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
-        with interrupted():
-            now[0] += interrupts.SETTLING_SECONDS
-    assert heard == [signal.SIGTERM, signal.SIGINT]
+        assert end_at_once()
+
+
+def test_the_flag_is_seen_by_the_loops_of_other_threads(now):
+    with interruptible(), deferred(), ThreadPoolExecutor() as threads:
+        assert not threads.submit(end_requested).result()
+        press(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            threads.submit(look).result()
 
 
 LANDING = """\
@@ -281,12 +207,9 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
     assert program.returncode == 1
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path, launcher):
-    if launcher == "ray":
-        pytest.importorskip("ray")
+def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--launcher", launcher, "--out", "out"]
+    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--out", "out"]
     program = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

@@ -1,31 +1,26 @@
-"""The Ray launcher on one machine: the same jobs, in an actor of a Ray that is private to the launcher."""
+"""The launcher for several machines, on a Ray cluster of one: jobs, losses, and what it refuses."""
 
-import contextlib
-import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 
-from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.cli import main
 from harness.launch.launcher import Job
-from harness.launch.ray.janitor import marked
-from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
+from harness.launch.ray.connection import RayConnection, signal_handlers_kept
+from harness.launch.ray.launcher import RayLauncher
 from tests.patience import AMPLE, wait_for_end, wait_until
-from tests.processes import command_of, parent_of
+from tests.processes import parent_of
+from tests.ray_head import RayHead, ray_head
 
 PROJECT = Path(__file__).parents[2]
-SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 PROGRAM = """
 import json, os, sys, time
@@ -36,7 +31,7 @@ if os.environ["RANK"] == "0":
     with open(f"{trial}/progress.jsonl", "a") as file:
         for step in (1, 2):
             file.write(json.dumps({"step": step, "of": 2}) + chr(10))
-    open(f"{trial}/environment", "w").write(json.dumps(dict(os.environ)))
+    open(f"{trial}/environment.json", "w").write(json.dumps(dict(os.environ)))
 if behaviour == "hang":
     time.sleep(600)
 """
@@ -48,8 +43,113 @@ def job(trial_dir: Path, behaviour: str) -> Job:
     return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=AMPLE)
 
 
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(environment={"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "7"}) as started:
+        yield started
+
+
+def joined(head: RayHead, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program of this module's that joins the cluster; Ray can join one cluster in the life of a process."""
+    command = [sys.executable, "-c", f"from tests.harness.test_launch_ray import {program}; {program}()", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), **head.environment}
+    return subprocess.run(
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=3 * AMPLE, check=False
+    )
+
+
+def launcher_of(address: str) -> RayLauncher:
+    return RayLauncher(RayConnection(address), lambda sentence: print(sentence, file=sys.stderr))
+
+
+def runs_jobs() -> None:
+    folder, launcher = Path(sys.argv[2]), launcher_of(sys.argv[1])
+    found: dict[str, object] = {"hosts": launcher.machine.nodes, "ranks": launcher.machine.max_ranks}
+    try:
+        lines: list[dict[str, object]] = []
+        outcome = launcher.run(job(folder / "well", "well"), lines.append)
+        found["well"] = [outcome.status, outcome.reason, lines]
+
+        def kill_supervisor(line: dict[str, object]) -> None:
+            if line["step"] == 2:
+                os.kill(parent_of(int((folder / "hang" / "supervisor").read_text())), signal.SIGKILL)
+
+        lost = launcher.run(job(folder / "hang", "hang"), kill_supervisor)
+        found["lost"] = [lost.status, lost.reason, list(lost.lost) == lost.hosts]
+        wait_for_end([int(path.read_text()) for path in (folder / "hang").glob("pid*")])
+    finally:
+        launcher.close()
+    print(json.dumps(found))
+
+
+def test_jobs_run_under_a_supervisor_and_a_lost_one_costs_one_job(head, tmp_path):
+    done = joined(head, "runs_jobs", head.address, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["hosts"], found["ranks"]) == (1, 4)  # without GPUs a host has as many ranks as Ray has CPUs of it
+    assert found["well"] == ["ok", "", [{"step": 1, "of": 2}, {"step": 2, "of": 2}]]
+    status, reason, same = found["lost"]
+    assert (status, same) == ("node_lost", True)
+    assert "was lost (the supervisor of its ranks has ended) after step 2 of 2" in reason
+    assert reason.endswith("; --resume --retry-failed runs it on other hosts")
+    environment = json.loads((tmp_path / "well" / "environment.json").read_text())
+    assert not {"CUDA_VISIBLE_DEVICES", "RAY_AUTH_TOKEN_PATH"} & environment.keys()
+    rendered = json.loads((tmp_path / "well" / "environment" / f"{os.uname().nodename}.json").read_text())
+    assert (rendered["address"], rendered["ranks"]) == ("127.0.0.1", [0, 1])
+
+
+def takes_a_host_of_another() -> None:
+    from harness.launch.ray import launcher as module
+
+    module.PLACEMENT_SECONDS = float(sys.argv[2])
+    if sys.argv[3] == "differs":
+        module.own_versions = lambda: {"torch": "0.1"}
+    launcher_of(sys.argv[1])
+
+
+def hangs() -> None:
+    launcher = launcher_of(sys.argv[1])
+    try:
+        launcher.run(job(Path(sys.argv[2]), "hang"))
+    except KeyboardInterrupt:
+        sys.exit(77)
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 77), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_run_has_its_hosts_alone_and_interrupted_or_killed_it_leaves_no_ranks(head, tmp_path, number, code):
+    program = subprocess.Popen(
+        [
+            *(sys.executable, "-c", "from tests.harness.test_launch_ray import hangs; hangs()"),
+            *(head.address, str(tmp_path)),
+        ],
+        cwd=PROJECT, env={**os.environ, "PYTHONPATH": str(PROJECT), **head.environment}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until((tmp_path / "environment.json").exists, "no rank has started")
+        if number == signal.SIGINT:
+            done = joined(head, "takes_a_host_of_another", head.address, "1", "")
+            assert "another program of the cluster has reserved its CPUs or GPUs" in done.stderr
+            os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
+        else:
+            program.kill()
+        assert program.wait(AMPLE) == code
+    finally:
+        program.kill()
+    wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
+
+
+def test_a_host_with_other_software_is_left_out_with_the_difference(head):
+    done = joined(head, "takes_a_host_of_another", head.address, f"{AMPLE}", "differs")
+    assert done.returncode == 1
+    [said] = {line for line in done.stderr.splitlines() if line.startswith("left out: ")}
+    assert "torch is " in said
+    assert said.endswith(" there but 0.1 on this machine; install the same there")
+
+
 WITHOUT_RAY = """
-from harness.launch.ray.launcher import import_ray
+from harness.launch.ray.connection import import_ray
 ray = import_ray()
 try:
     ray.put(1)
@@ -65,198 +165,33 @@ def test_a_call_without_a_ray_starts_none():
     assert said.split() == ["refused", "False"]
 
 
-def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # another program's Ray, which is not used
-    launcher = RayLauncher()
-    try:
-        lines: list[dict[str, object]] = []
-        outcome = launcher.run(job(tmp_path / "well", "well"), lines.append)
-        assert (outcome.status, outcome.reason) == ("ok", "")
-        assert lines == [{"step": 1, "of": 2}, {"step": 2, "of": 2}]
-        environment = (tmp_path / "well" / "environment").read_text()
-        assert '"CUDA_VISIBLE_DEVICES": "0,1"' in environment
-        assert "RAY_AUTH_TOKEN" not in environment
-
-        (tmp_path / "file").touch()
-        with pytest.raises(NotADirectoryError) as met:  # a file system's answer in the actor is as one here
-            launcher.run(replace(job(tmp_path / "well", "well"), trial_dir=tmp_path / "file" / "trial"))
-        assert met.value.filename == str(tmp_path / "file" / "trial" / "logs")
-
-        def kill_actor(line: dict[str, object]) -> None:
-            if line["step"] == 2:
-                server = int((tmp_path / "hang" / "supervisor").read_text())
-                os.kill(parent_of(server), signal.SIGKILL)
-
-        outcome = launcher.run(job(tmp_path / "hang", "hang"), kill_actor)
-        assert outcome.status == "node_lost"
-        wait_for_end([int(path.read_text()) for path in (tmp_path / "hang").glob("pid*")])
-        assert launcher.run(job(tmp_path / "again", "again")).status == "ok"
-    finally:
-        launcher.close()
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ray", "ray://127.0.0.1:10001"], "expected HOST:PORT of the head, as ray start prints it, or auto"),
+        (["--ray", "nobody"], "expected HOST:PORT of the head, as ray start prints it, or auto"),
+        (["--ray", "auto", "--launcher", "local"], "leave it out with --nodes and --ray"),
+        (["--ray", "auto", "--nodes", "lab.yaml"], "--nodes and --ray both name the hosts; give one of them"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_in_one_sentence(arguments, said, capsys, tmp_path):
+    experiment = str(PROJECT / "experiments" / "quickstart.yaml")
+    assert main(["run", experiment, *arguments, "--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not (tmp_path / "out").exists()
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {here!r})
-from pathlib import Path
-from test_launch_ray import job
-from harness.launch.ray.launcher import RayLauncher
-launcher = RayLauncher()
-try:
-    launcher.run(job(Path({trial!r}), "hang"))
-except KeyboardInterrupt:
-    sys.exit(77)
-finally:
-    launcher.close()
-"""
+def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path, monkeypatch, capsys):
+    import socket
 
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 77), (signal.SIGKILL, -signal.SIGKILL)])
-def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path, number, code):
-    script = SCRIPT.format(here=str(Path(__file__).parent), trial=str(tmp_path))
-    program = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-    try:
-        wait_until((tmp_path / "environment").exists, "no rank has started")
-        directory = ray_directory(program.pid)
-        assert len(marked(directory)) > 3
-        wait_until(lambda: len(titled_agents(directory)) == 2, "an agent of Ray lost the mark when it took its title")
-        assert niceness_of(marked(directory)) == niceness_of([program.pid])
-        if number == signal.SIGINT:
-            os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
-        else:
-            program.kill()
-        assert program.wait(AMPLE) == code
-    finally:
-        program.kill()  # its janitor ends the rest
-    wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
-    wait_for_end(marked(directory))
-    wait_until(lambda: not Path(directory).exists(), f"{directory} is left")
-
-
-def titled_agents(directory: str) -> list[int]:
-    """Ray's agents that have written their title, and are found by the mark none the less."""
-    return [pid for pid in marked(directory) if re.match(r"ray::\w+Agent", command_of(pid))]
-
-
-def niceness_of(pids: Iterable[int]) -> set[int]:
-    """Of those processes that still run."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            found.add(os.getpriority(os.PRIO_PROCESS, pid))
-    return found
-
-
-def ray_directory(owner: int) -> str:
-    """The directory of the Ray that `owner` embeds, from its janitor's arguments."""
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
-        arguments = stat.read_text().split("\0") if stat.exists() else []
-        if "harness.launch.ray.janitor" in arguments and parent_of(int(stat.parent.name)) == owner:
-            return arguments[arguments.index("harness.launch.ray.janitor") + 1]
-    raise AssertionError("no janitor")
-
-
-PRIVATE = """
-import json, os, sys
-from pathlib import Path
-from harness.launch.ray.launcher import RayLauncher
-from harness.launch.ray.janitor import marked
-launcher = RayLauncher()
-try:
-    launcher._ready_actor()
-    folder = launcher._directory
-    processes = [os.getpid(), *marked(folder)]
-    sockets = set()
-    for link in (link for process in processes for link in Path(f"/proc/{process}/fd").glob("*")):
-        try:
-            sockets.add(os.readlink(link)[8:-1])
-        except OSError:
-            pass
-    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
-    heard = [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets]
-    print(json.dumps({"mode": os.stat(folder).st_mode & 0o777, "kept": os.listdir(folder), "heard": heard}))
-finally:
-    launcher.close()
-"""
-
-
-def test_an_embedded_ray_lies_in_a_folder_of_its_own_and_is_heard_on_this_machine_alone():
-    done = subprocess.run(
-        [sys.executable, "-c", PRIVATE], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["mode"], found["kept"]) == (0o700, ["ray"])
-    assert len(found["heard"]) > 3  # of its servers and of this program
-    assert set(found["heard"]) <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-
-
-def test_a_ray_that_does_not_start_is_one_sentence(tmp_path):
-    """Its folder can hold no file: a /tmp without inodes, seen by the program alone."""
-    if any(path.is_relative_to("/tmp") for path in (PROJECT.resolve(), Path(sys.prefix).resolve())):
-        pytest.skip("the project or its interpreter is in /tmp, which this test replaces for the program")
-    (tmp_path / "exp.yaml").write_text(
-        "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
-    )
-    mounts = f"mount --bind {tmp_path} /mnt && mount -t tmpfs -o nr_inodes=3 none /tmp"
-    command = f"{sys.executable} -m harness run /mnt/exp.yaml --launcher ray --out /mnt/out"
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{mounts} && exec {command}"],
-        cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180,
-    )  # fmt: skip
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "burst: Ray did not start (" in done.stderr
-    assert "use --launcher local" in done.stderr.splitlines()[-1]
-
-
-def test_a_ray_that_places_no_supervisor_in_time_ends_a_run_as_a_failure_and_not_as_the_users_error(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("harness.launch.ray.launcher.PLACEMENT_SECONDS", 0.5)
-    start = RayLauncher._start_ray
-
-    def started_and_asked_for_what_it_has_not(launcher):
-        start(launcher)
-        module = importlib.import_module("ray.util.placement_group")  # not before the launcher has imported ray
-        place = module.placement_group
-        monkeypatch.setattr(module, "placement_group", lambda _bundles, strategy: place([{"CPU": 1e6}], strategy))
-
-    monkeypatch.setattr(RayLauncher, "_start_ray", started_and_asked_for_what_it_has_not)
-    (tmp_path / "exp.yaml").write_text(
-        "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
-    )
-    run = ["run", str(tmp_path / "exp.yaml"), "--launcher", "ray", "--out", str(tmp_path / "out")]
-    assert main(run) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        "burst: Ray did not start (it placed no supervisor within 0.5 s); use --launcher local, which needs none"
-    )
-
-
-def test_jobs_share_ranks_in_the_actor(tmp_path):
-    """What ends and hands over ranks is the supervisor's, see test_shared_ranks.py."""
-    trial = {"task": "attention", "method": "burst", "seq_len": 64, "dtype": "fp32", "steps": Steps(measured=1)}
-    settings = TrialSettings(model=SHAPE, **trial)
-    launcher = RayLauncher()
-    try:
-        turns = []
-        for name in ("first", "second"):
-            own = job(tmp_path / name, "")
-            written = {"settings": to_json(settings), "method": "tests.harness.unruly_method"}
-            (own.trial_dir / "trial.json").write_text(json.dumps(written))
-            command = [sys.executable, "-m", "engine.worker", str(own.trial_dir)]
-            outcome = launcher.run(replace(own, command=command, ranks=1, share=""))
-            log = (own.trial_dir / "logs" / "rank0.log").read_text()
-            turns.append((outcome.status, outcome.turn, log.partition(" runs")[0].rpartition(" ")[2]))
-    finally:
-        launcher.close()
-    [process] = {process for _, _, process in turns}
-    assert [turn[:2] for turn in turns] == [("ok", 1), ("ok", 2)]
-    wait_for_end([int(process)])
+    with socket.socket() as silent:  # bound and not listening: nobody else can answer at its port either
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        experiment = str(PROJECT / "experiments" / "quickstart.yaml")
+        for way in (["--ray", "auto"], ["--launcher", "ray"]):
+            assert main(["run", experiment, *way, "--out", str(tmp_path / "out")]) == 2
+            assert "cannot be joined (no Ray answers there); start it again" in capsys.readouterr().err
 
 
 def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():
@@ -272,7 +207,7 @@ def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):
+def test_without_ray_one_sentence_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match="use --launcher local"):
-        RayLauncher()
+    with pytest.raises(ValueError, match=r"pip install 'burst-harness\[ray\]'"):
+        RayConnection("auto")

@@ -5,111 +5,86 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
-from cluster.ray_cluster.quarantine import Quarantine
-from cluster.transport.reach import connect_local
-from cluster.transport.runner import Unreachable
 from harness.launch.launcher import Job
-from harness.launch.nodes.actor import NodeActor, left_files, node_environment, receive_files
-from harness.launch.nodes.hosts import FRESH_SECONDS, HostEnvironments, HostPool, TooFewHosts
-from harness.launch.nodes.watch import lost_sentence, merged, split, troubled
+from harness.launch.ray.host import HostActor, host_environment, left_files, own_folder, receive_files
+from harness.launch.ray.launcher import FRESH_SECONDS, ReservedHost, TooFewHosts, choose
+from harness.launch.ray.watch import lost_sentence, merged, split, troubled
 from harness.launch.verdict import Exit, Watched, judge
-
-NODES = [Node(host=Host(name=f"gpu0{number}"), site=Site()) for number in (1, 2, 3)]
 
 
 def job(tmp_path: Path, ranks: int = 4, **more) -> Job:
     return Job(trial_id="t", trial_dir=tmp_path, command=[sys.executable, "-c", "pass"], ranks=ranks, **more)
 
 
-class Checks:
-    """Replaces node checks over SSH: the reason for each unfit node, and the nodes checked."""
+@dataclass
+class Looked:
+    """In place of a supervisor: why its host is unfit, and how often it was asked."""
 
-    def __init__(self) -> None:
-        self.wrong: dict[str, str] = {}
-        self.asked: list[list[str]] = []
-        self.now = 0.0
+    why: str = ""
+    asked: int = 0
 
-    def unfit(self, nodes):
-        self.asked.append([node.name for node in nodes])
-        return {node.name: self.wrong[node.name] for node in nodes if node.name in self.wrong}
-
-    def pool(self, folder: Path) -> HostPool:
-        return HostPool(NODES, Quarantine(folder), self.unfit, clock=lambda: self.now)
+    def call(self, method: str) -> str:
+        assert method == "unfit"
+        self.asked += 1
+        return self.why
 
 
-def names(nodes) -> list[str]:
-    return [node.name for node in nodes]
+def reserved(name: str, why: str = "") -> ReservedHost:
+    return ReservedHost(
+        name=name, address="", node_id=name, ranks=1, machine=None, described=None, member=Looked(why), group=None
+    )  # fmt: skip
 
 
-def test_hosts_are_checked_before_a_job_and_not_again_a_moment_later(tmp_path):
-    checks = Checks()
-    pool = checks.pool(tmp_path)
-    assert names(pool.take(2)) == ["gpu01", "gpu02"]
-    checks.now += FRESH_SECONDS - 1
-    assert names(pool.take(3)) == ["gpu01", "gpu02", "gpu03"]
-    assert checks.asked == [["gpu01", "gpu02"], ["gpu03"]]
-    checks.now += 2
-    pool.take(1)
-    assert checks.asked[-1] == ["gpu01"]
+def names(hosts) -> list[str]:
+    return [host.name for host in hosts]
 
 
-def test_an_unfit_host_is_quarantined_and_the_next_one_taken(tmp_path):
-    checks = Checks()
-    checks.wrong = {"gpu01": "gpu01 is not usable; disk fail: / is 99% full"}
-    pool = checks.pool(tmp_path)
-    assert names(pool.take(2)) == ["gpu02", "gpu03"]
-    assert set(Quarantine(tmp_path).entries()) == {"gpu01"}
-    with pytest.raises(TooFewHosts, match=r"3 hosts are needed but 2 of 3 can be used \(gpu01: gpu01 is not usable"):
-        pool.take(3)
-    checks.wrong = {}
-    assert names(pool.take(1)) == ["gpu02"]  # others are taken first
-    with pytest.raises(TooFewHosts):  # it has been looked at a moment ago
-        pool.take(3)
-    checks.now += FRESH_SECONDS
-    assert names(pool.take(3)) == ["gpu01", "gpu02", "gpu03"]
-    assert Quarantine(tmp_path).entries() == {}
+def test_a_host_is_looked_at_before_a_job_and_not_again_a_moment_later():
+    host = reserved("gpu01")
+    assert [host.unfit(0.0), host.unfit(FRESH_SECONDS - 1), host.member.asked] == ["", "", 1]
+    host.unfit(FRESH_SECONDS)
+    assert host.member.asked == 2
+    busy = reserved("gpu02", "other processes use its GPUs")
+    assert [busy.unfit(0.0), busy.unfit(0.0), busy.member.asked] == [busy.member.why, busy.member.why, 2]
+    busy.member.why = ""
+    assert busy.unfit(1.0) == ""  # at once, and not after a quarantine
 
 
-def test_a_host_of_an_earlier_runs_quarantine_is_checked_and_not_just_left_out(tmp_path):
-    Quarantine(tmp_path).add("gpu02", "its link was lost")
-    checks = Checks()
-    pool = checks.pool(tmp_path)
-    assert names(pool.take(2)) == ["gpu01", "gpu03"]
-    assert names(pool.take(3)) == ["gpu01", "gpu02", "gpu03"]
-    assert ["gpu02"] in checks.asked
+def test_the_first_hosts_that_are_fit_are_taken_and_those_to_avoid_only_where_others_are_too_few():
+    hosts = [reserved("gpu01"), reserved("gpu02", "3 of its 4 GPUs answer"), reserved("gpu03")]
+
+    def take(count: int, *avoid: str) -> list[str]:
+        return names(choose(hosts, count, avoid, lambda host: host.unfit(0.0), {"gpu04": "is no node now"}))
+
+    assert take(1) == ["gpu01"]
+    assert take(2) == ["gpu01", "gpu03"]
+    assert take(1, "gpu01") == ["gpu03"]
+    assert take(2, "gpu01") == ["gpu01", "gpu03"]  # in their order, by which ranks are placed
+    with pytest.raises(TooFewHosts) as met:
+        take(3)
+    assert str(met.value) == (
+        "3 hosts are needed but 2 can be used now (gpu04: is no node now; gpu02: 3 of its 4 GPUs answer)"
+    )
 
 
 def test_a_host_that_does_not_reach_the_head_ends_its_own_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.launch.nodes.actor.CUT_OFF_SECONDS", 0.2)
-    monkeypatch.setattr("harness.launch.nodes.actor.PROBE_SECONDS", 0.1)
+    monkeypatch.setattr("harness.launch.ray.host.CUT_OFF_SECONDS", 0.2)
+    monkeypatch.setattr("harness.launch.ray.host.PROBE_SECONDS", 0.1)
     program = "import time; time.sleep(600)"
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=1)
-    actor = NodeActor()
+    actor = HostActor("here", Site(), own_gpus=False)
     with socket.socket() as silent:  # bound and not listening: nobody else can answer at its port either
         silent.bind(("127.0.0.1", 0))
         try:
             assert actor.watch(whole, silent.getsockname()).cancelled
         finally:
             actor.close()
-
-
-def test_a_host_that_was_lost_stays_out_for_the_run_and_one_in_use_is_not_quarantined(tmp_path):
-    pool = Checks().pool(tmp_path)
-    pool.take(3)
-    pool.lose("gpu02", "connection reset")
-    pool.without("gpu01", "another run uses it")
-    assert names(pool.take(1)) == ["gpu03"]
-    assert set(Quarantine(tmp_path).entries()) == {"gpu02"}
-    Quarantine(tmp_path).release("gpu02")
-    with pytest.raises(TooFewHosts, match="gpu01: another run uses it; gpu02: connection reset"):
-        pool.take(2)
 
 
 def test_ranks_are_dealt_in_equal_runs_and_meet_on_the_first_host(tmp_path):
@@ -154,7 +129,7 @@ def test_a_loss_names_the_host_the_step_and_who_else_was_ended():
 def test_a_part_starts_its_own_ranks_in_a_directory_of_its_host(tmp_path):
     program = "import os, pathlib; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['MASTER_ADDR'])"
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=4)
-    actor = NodeActor()
+    actor = HostActor("here", Site(), own_gpus=False)
     try:
         port = actor.reserve()
         [_, part] = split(whole, hosts=2, address="127.0.0.1", port=port)
@@ -175,8 +150,8 @@ def test_a_part_starts_its_own_ranks_in_a_directory_of_its_host(tmp_path):
 
 
 def test_files_of_a_host_are_bounded_and_stay_within_the_trial(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.launch.nodes.actor.FETCH_BYTES", 1000)
-    monkeypatch.setattr("harness.launch.nodes.actor._LOG_BYTES", 300)
+    monkeypatch.setattr("harness.launch.ray.host.FETCH_BYTES", 1000)
+    monkeypatch.setattr("harness.launch.ray.host._LOG_BYTES", 300)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_bytes(b"a" * 5000 + b"end")
     (tmp_path / "measurement.json").write_bytes(b"{}")
@@ -190,50 +165,43 @@ def test_files_of_a_host_are_bounded_and_stay_within_the_trial(tmp_path, monkeyp
     assert (tmp_path / "trial" / "inside").exists()
 
 
-def test_ranks_get_the_nodes_own_gpus_and_nothing_of_rays():
+def test_ranks_get_the_hosts_own_gpus_and_nothing_of_rays():
     of_worker = {
         "RAY_AUTH_TOKEN_PATH": "/t", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": "/bin",
         "BURST_CUDA_VISIBLE_DEVICES": "2,3", "BURST_RAY_NODE": "abc/0",
         "LD_PRELOAD": "", "BURST_LD_PRELOAD": "/usr/lib/libjemalloc.so",
     }  # fmt: skip
-    assert node_environment(of_worker) == {
+    assert host_environment(of_worker, own_gpus=False) == {
         "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2,3", "BURST_RAY_NODE": "abc/0",
         "LD_PRELOAD": "/usr/lib/libjemalloc.so",
     }  # fmt: skip
+    assigned = of_worker | {"CUDA_VISIBLE_DEVICES": "3"}  # by Ray, which counts the host's GPUs
+    assert host_environment(assigned, own_gpus=True)["CUDA_VISIBLE_DEVICES"] == "3"
     del of_worker["BURST_CUDA_VISIBLE_DEVICES"]
-    assert "CUDA_VISIBLE_DEVICES" not in node_environment(of_worker)
+    assert "CUDA_VISIBLE_DEVICES" not in host_environment(of_worker, own_gpus=False)
 
 
 def test_a_hosts_routes_and_its_sites_words_win_over_the_trials(tmp_path):
     site = Site(network=NetworkExpectation(interface="lo"), environment={"OMP_NUM_THREADS": "3"})
-    node = Node(host=Host(name=os.uname().nodename), site=site)
+    actor = HostActor(os.uname().nodename, site, own_gpus=False)
     given = {"GLOO_SOCKET_IFNAME": "wrong0", "OMP_NUM_THREADS": "1", "OURS": "1", "CUDA_VISIBLE_DEVICES": "7"}
-    user = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "7", "HOME": "/root"}
-    environments = HostEnvironments(connect_local, "127.0.0.1", user)
     [part, _] = split(job(tmp_path, environment=given), hosts=2, address="10.0.0.1", port=1)
-    got = environments.of(node, part, alone=False)
-    assert (got["GLOO_SOCKET_IFNAME"], got["OMP_NUM_THREADS"], got["OURS"], got["NCCL_DEBUG"]) == (
-        "lo",
-        "3",
-        "1",
-        "INFO",
-    )
-    assert "CUDA_VISIBLE_DEVICES" not in got
-    assert "HOME" not in got
-    assert environments.of(node, part, alone=True)["GLOO_SOCKET_IFNAME"] == "wrong0"
+    got = actor.environment(part, {"NCCL_DEBUG": "INFO"}, "127.0.0.1", alone=False)
+    assert {name: got[name] for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "OURS", "NCCL_DEBUG")} == {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "3", "OURS": "1", "NCCL_DEBUG": "INFO"
+    }  # fmt: skip
+    assert not {"CUDA_VISIBLE_DEVICES", "HOME"} & got.keys()
+    alone = actor.environment(part, {}, "127.0.0.1", alone=True)
+    assert alone["GLOO_SOCKET_IFNAME"] == "wrong0"
+    actor.close()
 
 
-def test_a_host_that_cannot_be_asked_for_its_environment_is_unreachable(tmp_path):
-    def connect(host, seconds):
-        raise Unreachable("down")
-
-    [part] = split(job(tmp_path), hosts=1, address="10.0.0.1", port=1)
-    with pytest.raises(Unreachable, match="down"):
-        HostEnvironments(connect, "10.0.0.1", {}).of(NODES[0], part, alone=True)
-
-
-def test_hosts_on_which_an_earlier_attempt_failed_are_taken_only_where_others_are_too_few(tmp_path):
-    pool = Checks().pool(tmp_path)
-    assert names(pool.take(2, avoid=("gpu01",))) == ["gpu02", "gpu03"]
-    assert names(pool.take(2, avoid=("gpu01", "gpu02"))) == ["gpu01", "gpu03"]
-    assert names(pool.take(3, avoid=("gpu01", "gpu02", "gpu03"))) == ["gpu01", "gpu02", "gpu03"]
+def test_a_hosts_folder_is_its_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = own_folder("gpu01")
+    assert (own_folder("gpu01"), own_folder("gpu02") == folder) == (folder, False)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to("/etc")
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        own_folder("gpu01")

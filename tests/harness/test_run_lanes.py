@@ -164,12 +164,3 @@ def test_two_trials_of_a_real_run_have_a_core_each(tmp_path):
     share = len(os.sched_getaffinity(0)) // 2
     assert len(set(said)) == 2
     assert share > 1 or set(said) == {f"cores [{first}]", f"cores [{second}]"}
-
-
-def test_ray_on_one_machine_takes_no_lanes(tmp_path):
-    (tmp_path / "exp.yaml").write_text("task: train\nmodel: tiny\nfixed: {method: burst, seq_len: 64}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", "run", "exp.yaml", "--parallel", "2", "--launcher", "ray"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, "leave --launcher ray out" in done.stderr) == (2, True), done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.training.manifest import checkpoints, damage, read_manifest
-from harness.launch.nodes.team import HostLost
+from harness.launch.ray.watch import HostLost
 from harness.training.gathering import Gathering
 from tests.engine.training.test_manifest import written
 

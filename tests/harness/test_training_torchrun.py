@@ -162,7 +162,7 @@ def test_options_that_contradict_torchrun_are_refused_in_one_sentence(workplace:
             "--torchrun",
             "--launcher",
             "local",
-        ): "with --torchrun the ranks run already; leave --nodes and --launcher out",
+        ): "with --torchrun the ranks run already; leave --nodes, --ray and --launcher out",
         ("--nodes", "hosts", "--launcher", "local"): "--launcher local starts ranks on this machine alone",
     }.items():
         code, said = burst(workplace, "train", "train.yaml", *arguments)

@@ -1,4 +1,5 @@
-"""Ray for the launchers: embedded on one machine, or a driver's connection to a cluster; and the removal of its files.
+"""Ranks on several hosts: one supervisor per host of an ordinary Ray cluster, and the launcher that uses them.
 
-Only this folder and `launch.nodes` import Ray, and only when a launcher needs it.
+`connection` joins a cluster, `host` is the supervisor's end on each host, `watch` follows one job, `launcher` chooses
+hosts and judges jobs, `inventory` finds the cluster that a command line names.
 """

@@ -1,8 +1,7 @@
-"""The launcher that uses Ray: a supervisor actor in a placement group starts the ranks as its own child processes.
+"""The launcher for several hosts: a supervisor on each host of a Ray cluster; their observations are judged here.
 
-On one machine Ray is embedded: started here, private to this process, and ended with it. A Ray that another
-program started is neither used nor changed. Ranks are not Ray workers, because they need fresh processes, an
-environment of their own and an end that does not depend on Ray.
+Before each job its hosts are looked at again: one that is lost, busy or short of GPUs is left out of that job, and one
+that came back, or joined, is used as any other.
 """
 
 from __future__ import annotations
@@ -10,268 +9,511 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
-import socket
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from cluster.inventory.software import RAY_SETTINGS
-from harness.base.errors import StartError, UsageError
+from cluster.files.errors import counted
+from cluster.inventory.checkout import difference, own_versions
+from cluster.inventory.hosts import Host as InventoryHost
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Site
+from engine.measurement import write_json
+from harness.base.errors import UsageError
 from harness.base.interrupts import look
-from harness.launch.launcher import Job, Outcome
-from harness.launch.limits import longest_seconds
-from harness.launch.ports import answers
-from harness.launch.ray.janitor import MARK, Janitor
-from harness.launch.supervisor import Supervisor
+from harness.launch.environment import RECORDED_PREFIXES
+from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.ray.connection import ClusterLost, RayConnection
+from harness.launch.ray.host import LAUNCHERS_OWN, Description, HostActor, receive_files
+from harness.launch.ray.watch import (
+    ENDING_SECONDS,
+    HostFolder,
+    HostLost,
+    JobWatch,
+    Member,
+    lost_sentence,
+    merged,
+    split,
+)
+from harness.launch.verdict import after_step, judge
+from harness.machine.this_machine import Machine, ranks_of, together
+from harness.records.provenance import portable_command, redact
+from harness.records.record import Status
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from ray.actor import ActorHandle
-
-POLL_SECONDS = 0.2
-PLACEMENT_SECONDS = 60.0  # to start the actor; a busy two-core machine needs a few
-ENDING_SECONDS = 30.0  # for the actor to end its ranks
-# Between probes of Ray's head. Supervisors work on without it, but after a minute Ray ends every process that uses it,
-# this one too, without a word of ours.
-HEAD_PROBE_SECONDS = 2.0
-OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it; Ray refuses less than 75 MiB
-
-SETTINGS = {
-    **RAY_SETTINGS,
-    # Other users of this machine reach loopback too, so callers need a token. Ray requires one by itself when no mode
-    # is set. It is set here because Ray would otherwise save it in the user's home directory, and is one per process
-    # because Ray caches it.
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless this
-    # variable says that there is no cluster. Its name is that of its use elsewhere; it is read when Ray is imported.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-}
-UNSET = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+ENVIRONMENTS = "environment"  # folder in a trial's directory: one file per host, secrets redacted
+FRESH_SECONDS = 30.0  # a host found fit so recently is not looked at again
+PLACEMENT_SECONDS = 60.0
+ATTEMPTS = 3  # to place a job whose hosts turn out to be lost before its ranks start
+_PROBE_FILE = ".shared"
+_CONCURRENCY = 7  # watch, and beside it progress, cancel, fetch, files, release, close
+Say = Callable[[str], None]
 
 
-class SupervisorActor:
-    """A `Supervisor` that answers `progress` and `cancel` while it runs (`max_concurrency` above 1)."""
+class TooFewHosts(Exception):
+    """A job that cannot be placed now; one sentence gives the reason for each host that was not taken."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._supervisor = Supervisor(environment)
-        self._progress: list[dict[str, object]] = []
 
-    def run(self, job: Job) -> Outcome:
-        self._progress = []
-        return self._supervisor.run(job, self._progress.append)
+@dataclass(kw_only=True, slots=True)
+class ReservedHost:
+    """A host of the cluster that this run has reserved."""
 
-    def progress(self, seen: int) -> list[dict[str, object]]:
-        """Progress lines of the running job after the first `seen`."""
-        return self._progress[seen:]
+    name: str
+    address: str
+    node_id: str  # Ray's; another one after the host came back
+    ranks: int  # of one trial
+    machine: Machine
+    described: Description
+    member: Member
+    group: Any  # the placement group that reserves it
+    fit_at: float = field(default=float("-inf"))  # seconds of the clock of `unfit`
 
-    def cancel(self) -> None:
-        self._supervisor.cancel()
+    def unfit(self, now: float) -> str:
+        """Why the host cannot be used now; empty when it can, or could a moment ago. Raises HostLost."""
+        if now - self.fit_at < FRESH_SECONDS:
+            return ""
+        why = str(self.member.call("unfit"))
+        if not why:
+            self.fit_at = now
+        return why
 
-    def close(self) -> None:
-        self._supervisor.close()
+
+def choose(
+    hosts: Sequence[ReservedHost],
+    count: int,
+    avoid: Sequence[str],
+    unfit: Callable[[ReservedHost], str],
+    out: Mapping[str, str],
+) -> list[ReservedHost]:
+    """The first `count` hosts for which `unfit` gives no reason, those to `avoid` last, in the order of `hosts`.
+
+    `out` are hosts that are out already, with reasons. Raises TooFewHosts.
+    """
+    reasons = dict(out)
+    taken: list[str] = []
+    for host in sorted(hosts, key=lambda host: host.name in avoid):
+        if len(taken) == count:
+            break
+        if why := unfit(host):
+            reasons[host.name] = why
+        else:
+            taken.append(host.name)
+    if len(taken) < count:
+        said = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise TooFewHosts(
+            f"{counted(count, 'host')} {'is' if count == 1 else 'are'} needed but {len(taken)} can be used now"
+            + (f" ({said})" if said else "")
+        )
+    return [host for host in hosts if host.name in taken]
 
 
 class RayLauncher:
-    """`--launcher ray` on one machine."""
+    """`--ray`, and `--nodes` with the cluster of an inventory."""
 
     name = "ray"
 
-    def __init__(self) -> None:
-        """Raises UsageError when Ray is not installed. Ray itself is started by the first job."""
-        # The environment of the user's shell: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
-        self._environment = dict(os.environ)
-        with environment_set(SETTINGS, without=UNSET):
-            self._ray = import_ray()
-        self._directory = ""  # of this process alone, with Ray's files inside; empty while no Ray runs
-        self._janitor: Janitor | None = None
-        self._group: Any = None
-        self._actor: ActorHandle | None = None
-        self._head = ("", 0)  # address and port of the Ray that runs
+    def __init__(self, connection: RayConnection, say: Say, nodes: Mapping[str, Node] | None = None) -> None:
+        """`nodes` are those to use, by address, with their sites; None: all of the cluster. Reserves them until
+        `close`. Raises UsageError when none can be used."""
+        self._connection = connection
+        self._say = say
+        self._nodes = nodes
+        self._hosts: dict[str, ReservedHost] = {}  # by name
+        self._out: dict[str, str] = {}  # by name: why a host of the cluster is not used, at the last look
+        self._broken = ""  # why the cluster as a whole is lost
+        self._lock = threading.RLock()  # lanes run jobs at the same time
+        self._own = own_versions()
+        self.stuck = False  # after `close`: Ray cannot be left in order, see `RayConnection.stuck`
+        self._user = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(RECORDED_PREFIXES) and name not in LAUNCHERS_OWN
+        }
+        self._gather()
+        for name, why in self._out.items():
+            say(f"left out: {name}: {why}")
+        if not self._hosts:
+            raise UsageError(
+                f"no host of the Ray cluster at {connection.address} can be used"
+                + "".join(f"; {name}: {why}" for name, why in self._out.items())
+            )
+        hosts = list(self._hosts.values())
+        self.machine = together([host.machine for host in hosts], min(host.ranks for host in hosts))
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
-        ray, started = self._ray, time.monotonic()
+        return self.run_on(None, self.machine, job, on_progress)
+
+    def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
+        """Equal numbers of consecutive hosts for trials that run at the same time, with a launcher each. At most as
+        many as there are hosts."""
+        names = list(self._hosts)
+        size = len(names) // number
+        machine = replace(self.machine, nodes=size)
+        return [
+            (machine, RayLane(self, names[first : first + size], machine)) for first in range(0, size * number, size)
+        ]
+
+    def run_on(
+        self,
+        among: Sequence[str] | None,
+        machine: Machine,
+        job: Job,
+        on_progress: Callable[[dict[str, object]], None] | None = None,
+    ) -> Outcome:
+        """Run a job on hosts with these names, None for any; they are those of `machine`."""
+        started = time.monotonic()
+
+        def outcome(status: Status, reason: str, hosts: Sequence[str] = (), lost: Iterable[str] = ()) -> Outcome:
+            seconds = time.monotonic() - started
+            return Outcome(status=status, reason=reason, wall_seconds=seconds, hosts=list(hosts), lost=tuple(lost))
+
+        names: list[str] = []
+        count = machine.nodes_for(job.ranks)
+        assert count is not None, job  # the plan refuses such trials
         try:
-            actor = self._ready_actor()
-            pending = actor.run.remote(job)
-            seen, probed_at = 0, time.monotonic()
-            try:
-                done = False
-                while not done:
-                    look()
-                    if time.monotonic() - probed_at > HEAD_PROBE_SECONDS:
-                        if not answers(*self._head):
-                            self._cancel(actor, pending, job)
-                            return self._lost(job, started, "was ended, because Ray's head does not answer")
-                        probed_at = time.monotonic()
-                    done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
-                    with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
-                        for line in ray.get(actor.progress.remote(seen), timeout=ENDING_SECONDS):
-                            seen += 1
-                            if on_progress is not None:
-                                on_progress(line)
-                    if not done and time.monotonic() - started > longest_seconds(job) + 2 * ENDING_SECONDS:
-                        return self._lost(job, started, "did not answer long after the deadline")
-                outcome: Outcome = ray.get(pending)
-                return outcome
-            except ray.exceptions.RayActorError:
-                raise
-            except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
-                self._cancel(actor, pending, job)
-                raise
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):  # of a file system: as if it had been raised here
-                raise error.cause from None
-            raise
-        except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
-            return self._lost(job, started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
+            for attempt in range(ATTEMPTS):
+                hosts = self._take(count, among, job.avoid)
+                names = [host.name for host in hosts]
+                run = _Run(job, hosts, self._connection, self._user, on_progress)
+                try:
+                    status, reason = run.execute()
+                    break
+                except HostLost as error:
+                    self._lose({error.host: error.why})
+                    if run.begun or attempt + 1 == ATTEMPTS:  # else it was lost while it was idle: no job's fault
+                        lost = {error.host: error.why}
+                        return outcome("node_lost", lost_sentence(lost, {}, [], job.again), names, lost)
+            self._lose(run.lost)
+            if run.head_lost:
+                self._break()
+                reason = f"{self._broken}{reason}{self._next(job)}"
+            return outcome(status, reason, names, run.lost)
+        except (TooFewHosts, ClusterLost) as error:
+            return outcome("node_lost", f"{error}{self._next(job)}", names)
+
+    def _next(self, job: Job) -> str:
+        if self._broken and self._nodes is not None:
+            return f"; {job.again} goes on with the hosts that answer" if job.again else ""
+        if self._broken:
+            return f"; start it again, then repeat the command with {job.again}" if job.again else "; start it again"
+        return f"; {job.again} tries again" if job.again else ""
 
     def close(self) -> None:
-        """End the ranks, then the Ray this launcher started. Idempotent."""
-        if not self._directory:
-            return
-        if self._actor is not None:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.get(self._actor.close.remote(), timeout=ENDING_SECONDS)
-        self._actor = self._group = None
-        self._ray.shutdown()
-        if self._janitor is not None:
-            self._janitor.finish()
-            self._janitor = None
-        self._directory = ""
+        """End the ranks on all hosts and leave the cluster, which stays up. Idempotent."""
+        if not self._broken:
+            endings = [(host.member, host.member.actor.close.remote()) for host in self._hosts.values()]
+            ends_at = time.monotonic() + ENDING_SECONDS
+            for member, ending in endings:
+                with contextlib.suppress(HostLost):
+                    member.result(ending, max(0.1, ends_at - time.monotonic()))
+            for host in list(self._hosts.values()):
+                self._drop(host)
+        self._hosts.clear()
+        self._connection.close(head_lost=bool(self._broken))
+        self.stuck |= self._connection.stuck
 
-    def _cancel(self, actor: ActorHandle, pending: Any, job: Job) -> None:
-        """End the ranks of the running job."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
-            self._ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
+    def _require_head(self) -> None:
+        if not self._broken and not self._connection.answers():
+            self._break()
 
-    def _lost(self, job: Job, started: float, what: str) -> Outcome:
-        """The outcome of a job whose supervisor is gone. The next job gets a new Ray."""
-        self._actor = None
-        self.close()
-        again = f"; run again with {job.again}" if job.again else ""
-        return Outcome(
-            status="node_lost",
-            reason=f"the supervisor of the ranks {what}{again}",
-            wall_seconds=time.monotonic() - started,
-            hosts=[socket.gethostname()],
+    def _break(self) -> None:
+        """The cluster is lost: every call to Ray would wait for its head. Its hosts end their ranks by themselves."""
+        with self._lock:
+            if not self._broken:
+                self._broken = f"the head of the Ray cluster at {self._connection.address} does not answer"
+                self.close()
+
+    def _lose(self, lost: Mapping[str, str]) -> None:
+        with self._lock:
+            if lost:
+                self._require_head()
+            for name in lost:
+                if (host := self._hosts.get(name)) is not None:
+                    self._drop(host)
+
+    def _drop(self, host: ReservedHost) -> None:
+        """Forget a host; Ray ends its supervisor if that still runs."""
+        from ray.util.placement_group import remove_placement_group
+
+        self._hosts.pop(host.name, None)
+        with contextlib.suppress(self._connection.ray.exceptions.RayError):
+            self._connection.ray.kill(host.member.actor)
+        with contextlib.suppress(self._connection.ray.exceptions.RayError):
+            remove_placement_group(host.group)
+
+    def _take(self, count: int, among: Sequence[str] | None, avoid: Sequence[str]) -> list[ReservedHost]:
+        """The first `count` hosts that can be used now, those to `avoid` last. Raises TooFewHosts and ClusterLost."""
+        with self._lock:
+            if self._broken:
+                raise ClusterLost(self._broken)
+            self._require_head()
+            if self._broken:
+                raise ClusterLost(self._broken)
+            self._gather()
+            mine = [host for host in self._hosts.values() if among is None or host.name in among]
+        out = {name: why for name, why in self._out.items() if among is None or name in among}
+        return choose(mine, count, avoid, self._unfit, out)
+
+    def _unfit(self, host: ReservedHost) -> str:
+        """Why a host cannot be used now; empty when it can. One that does not answer is lost."""
+        try:
+            return host.unfit(time.monotonic())
+        except HostLost as loss:
+            self._lose({host.name: loss.why})
+            return loss.why
+
+    def _gather(self) -> None:
+        """Reserve the hosts of the cluster that are there and not reserved yet, and forget those that are gone.
+
+        Each is in a placement group of its own, which only that host can hold: one that does not answer delays the
+        others until Ray gives it up or PLACEMENT_SECONDS have passed, and costs them nothing else.
+        """
+        found = self._found()
+        present = {node["NodeID"] for _, node in found}
+        for host in [host for host in self._hosts.values() if host.node_id not in present]:
+            self._drop(host)
+        known = {host.node_id for host in self._hosts.values()}
+        self._out = {
+            node.name: "is no node of the Ray cluster now"
+            for address, node in (self._nodes or {}).items()
+            if address not in {node["NodeManagerAddress"] for _, node in found}
+        }
+        new = {node["NodeID"]: (name, node) for name, node in found if node["NodeID"] not in known}
+        placed = {key: self._place(name, node) for key, (name, node) in new.items()}
+        waiting = {actor.describe.remote(): key for key, (actor, _) in placed.items()}
+        give_up = time.monotonic() + PLACEMENT_SECONDS
+        while waiting and time.monotonic() < give_up:
+            look()
+            done, _ = self._connection.ray.wait(list(waiting), timeout=0.5)
+            for reference in done:
+                key = waiting.pop(reference)
+                self._met(*new[key], *placed[key], reference)
+        for key in waiting.values():
+            name, _ = new[key]
+            self._abandon(*placed[key], name, "another program of the cluster has reserved its CPUs or GPUs")
+        if self._nodes is not None:  # the inventory's order
+            order = {node.name: place for place, node in enumerate(self._nodes.values())}
+            self._hosts = dict(sorted(self._hosts.items(), key=lambda item: order[item[0]]))
+
+    def _found(self) -> list[tuple[str, dict[str, Any]]]:
+        """The cluster's nodes that may be used, with the host's name each."""
+        nodes = [node for node in self._connection.nodes() if node["Resources"].get("CPU", 0) >= 1]
+        if self._nodes is not None:
+            return [
+                (self._nodes[node["NodeManagerAddress"]].name, node)
+                for node in nodes
+                if node["NodeManagerAddress"] in self._nodes
+            ]
+        counts = Counter(node["NodeManagerHostname"] for node in nodes)
+        return [
+            (
+                node["NodeManagerHostname"] if counts[node["NodeManagerHostname"]] == 1 else node["NodeManagerAddress"],
+                node,
+            )
+            for node in nodes
+        ]
+
+    def _place(self, name: str, node: Mapping[str, Any]) -> tuple[Any, Any]:
+        """A supervisor in a placement group with all CPUs and GPUs that Ray has of the host; returns both."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        address, resources = node["NodeManagerAddress"], node["Resources"]
+        cpus, gpus = int(resources["CPU"]), int(resources.get("GPU", 0))
+        bundle = {"CPU": cpus, f"node:{address}": 0.001} | ({"GPU": gpus} if gpus else {})
+        group = placement_group([bundle], strategy="STRICT_PACK")
+        actor = (
+            self._connection.ray.remote(HostActor)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_concurrency=_CONCURRENCY,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+            .remote(name, self._site(address), own_gpus=gpus > 0)
+        )
+        return actor, group
+
+    def _site(self, address: str) -> Site:
+        return self._nodes[address].site if self._nodes is not None else Site()
+
+    def _met(self, name: str, node: Mapping[str, Any], actor: Any, group: Any, reference: Any) -> None:
+        """Keep a host that has described itself, unless it differs too much."""
+        member = Member(name=name, actor=actor, ray=self._connection.ray)
+        address = node["NodeManagerAddress"]
+        try:
+            described: Description = member.result(reference)
+        except HostLost as loss:
+            return self._abandon(actor, group, name, loss.why)
+        except self._connection.ray.exceptions.RayTaskError as error:
+            return self._abandon(actor, group, name, f"it cannot run this project ({error.cause}); install it there")
+        if differs := difference(self._own, described.versions):
+            return self._abandon(actor, group, name, f"{differs}; install the same there")
+        machine = Machine(**described.machine)
+        try:
+            site = self._site(address)
+            if site.ranks_per_node or machine.gpu_count or machine.gpu_problem:
+                ranks = ranks_of(Node(host=InventoryHost(name=name), site=site), {"machine": described.machine})
+            else:
+                ranks = int(node["Resources"]["CPU"])
+        except ValueError as error:
+            return self._abandon(actor, group, name, str(error))
+        self._out.pop(name, None)
+        self._hosts[name] = ReservedHost(
+            name=name,
+            address=address,
+            node_id=node["NodeID"],
+            ranks=ranks,
+            machine=machine,
+            described=described,
+            member=member,
+            group=group,
+        )
+        return None
+
+    def _abandon(self, actor: Any, group: Any, name: str, why: str) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        self._out[name] = why
+        with contextlib.suppress(self._connection.ray.exceptions.RayError):
+            self._connection.ray.kill(actor)
+        with contextlib.suppress(self._connection.ray.exceptions.RayError):
+            remove_placement_group(group)
+
+
+class RayLane:
+    """A part of a cluster's hosts as a launcher of its own; the cluster's launcher ends what it started."""
+
+    name = RayLauncher.name
+
+    def __init__(self, launcher: RayLauncher, hosts: Sequence[str], machine: Machine) -> None:
+        self._launcher, self._hosts, self._machine = launcher, hosts, machine
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._launcher.run_on(self._hosts, self._machine, job, on_progress)
+
+    def close(self) -> None:
+        """Nothing: see the class."""
+
+
+class _Run:
+    """One job on its hosts."""
+
+    def __init__(
+        self,
+        job: Job,
+        hosts: Sequence[ReservedHost],
+        connection: RayConnection,
+        user: Mapping[str, str],
+        on_progress: Callable[[dict[str, object]], None] | None,
+    ) -> None:
+        self._job = job
+        self._hosts = hosts
+        self._connection = connection
+        self._user = user
+        self._on_progress = on_progress
+        self.lost: dict[str, str] = {}  # hosts that were lost, and why
+        self.head_lost = False
+        self.begun = False  # ranks may have been started
+        self._apart: dict[str, str] = {}  # trial directory on hosts that do not share this one's storage
+        self._folders: list[HostFolder] = []  # of the job's exchange, on those hosts
+
+    def execute(self) -> tuple[Status, str]:
+        """Run the job to its end; returns status and reason. Raises HostLost when a host was lost before it began."""
+        self._stage()
+        first = self._hosts[0].member
+        port = int(first.call("reserve"))
+        try:
+            parts = split(self._job, hosts=len(self._hosts), address=self._hosts[0].address, port=port)
+            placed = [self._placed(part, host) for part, host in zip(parts, self._hosts, strict=True)]
+            members = [host.member for host in self._hosts]
+            watch = JobWatch(list(zip(members, placed, strict=True)), self._connection, self._progressed)
+            self.begun = True
+            try:
+                watch.run()
+            finally:  # also at Ctrl-C, which goes on when the ranks have ended
+                self.lost, self.head_lost = dict(watch.lost), watch.head_lost
+                if not watch.head_lost:
+                    self._fetch()
+        finally:
+            if not self.lost and not self.head_lost:  # the port goes with the host, or at the next job
+                with contextlib.suppress(HostLost):
+                    first.call("release")
+        if watch.head_lost:
+            return "node_lost", f"{after_step(watch.last_progress)}, and the ranks were ended"
+        if watch.lost:
+            others = [member.name for member in members if member.name not in watch.lost]
+            return "node_lost", lost_sentence(watch.lost, watch.last_progress, others, self._job.again)
+        return judge(self._job, merged(watch.seen))
+
+    def _stage(self) -> None:
+        """Give hosts that do not see the trial's directory one of their own."""
+        trial_dir, exchange = self._job.trial_dir, self._job.exchange
+        (trial_dir / "logs").mkdir(parents=True, exist_ok=True)
+        probe = trial_dir / _PROBE_FILE
+        content = secrets.token_hex(8)
+        probe.write_text(content, encoding="utf-8")
+        try:
+            apart = [host for host in self._hosts if not host.member.call("sees", str(probe.absolute()), content)]
+        finally:
+            probe.unlink()
+        own = [(host.member, f"{host.described.folder}/{self._job.trial_id}") for host in apart]
+        if exchange is not None and apart:
+            first = self._hosts[0].member
+            self._folders = [HostFolder(member, path, first=member is first) for member, path in own]
+            exchange.begin(self._folders, all_apart=len(apart) == len(self._hosts))
+            own = [(member, f"{path}/{trial_dir.relative_to(exchange.root)}") for member, path in own]
+        files = {path.name: path.read_bytes() for path in trial_dir.glob("*.json")}
+        for member, path in own:
+            member.call("stage", path, files)
+            self._apart[member.name] = path
+
+    def _progressed(self, line: dict[str, object]) -> None:
+        if self._job.exchange is not None and self._folders:
+            self._job.exchange.progressed(line, self._folders)
+        if self._on_progress is not None:
+            self._on_progress(line)
+
+    def _placed(self, part: Job, host: ReservedHost) -> Job:
+        """The part as this host runs it: its paths, its interpreter, its environment."""
+        here = str(part.trial_dir)
+        there = self._apart.get(host.name, here)
+        names = {sys.executable: host.described.python, here: there}
+        environment = host.member.call(
+            "environment", replace(part, exchange=None), self._user, self._connection.head[0],
+            alone=len(self._hosts) == 1,
+        )  # fmt: skip
+        write_json(
+            self._job.trial_dir / ENVIRONMENTS / f"{host.name}.json",
+            {
+                "host": host.name,
+                "address": host.address,
+                "ranks": list(part.own_ranks),
+                "command": portable_command(part.command, part.trial_dir),
+                "environment": redact(environment),
+            },
+        )
+        return replace(
+            part,
+            exchange=None,
+            trial_dir=Path(there),
+            command=[names.get(word, word) for word in part.command],
+            environment=environment,
         )
 
-    def _ready_actor(self) -> ActorHandle:
-        if self._actor is not None and not (answers(*self._head) and self._answers(self._actor)):
-            self.close()  # it was lost while it was idle, which is no job's fault
-        if self._actor is None:
-            ray = self._ray
-            self._start_ray()
-            from ray.util.placement_group import placement_group
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            self._group = placement_group([{"CPU": 1}], strategy="STRICT_SPREAD")
-            try:
-                ray.get(self._group.ready(), timeout=PLACEMENT_SECONDS)
-            except ray.exceptions.GetTimeoutError as error:
-                raise _not_started(f"it placed no supervisor within {PLACEMENT_SECONDS:g} s") from error
-            self._actor = (
-                ray.remote(SupervisorActor)
-                .options(
-                    num_cpus=1,
-                    max_concurrency=4,  # run, progress, cancel, close
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group),
-                )
-                .remote(self._environment)
-            )
-        return self._actor
-
-    def _answers(self, actor: ActorHandle) -> bool:
-        """Whether the supervisor is there. One that is slow counts as there: a job then finds out."""
-        try:
-            self._ray.get(actor.progress.remote(0), timeout=ENDING_SECONDS)
-        except self._ray.exceptions.GetTimeoutError:
-            return True
-        except self._ray.exceptions.RayError:
-            return False
-        return True
-
-    def _start_ray(self) -> None:
-        if self._ray.is_initialized():
-            raise UsageError("this process already uses a Ray of its own; end it first, or use --launcher local")
-        # Ray keeps Unix sockets below its directory, whose paths may have 107 characters: TMPDIR can be too long.
-        self._directory = tempfile.mkdtemp(prefix="burst-ray-", dir="/tmp")
-        self._janitor = Janitor(self._directory)
-        try:
-            with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
-                self._ray.init(
-                    address="local",  # a new one, even where RAY_ADDRESS or a running Ray names another
-                    num_cpus=1,
-                    num_gpus=0,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    namespace=f"burst-{secrets.token_hex(4)}",
-                    log_to_driver=False,  # ranks log to files
-                    logging_level="ERROR",
-                    _node_ip_address="127.0.0.1",
-                    # Ray lets every user write to its folder, so that folder is inside one that they cannot enter.
-                    _temp_dir=f"{self._directory}/ray",
-                )
-            address, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-            self._head = (address, int(port))
-        except Exception as error:  # Ray raises nothing more precise for most errors
-            raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
-
-
-def _not_started(why: str) -> StartError:
-    return StartError(f"Ray did not start ({why}); use --launcher local, which needs none")
-
-
-def import_ray() -> ModuleType:
-    """Ray. Raises UsageError where it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            f"the ray launcher needs Ray, which cannot be imported here ({error}); use --launcher local"
-        ) from error
-    # Ray prints what befalls its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
-    # by the outcome of its trial. Ray 2.60 has no public switch for this one.
-    ray._private.worker._worker_logs_enabled = False
-    # A call after Ray has ended would start another one, without our settings and mark. What RAY_ENABLE_AUTO_CONNECT=0
-    # sets when Ray is imported:
-    ray._private.auto_init_hook.enable_auto_connect = False
-    module: ModuleType = ray
-    return module
-
-
-@contextlib.contextmanager
-def environment_set(added: Mapping[str, str], without: Sequence[str]) -> Iterator[None]:
-    """Variables for the processes started within the block."""
-    before = {name: os.environ.get(name) for name in (*added, *without)}
-    os.environ.update(added)
-    for name in without:
-        os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def signal_handlers_kept() -> Iterator[None]:
-    """Restore the program's own SIGTERM handler, which `ray.init` replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit as answer:  # Ray's own to a SIGTERM that came meanwhile
-        raise KeyboardInterrupt from answer
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _fetch(self) -> None:
+        """Fetch the ranks' files from hosts with a directory of their own."""
+        for host in self._hosts:
+            if host.name in self._apart and host.name not in self.lost:
+                with contextlib.suppress(HostLost):
+                    receive_files(self._job.trial_dir, host.member.call("fetch", self._apart[host.name]))
+        left = [folder for folder in self._folders if folder.host not in self.lost]
+        if self._job.exchange is not None and self._folders:
+            self._job.exchange.end(left)
+        for folder in left:
+            with contextlib.suppress(HostLost):
+                folder.remove()

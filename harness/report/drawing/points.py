@@ -177,9 +177,9 @@ def laid_out(rows: Sequence[Row]) -> FigureLayout:
     shown = [row for group in panels.values() for row in group]
     series, pooling = _series(shown)
     notes += [pooling] if pooling else []
-    weak = slow_baselines(rows)
-    series = [(marked(name, any(id(row) in weak for row in group)), group) for name, group in series]
-    notes += [sentence] if (sentence := slow_sentence(weak.values())) else []
+    slow = slow_baselines(rows)
+    series = [(marked(name, any(id(row) in slow for row in group)), group) for name, group in series]
+    notes += [sentence] if (sentence := slow_sentence(slow.values())) else []
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return FigureLayout(

@@ -47,11 +47,11 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         baseline = None
     firsts = [point.first for point in points]
     several_runs, several_tasks = (len({row[name] for row in firsts}) > 1 for name in ("run", "task"))
-    varying, weak = varying_by_setup(rows), slow_baselines(rows)
+    varying, slow = varying_by_setup(rows), slow_baselines(rows)
     lines: list[dict[str, Any]] = []
     for point, first, model, mask in zip(points, firsts, models_of(firsts), masks_of(firsts), strict=True):
         names = {
-            method: marked(max(map(method_name, group), key=len), any(id(row) in weak for row in group))
+            method: marked(max(map(method_name, group), key=len), any(id(row) in slow for row in group))
             for method, group in point.by_method.items()
         }
         for method, other in _pairs(point, baseline):

@@ -99,7 +99,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
 def mask_table(rows: Sequence[Row]) -> Table | None:
     """Does the cost of attention follow the mask's area, the visible (query, key) pairs? Trials of task attention by
     kernel, mask and length; None for a single mask."""
-    weak = slow_baselines(rows)
+    slow = slow_baselines(rows)
     lines = [line for line in lines_of(rows) if line["task"] == "attention" and line["status"] == "ok"]
     if len({line["mask"] for line in lines}) < 2:
         return None
@@ -108,7 +108,7 @@ def mask_table(rows: Sequence[Row]) -> Table | None:
         line["seq_len"],
     ))  # fmt: skip
     columns = (
-        text("method", lambda line: marked(method_name(line), id(line.row) in weak)),
+        text("method", lambda line: marked(method_name(line), id(line.row) in slow)),
         text("kernel", _kernel), text("mask", "mask"), PARALLEL, TOKENS,
         number("pairs", _pairs, "{:.3g}".format),
         number("% of full", lambda line: _pairs(line) / line["seq_len"] ** 2, significant(3, 100)),

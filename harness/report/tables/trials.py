@@ -230,13 +230,13 @@ def difference(value: float) -> str:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native baselines that
     are slower than their originals are marked."""
-    weak = slow_baselines(rows)
+    slow = slow_baselines(rows)
     names = {
         id(row): name
         for group in setups_of(rows)
         for row, name in zip(group, variants.series_names(group), strict=True)
     }
-    return [marked(names[id(row)], id(row) in weak) for row in rows]
+    return [marked(names[id(row)], id(row) in slow) for row in rows]
 
 
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:

@@ -1,26 +1,112 @@
-"""Watching one job on several hosts, and merging their observations as if one host had made them."""
+"""One job on several hosts: calls to their supervisors with a deadline each, and their observations merged as if one
+host had made them."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, cast
 
+from cluster.files.errors import without_color
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Part
 from harness.launch.limits import longest_seconds
-from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
-from harness.launch.ports import answers
+from harness.launch.ray.connection import RayConnection
 from harness.launch.verdict import Watched, after_step
 
 POLL_SECONDS = 0.2
 FAILURE_SECONDS = 4.0  # from one host's failure, for the other hosts to notice it and write their errors
-HEAD_PROBE_SECONDS = 3.0  # between probes of the head, without which Ray reports no loss
+CALL_SECONDS = 60.0  # a host that does not answer a short question for so long is lost
+PROGRESS_SECONDS = 3.0  # for the newest lines of progress; what comes later is read the next time
+ENDING_SECONDS = 30.0
+PIECE_BYTES = 16 * 2**20  # of one file and call: in the memory of both hosts at that time
 HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
 CLOCKS_APART_SECONDS = 1.0  # difference of clocks that `burst check` accepts without a warning
-HEAD_PROBES = 3  # failed in a row, before the head counts as lost
+
+
+class HostLost(Exception):
+    """A host whose supervisor is gone or silent."""
+
+    def __init__(self, host: str, why: str) -> None:
+        super().__init__(f"{host}: {why}")
+        self.host = host
+        self.why = why
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One host's supervisor."""
+
+    name: str
+    actor: Any
+    ray: ModuleType
+
+    def call(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS, **named: Any) -> Any:
+        """The result of one short call. Raises HostLost."""
+        return self.result(getattr(self.actor, method).remote(*arguments, **named), seconds)
+
+    def result(self, reference: Any, seconds: float | None = None) -> Any:
+        """The result of a call made before. Raises HostLost when the host is gone, or silent for `seconds`."""
+        errors = self.ray.exceptions
+        try:
+            return self.ray.get(reference, timeout=seconds)
+        except errors.GetTimeoutError:
+            raise HostLost(self.name, f"no answer within {seconds:g} s") from None
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # its file system failed, others may work
+                why = f"{error.cause.filename or 'a file'}: {error.cause.strerror}"
+                raise HostLost(self.name, why) from None
+            raise  # a fault of this program on the other side, not of the host
+        except errors.RayError as error:
+            raise HostLost(self.name, why_lost(errors, error)) from error
+
+
+def why_lost(errors: Any, error: Exception) -> str:
+    """Why Ray gave a supervisor up, in our words where the kind of loss is known."""
+    said = without_color(str(error))
+    if re.search(r"\bnode (has |was |is )?(died|dead|terminated)", said):
+        return "its Ray node is gone: the host, its network or its raylet"
+    if isinstance(error, errors.RayActorError):
+        return "the supervisor of its ranks has ended"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0].rstrip(".")[:200] if lines else type(error).__name__
+
+
+class HostFolder:
+    """See `harness.launch.launcher.Folder`. Every method raises HostLost."""
+
+    def __init__(self, member: Member, path: str, *, first: bool) -> None:
+        self._member = member
+        self.host = member.name
+        self.path = path
+        self.first = first
+
+    def files(self) -> dict[str, int]:
+        return cast(dict[str, int], self._member.call("files", self.path))
+
+    def read(self, name: str) -> Iterator[bytes]:
+        first = 0
+        while True:
+            piece = cast(bytes | None, self._member.call("read", f"{self.path}/{name}", first, PIECE_BYTES))
+            if piece is None:
+                raise FileNotFoundError(f"{name} is gone from {self.host}")
+            yield piece
+            first += len(piece)
+            if len(piece) < PIECE_BYTES:
+                return
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> None:
+        first = 0
+        for piece in pieces:
+            self._member.call("write", f"{self.path}/{name}", first, piece)
+            first += len(piece)
+
+    def remove(self) -> None:
+        self._member.call("remove", self.path)
 
 
 class JobWatch:
@@ -29,25 +115,24 @@ class JobWatch:
     def __init__(
         self,
         parts: Sequence[tuple[Member, Job]],
-        head: tuple[str, str, int],
+        connection: RayConnection,
         on_progress: Callable[[dict[str, object]], None] | None,
     ) -> None:
-        """`head` is the name, address and port of the cluster's head."""
         self._parts = parts
-        self._ray = parts[0][0].ray
-        self._head_name, self._head_address, self._head_port = head
+        self._connection = connection
+        self._ray = connection.ray
         self._on_progress = on_progress
-        self._probed_at = time.monotonic()
-        self._probes_failed = 0
         self._progress_seen = 0
         self._pending: dict[Any, tuple[Member, Job]] = {}
         self.seen: dict[str, Watched] = {}  # by host
         self.lost: dict[str, str] = {}  # by host: why
+        self.head_lost = False
         self.last_progress: dict[str, object] = {}
 
     def run(self) -> None:
-        """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and is then re-raised."""
-        head = (self._head_address, self._head_port)
+        """Return when every part has ended, or its host or the head is lost. Ctrl-C ends the parts first and is then
+        re-raised."""
+        head = self._connection.head
         self._pending = {member.actor.watch.remote(job, head): (member, job) for member, job in self._parts}
         give_up = time.monotonic() + max(longest_seconds(job) for _, job in self._parts) + 2 * ENDING_SECONDS
         trouble_at: float | None = None
@@ -89,24 +174,18 @@ class JobWatch:
         if member.name in self.lost:
             return
         with contextlib.suppress(HostLost):  # slow is not lost; a loss shows in the part itself
-            for line in member.call("progress", self._progress_seen, seconds=HEAD_PROBE_SECONDS):
+            for line in member.call("progress", self._progress_seen, seconds=PROGRESS_SECONDS):
                 self._progress_seen += 1
                 self.last_progress = line
                 if self._on_progress is not None:
                     self._on_progress(line)
 
     def _probe_head(self) -> None:
-        if time.monotonic() - self._probed_at < HEAD_PROBE_SECONDS or not self._pending:
-            return
-        self._probed_at = time.monotonic()
-        self._probes_failed = 0 if answers(self._head_address, self._head_port) else self._probes_failed + 1
-        if self._probes_failed >= HEAD_PROBES:
-            # Calls to supervisors need no head, so the other hosts' ranks are ended; no message of a loss would arrive.
-            self.lost[self._head_name] = "the cluster's head does not answer"
+        if self._pending and self._connection.head_lost():
+            # Calls to supervisors need no head, so the ranks are ended; no message of a loss would arrive.
+            self.head_lost = True
             self._cancel(may_save=False)
-            others = [part for part, (member, _) in self._pending.items() if member.name != self._head_name]
-            if others:
-                self._ray.wait(others, num_returns=len(others), timeout=HEADLESS_SECONDS)
+            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=HEADLESS_SECONDS)
             self._pending.clear()
 
     def _trouble(self) -> bool:
