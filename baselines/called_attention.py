@@ -18,7 +18,7 @@ from torch import Tensor
 from baselines.programs.program_parts import load
 from baselines.upstream import UPSTREAM, StartedSystem, described
 from engine.method import EngineCommand
-from engine.plain_json import from_json
+from engine.reader import from_json
 
 if TYPE_CHECKING:
     from baselines.called import InWorker

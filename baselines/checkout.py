@@ -21,7 +21,7 @@ from baselines.pin import FLAVOURS, Checkout, Flavour, load_pin, requirements, s
 from cluster.files.errors import UsageError
 from engine.atomic import write_atomic
 from engine.measurement import write_json
-from engine.plain_json import from_json, read_json, to_json
+from engine.reader import from_json, read_json, to_json
 
 SOURCE, LISTINGS = "source", "source.json"
 _FETCH_SECONDS = 1800.0

@@ -41,7 +41,7 @@ from baselines.upstream import (
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, GpuState, write_json
 from engine.memory.gpu_state import GpuReading, query_gpus, read_gpu_named, visible_gpus
-from engine.plain_json import read_json, to_json
+from engine.reader import read_json, to_json
 from engine.settings import TrialSettings, from_json
 
 _LOOK_SECONDS = 0.5  # between looks at what the program has printed

@@ -24,7 +24,7 @@ from baselines.drive import ran, write_error
 from baselines.install.places import InstallPlace
 from baselines.upstream import Rendered, foreign_environment
 from engine.measurement import TrialQueue
-from engine.plain_json import to_json
+from engine.reader import to_json
 
 _LINKS = "ours"  # folder of an installation with links to our packages
 _RECORDER = ("TORCH_NCCL_", "TORCH_FR_")  # torch's recorder of collectives, which the launcher asks at a limit

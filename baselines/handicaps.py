@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 
 if TYPE_CHECKING:
     from engine.settings import ModelShape, TrialSettings
@@ -62,7 +62,7 @@ class Handicaps:
 @functools.cache
 def load_handicaps(path: Path = FILE) -> Handicaps:
     """Raises UsageError with file and line for anything but such a file."""
-    return strict_yaml.load(Handicaps, path, "file of handicaps")
+    return reader.load(Handicaps, path, "file of handicaps")
 
 
 def handicaps(method: str) -> tuple[Handicap, ...]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 from cluster.files.errors import UsageError, nearest
-from engine.plain_json import to_json
+from engine.reader import to_json
 
 FlavourName = Literal["paper", "current"]
 FLAVOURS: tuple[FlavourName, ...] = ("paper", "current")
@@ -177,7 +177,7 @@ def load_pin(system: str, folder: Path = FOLDER) -> Pin:
     systems = pinned_systems(folder)
     if system not in systems:
         raise UsageError(f"there is no pin for {system}; {nearest(system, systems)}")
-    return strict_yaml.load(Pin, folder / system / "pin.yaml", "pin")
+    return reader.load(Pin, folder / system / "pin.yaml", "pin")
 
 
 def requirements(packages: Mapping[str, str]) -> str:

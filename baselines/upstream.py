@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
 from engine.measurement import GpuState, Measurement, UpstreamRun
-from engine.plain_json import from_json, read_json
+from engine.reader import from_json, read_json
 
 if TYPE_CHECKING:
     from baselines.install.places import InstallPlace

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, Required, TypedDict
 
 from engine.atomic import write_atomic
-from engine.plain_json import Within, from_json, read_json
+from engine.reader import Meta, from_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,10 @@ NOT_FINITE = 1e30  # an error of `extra` where a tensor holds NaN or infinity, w
 TOKEN_FACTOR = 4.0  # by which the error of a single token may exceed what that of a run of them may be
 
 # No step takes thirty years, no link or GPU is a million times as fast as those of today.
-Seconds = Annotated[float, Within(0, 1e9)]
-Speed = Annotated[float, Within(0, 1e9)]
-Bytes = Annotated[int, Within(0, 1 << 62)]
-RelativeError = Annotated[float, Within(0, NOT_FINITE)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Speed = Annotated[float, Meta(ge=0, le=1e9)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+RelativeError = Annotated[float, Meta(ge=0, le=NOT_FINITE)]
 Of = Literal["extra_step", "measured_step"]  # the traced step: one more, or the only one that was measured
 
 
@@ -91,7 +91,7 @@ class UpstreamRun(TypedDict, total=False):
     release: str
     command: list[str]
     environment: dict[str, str]
-    printed: dict[str, Annotated[float, Within(-1e18, 1e18)]]  # what it says of itself, under its own names
+    printed: dict[str, Annotated[float, Meta(ge=-1e18, le=1e18)]]  # what it says of itself, under its own names
     borrowed: dict[str, str]
     builds: dict[str, str]
     ended: str
@@ -104,16 +104,16 @@ class Extra(TypedDict, total=False):
     """
 
     error: dict[str, RelativeError]  # by tensor, against float64: Frobenius norm of the difference over that of truth
-    error_scale: dict[str, Annotated[float, Within(-NOT_FINITE, NOT_FINITE)]]  # <found, truth> / |truth|^2 - 1
+    error_scale: dict[str, Annotated[float, Meta(ge=-NOT_FINITE, le=NOT_FINITE)]]  # <found, truth> / |truth|^2 - 1
     error_at: dict[str, ErrorPlace]  # by tensor
     checked: dict[str, int]  # the problem that the errors belong to, where it is not the trial's own: tokens, rows
     unchecked: str  # why no errors were measured, where they should have been
     profile: StepProfile
     upstream: UpstreamRun
-    allocation_retries: list[Annotated[int, Within(0, 1 << 40)]]  # by rank, where one had to repeat an allocation
+    allocation_retries: list[Annotated[int, Meta(ge=0, le=1 << 40)]]  # by rank, where one had to repeat an allocation
     computed_sent_bytes: list[Bytes]  # by rank, as the plan computes them
     computed_sent_between_nodes_bytes: list[Bytes]
-    held_gib: Annotated[float, Within(0, 1e9)]  # what every form of the LM head holds
+    held_gib: Annotated[float, Meta(ge=0, le=1e9)]  # what every form of the LM head holds
     link_gib_per_second: dict[str, Speed]  # between nodes, by moment of the trial
     across_gib_per_second: Speed  # the last of them
     link_by_pattern: dict[str, Speed]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from engine.plain_json import from_json as from_json
-from engine.plain_json import to_json as to_json
+from engine.reader import from_json as from_json
+from engine.reader import to_json as to_json
 from engine.rope import RopeScaling, parse_rope
 
 Task = Literal["train", "attention", "lm_head"]
@@ -98,6 +98,8 @@ class ModelShape:
     activation_limit: float = 7.0  # likewise: gate is clamped from above, and up on both sides
 
     def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError(f"model.name is {self.name!r}; give a word that tables can show")
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
             if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:
                 raise ValueError(

@@ -27,9 +27,8 @@ from harness.report.tables.particular import HEADERS
 from harness.spec.experiment import Limits
 from harness.spec.models import MODELS_DIR, load_model
 from harness.spec.repetition import Repetition
-from harness.spec.schema import leaf_types
 from harness.spec.search import Search
-from harness.spec.setting import SETTINGS
+from harness.spec.setting import SETTINGS, leaf_types
 from harness.training.file import load_training
 from tests.command_help import burst_help
 

@@ -18,7 +18,7 @@ from baselines.fidelity.rows import FidelityError, Row, verdict_of
 from baselines.install.places import InstallPlace
 from baselines.programs import PROGRAMS
 from engine.measurement import finite_error, relative_error, write_json
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import ModelShape, TrialSettings
 
 if TYPE_CHECKING:

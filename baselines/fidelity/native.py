@@ -17,7 +17,7 @@ import torch.distributed as dist
 from baselines.programs import attention_bytes
 from engine import ContextParallel
 from engine.distributed import serve_store
-from engine.plain_json import from_json, read_json
+from engine.reader import from_json, read_json
 from engine.settings import TrialSettings
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -20,7 +20,7 @@ from baselines.install.places import InstallPlace
 from baselines.pin import load_pin
 from cluster.files.errors import UsageError, nearest
 from engine.atomic import write_atomic
-from engine.plain_json import from_json, parse_json, read_regular, to_json
+from engine.reader import from_json, parse_json, read_regular, to_json
 
 NAMES = (*SYSTEMS, *TRAINING)
 RESULTS, CSV, MARKDOWN = "fidelity.jsonl", "fidelity.csv", "fidelity.md"

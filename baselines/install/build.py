@@ -30,7 +30,7 @@ from baselines.install.verify import InstallCheck, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
 from engine.measurement import write_json
-from engine.plain_json import to_json
+from engine.reader import to_json
 
 _PREPARE_SECONDS = 3600.0
 _BUILDS = "builds"  # below the place, until they are moved into its environment

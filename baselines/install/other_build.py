@@ -18,7 +18,7 @@ from baselines.pin import Flavour, canonical
 from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError, shown_value
 from engine.measurement import write_json
-from engine.plain_json import read_json
+from engine.reader import read_json
 
 FILES = "builds.json"
 

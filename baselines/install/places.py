@@ -19,7 +19,7 @@ from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin, pinned_sy
 from baselines.stand_ins import INSTEAD, ON_CPU_RANKS, ON_GPUS, python_path
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
-from engine.plain_json import from_json, read_json
+from engine.reader import from_json, read_json
 
 UPSTREAM, STATE_FILE, BORROWED = "upstream", "installed.json", "borrowed"
 Condition = Literal["installed", "not installed", "half-finished", "outdated", "broken"]

@@ -5,9 +5,10 @@ No control character of a file, a node or a user reaches the terminal, and no li
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
+
+from engine.reader import nearest as nearest
+from engine.reader import one_of as one_of
 
 
 class UsageError(ValueError):
@@ -15,20 +16,6 @@ class UsageError(ValueError):
 
     The message is one complete sentence; a program prints it without a traceback and exits (`burst` with 2).
     """
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none is near."""
-    known = list(choices)
-    by_folded = {choice.casefold(): choice for choice in known}
-    match = difflib.get_close_matches(word.casefold(), by_folded, n=1)
-    return f"did you mean {by_folded[match[0]]}?" if match else f"expected {one_of(known)}"
-
-
-def one_of(choices: Iterable[str]) -> str:
-    """The choices as prose: `a`, `a or b`, `a, b or c`."""
-    *head, last = [str(choice) for choice in choices]
-    return f"{', '.join(head)} or {last}" if head else last
 
 
 def counted(number: int, thing: str) -> str:

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.files import strict_yaml
-from cluster.files.document import Node as Value
-from cluster.files.document import merge, read_yaml
+from cluster.files import reader
 from cluster.files.errors import UsageError, nearest
+from cluster.files.reader import Node as Value
+from cluster.files.reader import merge, read_yaml
 from cluster.inventory.allocation import ALLOCATED, SLURM, allocated_hosts, allotted, hosts_of
 from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts, this_machine
 from cluster.inventory.nodes import Inventory, Node, from_hosts, opened_by, reached
@@ -166,7 +166,7 @@ def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
             merged = base
             for layer in member.layers:
                 merged = merge(merged, layer)
-            sites[said] = strict_yaml.build(Site, merged)
+            sites[said] = reader.build(Site, merged)
         host = reached(member.host, sites[said])
         nodes.append(Node(host=host, site=allotted(host, sites[said])))
     return tuple(nodes)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 from cluster.inventory.software import Container as Container
 from cluster.inventory.software import Mount as Mount
 from cluster.inventory.software import RayPorts as RayPorts
@@ -204,4 +204,4 @@ def _path_problem(name: str, value: str) -> str:
 
 def load_site(path: Path) -> Site:
     """Read a site file. Raises ValueError with file and line for anything but a valid site."""
-    return strict_yaml.load(Site, path, "site file")
+    return reader.load(Site, path, "site file")

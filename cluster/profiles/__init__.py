@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 
 XidAction = Literal["monitor", "reset", "reboot", "isolate"]
 FOLDER = Path(__file__).parent
@@ -204,12 +204,12 @@ def load_profiles(*folders: Path) -> Profiles:
             if path.name in (NODE_FILE, XID_FILE):
                 shared[path.name] = path
             else:
-                profile = strict_yaml.load(Profile, path, "GPU profile")
+                profile = reader.load(Profile, path, "GPU profile")
                 models.update(dict.fromkeys(profile.names, profile))
-    catalogue = strict_yaml.load(_Catalogue, shared[XID_FILE], "catalogue of XIDs")
+    catalogue = reader.load(_Catalogue, shared[XID_FILE], "catalogue of XIDs")
     return Profiles(
         models=models,
-        limits=strict_yaml.load(NodeLimits, shared[NODE_FILE], "profile of nodes"),
+        limits=reader.load(NodeLimits, shared[NODE_FILE], "profile of nodes"),
         xids={xid.number: xid for xid in catalogue.xids},
     )
 

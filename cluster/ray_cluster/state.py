@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.files import strict_yaml
+from cluster.files import reader
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import state_folder, try_lock
 from cluster.inventory.allocation import slurm_run
@@ -119,7 +119,7 @@ class StateDirectory:
         path = self.path / STATE_FILE
         if not path.exists():
             return None
-        state = strict_yaml.load(ClusterState, path, "cluster state")
+        state = reader.load(ClusterState, path, "cluster state")
         if state.schema != SCHEMA:
             raise UsageError(
                 f"{path} has schema {state.schema}, expected {SCHEMA}; end that cluster with its own burst"

@@ -26,7 +26,7 @@ import numpy as np
 from engine.data.sequences import Sequences
 from engine.data.sources import PYTHON_DOCS, chunks_of, name_of, text_unsupported_reason
 from engine.data.tokenizers import ByteTokenizer, Tokenizer
-from engine.plain_json import read_json
+from engine.reader import read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

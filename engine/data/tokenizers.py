@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from engine.plain_json import read_json, read_regular
+from engine.reader import read_json, read_regular
 from engine.settings import BYTE_VOCABULARY
 
 if TYPE_CHECKING:

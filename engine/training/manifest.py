@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.atomic import flush_to_disk, write_atomic
-from engine.plain_json import from_json, read_json
+from engine.reader import from_json, read_json
 
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"

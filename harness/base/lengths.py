@@ -1,9 +1,17 @@
-"""Sequence lengths as experiment files write them: 64k is 65,536 tokens, 1M is 1,048,576."""
+"""Sequence lengths as files of users write them: 64k is 65,536 tokens, 1M is 1,048,576."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from fractions import Fraction
+from typing import Annotated
+
+from cluster.files.reader import Node
+from engine.reader import Meta
+from harness.base.errors import UsageError
+
+Tokens = Annotated[int, Meta(description="a whole number such as 4096 or 64k")]  # of `read_length`
 
 UNITS = {"k": 2**10, "M": 2**20, "G": 2**30}
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
@@ -22,6 +30,23 @@ def parse_length(text: str) -> int:
     if tokens.denominator != 1:
         raise ValueError(f"{text!r} is {float(tokens)} tokens; write a length that is a whole number of tokens")
     return int(tokens)
+
+
+def read_length(node: Node, label: str) -> Node:
+    """The node with a length in text as a number; any other value as it is. Raises UsageError naming `label`."""
+    if not isinstance(node.value, str):
+        return node
+    try:
+        return Node(parse_length(node.value), node.place)
+    except ValueError as error:
+        raise UsageError(f"{node.place}: {label}: {error}") from error
+
+
+def with_lengths(node: Node, keys: Collection[str], what: str) -> Node:
+    """The mapping `what` with the lengths at `keys` as numbers. Not every integer is one: a 32k vocabulary usually
+    means 32,000. Raises UsageError."""
+    entries = node.mapping(what)
+    return Node({key: read_length(each, key) if key in keys else each for key, each in entries.items()}, node.place)
 
 
 def format_length(tokens: int) -> str:

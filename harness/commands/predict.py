@@ -193,7 +193,7 @@ def _count(option: str, text: str) -> int:
 
 def _change(text: str) -> tuple[str, Any]:
     """One NAME=VALUE as a setting and its value, read as in an experiment file. Raises UsageError."""
-    from cluster.files.document import parse_yaml
+    from cluster.files.reader import parse_yaml
     from harness.spec.experiment import AUTO_KEY
     from harness.spec.setting import SETTINGS, read_setting
 

@@ -20,7 +20,7 @@ import yaml
 
 from engine.atomic import write_atomic
 from engine.measurement import LINK
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for

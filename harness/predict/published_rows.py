@@ -19,7 +19,7 @@ from typing import Any
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.attention.resolve import Choices, HardwareModel, resolve
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.predict.attention import (
     LayerAttention,

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from cluster.files.document import Node
 from cluster.files.filesystem import open_regular
-from engine.plain_json import MAX_BYTES, from_json, parse_json, to_json
+from cluster.files.reader import Node
+from engine.reader import MAX_BYTES, from_json, parse_json, to_json
 from harness.base.errors import UsageError
 
 VERSION = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.measurement import Forecast, GpuState, Measurement, write_json
-from engine.plain_json import from_json, read_json, to_json
+from engine.reader import from_json, read_json, to_json
 from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 from harness.records.judging import judged

@@ -18,11 +18,13 @@ import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, TypeVar
 
-from cluster.files.document import Node, read_yaml
-from cluster.files.errors import nearest
+from cluster.files.reader import Node, Text, build, check_keys, read_yaml
+from engine.reader import Meta
 from harness.base.errors import UsageError
+
+T = TypeVar("T")
 
 PROVENANCE_FILE = "provenance.yaml"
 
@@ -31,42 +33,47 @@ PROVENANCE_FILE = "provenance.yaml"
 About = Literal[
     "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
-_ABOUT: tuple[About, ...] = get_args(About)
+_LISTS = ("trials", "about", "rounds")
+_ListOf = Meta(min_length=1, description="at least one, in a list or by itself")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FailureReason:
+class _OfTrials:
+    """An entry that holds for some records."""
+
+    trials: Annotated[tuple[Text, ...], _ListOf] = ("*",)  # globs of trial ids
+
+    def names(self, trial_id: str) -> bool:
+        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureReason(_OfTrials):
     """Why some records cannot pass a check of `burst verify`."""
 
-    says: str  # one sentence without a full stop
-    about: tuple[About, ...]
-    trials: tuple[str, ...] = ("*",)  # globs of trial ids
+    says: Text  # one sentence without a full stop
+    about: Annotated[tuple[About, ...], _ListOf]
 
-    def names(self, trial_id: str) -> bool:
-        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "says", " ".join(self.says.split()))  # a folded text of several lines is one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TypedCommand:
+class TypedCommand(_OfTrials):
     """The command that made some records, as it was typed."""
 
-    command: str
-    trials: tuple[str, ...] = ("*",)
+    command: Text
 
-    def names(self, trial_id: str) -> bool:
-        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", " ".join(self.command.split()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineOfRounds:
+class MachineOfRounds(_OfTrials):
     """The machine that some rounds of some records ran on, by a name that the file gives it."""
 
-    machine: str
-    rounds: tuple[int, ...]
-    trials: tuple[str, ...] = ("*",)
-
-    def names(self, trial_id: str) -> bool:
-        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+    machine: Text
+    rounds: Annotated[tuple[Annotated[int, Meta(ge=1, description="a round's number, from 1")], ...], _ListOf]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,84 +116,28 @@ def stated_in(run_dir: Path) -> StatedProvenance:
 def stated_of(document: Node) -> StatedProvenance:
     """What a `provenance.yaml`, or that part of a packed run's header, states. Raises UsageError for a bad one."""
     entries = document.mapping(PROVENANCE_FILE)
-    _check(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
+    check_keys(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
+    command = entries.get("command")
+    if command is not None and not isinstance(command.value, list):
+        commands: tuple[TypedCommand, ...] = (build(TypedCommand, Node({"command": command}, command.place)),)
+    else:
+        commands = _all(TypedCommand, command, "command")
     return StatedProvenance(
-        commands=_commands(entries["command"]) if "command" in entries else (),
-        reasons=tuple(map(_reason, _list(entries["reasons"], "reasons"))) if "reasons" in entries else (),
-        machines=tuple(map(_on_machine, _list(entries["machines"], "machines"))) if "machines" in entries else (),
+        commands=commands,
+        reasons=_all(FailureReason, entries.get("reasons"), "reasons"),
+        machines=_all(MachineOfRounds, entries.get("machines"), "machines"),
     )
 
 
-def _commands(node: Node) -> tuple[TypedCommand, ...]:
-    if not isinstance(node.value, list):
-        return (TypedCommand(command=_text(node, "command")),)
-    found = []
-    for item in node.value:
-        entries = item.mapping("an entry of command")
-        _check(entries, ("trials", "command"), "an entry of command", required=("command",), place=item.place)
-        found.append(TypedCommand(command=_text(entries["command"], "command"), trials=_trials(entries)))
-    return tuple(found)
-
-
-def _reason(node: Node) -> FailureReason:
-    entries = node.mapping("a reason")
-    _check(entries, ("trials", "says", "about"), "a reason", required=("says", "about"), place=node.place)
-    about = tuple(_about(item) for item in entries["about"].items())
-    if not about:
-        raise UsageError(f"{entries['about'].place}: about is an empty list; name what the reason is about")
-    return FailureReason(says=_text(entries["says"], "says"), about=about, trials=_trials(entries))
-
-
-def _on_machine(node: Node) -> MachineOfRounds:
-    entries = node.mapping("an entry of machines")
-    known = ("trials", "rounds", "machine")
-    _check(entries, known, "an entry of machines", required=("rounds", "machine"), place=node.place)
-    rounds = []
-    for item in entries["rounds"].items():
-        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 1:
-            raise UsageError(f"{item.place}: rounds is {item.describe()}; expected numbers of rounds from 1")
-        rounds.append(item.value)
-    if not rounds:
-        raise UsageError(f"{entries['rounds'].place}: rounds is an empty list; name the rounds that ran there")
-    machine = _text(entries["machine"], "machine")
-    return MachineOfRounds(machine=machine, rounds=tuple(rounds), trials=_trials(entries))
-
-
-def _about(node: Node) -> About:
-    word = _text(node, "about")
-    for known in _ABOUT:
-        if word == known:
-            return known
-    raise UsageError(f"{node.place}: about is {word!r}, which no check is about; {nearest(word, _ABOUT)}")
-
-
-def _trials(entries: dict[str, Node]) -> tuple[str, ...]:
-    if "trials" not in entries:
-        return ("*",)
-    found = tuple(_text(item, "trials") for item in entries["trials"].items())
-    if not found:
-        raise UsageError(f"{entries['trials'].place}: trials is an empty list; name trials, or leave it out for all")
-    return found
-
-
-def _list(node: Node, what: str) -> list[Node]:
+def _all(cls: type[T], node: Node | None, what: str) -> tuple[T, ...]:
+    """The entries of a list. Where one takes a list, a single value stands for a list of one."""
+    if node is None:
+        return ()
     if not isinstance(node.value, list):
         raise UsageError(f"{node.place}: {what} is {node.describe()}; expected a list")
-    return node.value
-
-
-def _text(node: Node, label: str) -> str:
-    """One line of text; a folded text of several lines is one."""
-    if not isinstance(node.value, str) or not node.value.strip():
-        raise UsageError(f"{node.place}: {label} is {node.describe()}; expected text")
-    return " ".join(node.value.split())
-
-
-def _check(
-    entries: dict[str, Node], known: tuple[str, ...], what: str, *, required: tuple[str, ...] = (), place: str = ""
-) -> None:
-    for key, node in entries.items():
-        if key not in known:
-            raise UsageError(f"{node.place}: unknown key {key} in {what}; {nearest(key, known)}")
-    if missing := [key for key in required if key not in entries]:
-        raise UsageError(f"{place}: {what} lacks {', '.join(missing)}; add what is missing")
+    found = []
+    for item in node.value:
+        entries = item.mapping(f"an entry of {what}")
+        listed = {key: Node(each.items(), each.place) for key, each in entries.items() if key in _LISTS}
+        found.append(build(cls, Node(entries | listed, item.place), what))
+    return tuple(found)

@@ -14,10 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from cluster.files.filesystem import read_text
-from engine.plain_json import MAX_BYTES, parse_json, read_regular
+from cluster.files.reader import read_yaml
+from engine.reader import MAX_BYTES, parse_json, read_regular
 from harness.base.errors import UsageError
 from harness.records.packed import (
     SUFFIX,
@@ -119,9 +118,10 @@ class DirectoryRun(StoredRun):
 
     def header(self) -> RunHeader:
         self.stated()  # read strictly, so that the values below are what it means
-        provenance, plan, experiment = (
+        stated = self.path / PROVENANCE_FILE
+        plan, experiment = (
             read_text(self.path / name, name, MAX_BYTES) if os.path.lexists(self.path / name) else ""
-            for name in (PROVENANCE_FILE, RUN_FILE, EXPERIMENT_FILE)
+            for name in (RUN_FILE, EXPERIMENT_FILE)
         )
         try:
             planned = cast(dict[str, Any], parse_json(plan)) if plan else None
@@ -130,7 +130,7 @@ class DirectoryRun(StoredRun):
         return RunHeader(
             burst_run=VERSION,
             records=sum(1 for _ in self.records()),
-            provenance=yaml.safe_load(provenance) or {} if provenance else {},
+            provenance=read_yaml(stated, PROVENANCE_FILE).plain if os.path.lexists(stated) else {},
             plan=planned,
             experiment=experiment,
         )

@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from engine.atomic import write_atomic
-from engine.plain_json import from_json
+from engine.reader import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
@@ -100,7 +100,7 @@ class Quotes:
     def __init__(self, root: Path, made: Mapping[str, Callable[[], Sequence[str]]] | None = None) -> None:
         self.root = root
         self.made = dict(made or {})
-        try:
+        try:  # by YAML's own rules, because its tables share columns by anchors
             self.definitions = from_json(Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8")))
         except (ValueError, yaml.YAMLError) as error:
             raise UsageError(f"{DEFINITIONS} cannot be used ({error})") from error

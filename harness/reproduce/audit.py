@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cluster.files.document import read_yaml
+from cluster.files.reader import build, read_yaml
 from engine.settings import ModelShape, TrialSettings
 from harness.base.lengths import format_length
 from harness.metrics.flops import work_of
@@ -21,7 +21,6 @@ from harness.metrics.hardware import hardware_named
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
 from harness.reproduce.figure_points import model_text
-from harness.reproduce.figures import described
 from harness.reproduce.published import SPEED, Published, published_rows
 from harness.spec.references import PAPER_DIR
 
@@ -138,7 +137,7 @@ class PublishedSpeed:
 def published_systems() -> tuple[PublishedSpeed, ...]:
     """Every entry of systems.yaml. Raises UsageError with file and line."""
     root = read_yaml(PAPER_DIR / SYSTEMS_FILE, "published figures of systems").mapping("the file")
-    return tuple(described(PublishedSpeed, node, "a system") for node in root["systems"].items())
+    return tuple(build(PublishedSpeed, node, "systems") for node in root["systems"].items())
 
 
 def recomputed_systems() -> list[tuple[PublishedSpeed, float | None, float | None]]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from cluster.files.document import Node, read_yaml
+from cluster.files.reader import Node, build, check_keys, convert, read_yaml
 from harness.base.errors import UsageError, nearest
 from harness.records.record import RecordPlace
 from harness.report.tables.table import Column, Table, to_markdown
@@ -30,10 +30,8 @@ from harness.reproduce.checks import (
     too_far,
 )
 from harness.reproduce.comparison import VERDICTS, Verdict
-from harness.reproduce.figures import described, plain
 from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
-from harness.spec.schema import check_keys, convert
 
 CLAIMS_FILE = "claims.yaml"
 ALL_CHECKS = {**CHECKS, **PARTS}
@@ -94,7 +92,7 @@ def read_claims(path: Path) -> Claims:
     root = read_yaml(path, "file of claims").mapping("the file")
     found = {}
     for name, node in root["claims"].mapping("claims").items():
-        found[name] = described(Claim, node, f"claim {name}")
+        found[name] = build(Claim, node, f"claims.{name}")
         _known(found[name].check, ALL_CHECKS, node, "check")
     words = root["words"].mapping("words")
     for check, node in words.items():
@@ -106,8 +104,8 @@ def read_claims(path: Path) -> Claims:
         _known(str(node.mapping(name)["check"].value), STATEMENTS, node, "check")
     return Claims(
         claims=found,
-        words={check: cast(dict[str, str], plain(node)) for check, node in words.items()},
-        statements={name: cast(dict[str, str], plain(node)) for name, node in statements.items()},
+        words={check: node.plain for check, node in words.items()},
+        statements={name: node.plain for name, node in statements.items()},
         partly_within=_factors(root["partly_within"]),
     )
 

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cluster.files.document import Node, read_yaml
-from engine.plain_json import from_json
+from cluster.files.reader import build, read_yaml
 from harness.base.errors import UsageError, nearest
 from harness.reproduce.published import Published, published_rows
 from harness.spec.references import PAPER_DIR, paper_experiments
@@ -114,26 +113,9 @@ def read_figures(path: Path) -> dict[str, PaperFigure]:
     root = read_yaml(path, "description of figures").mapping("the description")
     found = {}
     for name, node in root["figures"].mapping("figures").items():
-        figure = described(PaperFigure, node, f"figure {name}", name=name)
+        figure = build(PaperFigure, node, f"figures.{name}", name=name)
         if figure.reference not in paper_experiments():
             hint = nearest(figure.reference, paper_experiments())
             raise UsageError(f"{node.place}: figure {name}: unknown reference {figure.reference}; {hint}")
         found[name] = figure
     return found
-
-
-def described(cls: type[T], node: Node, what: str, **given: object) -> T:
-    """The dataclass that an entry of a file describes, with `given` fields. Raises UsageError with file and line."""
-    entries = {key: plain(item) for key, item in node.mapping(what).items()}
-    try:
-        found = from_json(cls, given | entries)
-    except ValueError as error:
-        raise UsageError(f"{node.place}: {what}: {error}") from error
-    return found
-
-
-def plain(node: Node) -> object:
-    """A node's value without the places."""
-    if isinstance(node.value, dict):
-        return {key: plain(item) for key, item in node.value.items()}
-    return [plain(item) for item in node.value] if isinstance(node.value, list) else node.value

@@ -14,7 +14,7 @@ from typing import IO, Any, Required, TypedDict, Unpack, cast
 from cluster.files.filesystem import try_lock
 from engine.atomic import write_atomic
 from engine.measurement import write_json
-from engine.plain_json import read_json
+from engine.reader import read_json
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.files.document import Node, merge, read_yaml
+from cluster.files.reader import Node, build, check_keys, convert, merge, read_yaml
 from engine.settings import Steps, Task
 from harness.base.errors import UsageError, nearest, one_of
+from harness.base.lengths import with_lengths
 from harness.spec.models import model_name
 from harness.spec.references import read_paper_reference
 from harness.spec.repetition import Repetition
-from harness.spec.schema import build, check_keys, convert
 from harness.spec.search import Search, read_search
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
@@ -269,7 +269,7 @@ def _steps(node: Node | None) -> tuple[Steps, Repetition]:
     """Section `steps`: what a trial runs, which is part of its settings, and how often, which is not."""
     if node is None:
         return Steps(), Repetition()
-    entries = node.mapping("steps")
+    entries = with_lengths(node, ("warmup_seq_len",), "steps").mapping("steps")
     often = [field.name for field in dataclasses.fields(Repetition)]
     check_keys(entries, [*(field.name for field in dataclasses.fields(Steps)), *often], "steps")
     what = Node({key: entry for key, entry in entries.items() if key not in often}, node.place)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.files.document import Node, read_yaml
+from cluster.files.reader import Node, build, convert, read_yaml
 from engine.hf import configured_shape
 from engine.models.architecture import architectures
 from engine.settings import ModelShape
 from harness.base.errors import UsageError, nearest
-from harness.spec.schema import build, convert
 
 MODELS_DIR = Path(__file__).parents[2] / "experiments" / "models"
 
@@ -21,7 +20,7 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     Raises UsageError.
     """
     if isinstance(node.value, dict):
-        shape = build(ModelShape, node, "the inline model", name="inline")
+        shape = build(ModelShape, node, "model", name="inline")
         architecture_known(shape, node.place)
         return shape
     name = convert(node, str, "model")
@@ -88,7 +87,7 @@ def load_model(path: Path, place: str = "") -> ModelShape:
     root = read_yaml(path, "model file")
     entries = dict(root.mapping("the model file"))
     published = entries.pop("parameters", None)
-    shape = build(ModelShape, Node(entries, root.place), "the model file", name=path.stem)
+    shape = build(ModelShape, Node(entries, root.place), name=path.stem)
     architecture_known(shape, root.place)
     if published is not None:
         count = convert(published, int, "parameters")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from cluster.files.document import Node, read_yaml
+from cluster.files.reader import Node, convert, read_yaml
 from harness.base.errors import UsageError, nearest
-from harness.spec.schema import convert
 
 PAPER_DIR = Path(__file__).parents[2] / "results" / "paper"  # published numbers, beside the code
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.files.document import Node
-from harness.spec.schema import LENGTHS, build
+from cluster.files.reader import Node, build
+from harness.base.lengths import with_lengths
 
 Until = Literal["no", "oom", "failure"]
 LENGTH_KEYS = frozenset({"bisect", "at_most"})
-assert LENGTH_KEYS <= LENGTHS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,4 +44,4 @@ class Search:
 
 def read_search(node: Node | None) -> Search:
     """The section; without one nothing is searched. Raises UsageError."""
-    return Search() if node is None else build(Search, node, "search")
+    return Search() if node is None else build(Search, with_lengths(node, LENGTH_KEYS, "search"), "search")

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import typing
 from pathlib import Path
 from typing import Any
 
-from cluster.files.document import MAX_LEVELS, Node, parse_yaml
 from cluster.files.errors import shown_value
+from cluster.files.reader import MAX_LEVELS, Node, convert, parse_yaml
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
+from harness.base.lengths import Tokens, read_length
 from harness.spec.methods import method_named
 from harness.spec.models import read_model
-from harness.spec.schema import convert, leaf_types
+
+
+def leaf_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Type of every setting below a dataclass, by dotted key: `seq_len`, `model.layers`, `checkpoint.tail`."""
+    leaves: dict[str, Any] = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            leaves |= leaf_types(typing.cast(type[Any], annotation), f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = annotation
+    return leaves
+
 
 # Type of every setting by dotted key; `planned` is said by `checkpoint.plan` and by what a user leaves out.
 SETTINGS = {key: kind for key, kind in leaf_types(TrialSettings).items() if key != "planned"}
@@ -25,7 +38,8 @@ def read_setting(node: Node, key: str, folder: Path) -> Any:
         return read_model(node, folder)
     if isinstance(node.value, list):
         raise UsageError(f"{node.place}: {key} is a list; a setting takes one value, write a list under sweep.{key}")
-    value = convert(node, SETTINGS[key], key)
+    is_length = key == "seq_len"
+    value = convert(read_length(node, key) if is_length else node, Tokens if is_length else SETTINGS[key], key)
     try:
         _check_range(key, value)
     except ValueError as error:

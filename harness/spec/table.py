@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import baselines
-from cluster.files.document import Node, read_yaml
+from cluster.files.reader import Node, check_keys, convert, read_yaml
 from engine.settings import SettingsFrom
 from harness.base.errors import UsageError, nearest
-from harness.spec.schema import check_keys, convert
 from harness.spec.setting import SETTINGS, read_setting
 
 TABLE_FILE = Path(next(iter(baselines.__path__))) / "settings.yaml"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import ModelShape
 from harness.spec.experiment import Experiment
 from harness.spec.search import Search

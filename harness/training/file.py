@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from cluster.files.document import Node, merge, read_yaml
+from cluster.files.reader import Node, build, check_keys, convert, merge, read_yaml
 from engine.checkpoint.planning.memory_settings import left_open
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
-from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Settings without a meaning here: a run has one task, times every step, and is compared with no other method.

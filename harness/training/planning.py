@@ -9,7 +9,7 @@ from typing import cast
 
 from engine.checkpoint.planning.memory import GIB
 from engine.measurement import Forecast
-from engine.plain_json import from_json, read_json
+from engine.reader import from_json, read_json
 from engine.settings import TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, attempt_directory, read_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cluster.files.errors import shown_value
-from engine.plain_json import read_json
+from engine.reader import read_json
 from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory, read_metrics
 from engine.training.manifest import checkpoints, step_of
 from harness.base.errors import UsageError

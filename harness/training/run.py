@@ -17,7 +17,7 @@ from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
 from engine.measurement import Forecast, write_json
-from engine.plain_json import read_json
+from engine.reader import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from cluster.files.errors import shown
 from cluster.inventory.checkout import code_digest
 from engine.measurement import write_json
-from engine.plain_json import from_json
+from engine.reader import from_json
 from engine.training.config import Order
 from engine.training.files import OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
 from engine.training.manifest import checkpoints

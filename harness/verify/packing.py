@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from engine.atomic import write_atomic
-from engine.plain_json import read_regular
+from engine.reader import read_regular
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.hardware import HARDWARE_DIR, hardware_for

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.image import imread
 from PIL import Image
 
-from engine.plain_json import read_regular
+from engine.reader import read_regular
 from harness.report.figures import latex_of, render
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import Row, cell, columns_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from cluster.files.errors import counted
-from engine.plain_json import to_json
+from engine.reader import to_json
 from harness.verify.finding import RunVerification
 
 

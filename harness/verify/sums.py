@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.plain_json import read_regular
+from engine.reader import read_regular
 from harness.verify.finding import Failure
 
 SUMS_FILE = "SHA256SUMS"

@@ -26,7 +26,7 @@ from baselines.stand_ins.flash_attn.flash_attn import flash_attn_func
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
-from engine.plain_json import to_json
+from engine.reader import to_json
 from harness.cli import main
 from tests.baselines.installing import installed
 from tests.ranks import run_on_ranks

@@ -20,7 +20,7 @@ from baselines.install.places import Installation, InstallPlace
 from baselines.ring_flash_attn import RingFlashAttention
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import digest_of
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine

@@ -189,5 +189,5 @@ def test_a_wrong_inventory_is_refused_with_file_line_and_what_to_write(tmp_path,
 
 def test_a_mistake_in_the_site_file_is_shown_there(tmp_path):
     write(tmp_path, "gpus: {count: 8}\nnetwork:\n  mtu: 9\n", "site.yaml")
-    with pytest.raises(UsageError, match=r"site.yaml:2: network.mtu is 9; expected 576"):
+    with pytest.raises(UsageError, match=r"site.yaml:3: network.mtu is 9; expected 576"):
         load(tmp_path, "site: site.yaml\nnodes: [a]\n")

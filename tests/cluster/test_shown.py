@@ -5,8 +5,8 @@ import io
 from rich.table import Table
 from rich.text import Text
 
-from cluster.files.document import parse_yaml
 from cluster.files.errors import MAX_CHARACTERS, quantity, shown, shown_error, shown_value
+from cluster.files.reader import parse_yaml
 from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
 

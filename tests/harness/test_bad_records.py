@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.plain_json import to_json
+from engine.reader import to_json
 from harness.cli import main
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan

@@ -10,7 +10,7 @@ import pytest
 
 from engine.checkpoint.planning.memory_settings import PLANNABLE
 from engine.measurement import write_json
-from engine.plain_json import to_json
+from engine.reader import to_json
 from engine.settings import Checkpoint, TrialSettings
 from harness.base.errors import UsageError
 from harness.cli import main

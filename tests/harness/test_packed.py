@@ -136,8 +136,8 @@ HEADER: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a header": (lambda path: path.write_text('{"burst_run":1,"rec'), ":1: the header cannot be used"),
     "a later version": (in_header('"burst_run":1', '"burst_run":2'), "burst_run is 2; this version of burst reads 1"),
     "a version in words": (in_header('"burst_run":1', '"burst_run":true'), "burst_run is true"),
-    "an unknown key": (in_header('"records"', '"hosts":[],"records"'), "'hosts' is unknown"),
-    "no count": (in_header('"records":3,', ""), "records is missing"),
+    "an unknown key": (in_header('"records"', '"hosts":[],"records"'), "unknown key hosts; expected burst_run"),
+    "no count": (in_header('"records":3,', ""), "the whole lacks records"),
     "a key twice": (in_header('"records":3', '"records":3,"records":4'), "the key 'records' is given twice"),
     "provenance as text": (in_header('"provenance":{', '"provenance":"x","plan":{'), "given twice"),
 }

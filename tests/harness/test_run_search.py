@@ -211,7 +211,7 @@ def test_the_section_is_read_and_written_again(tmp_path):
         ("search: {until: memory}", "until is 'memory'; expected no, oom or failure"),
         ("search: {bisect: 1k}", r":5: search\.bisect and search\.at_most need search\.until; add until: oom"),
         ("search: {until: oom, at_most: 1M}", "search.at_most needs search.bisect"),
-        ("search: {until: oom, bisct: 1k}", "unknown key bisct in search; did you mean bisect"),
+        ("search: {until: oom, bisct: 1k}", "unknown key search.bisct; did you mean bisect"),
         ("search: {until: oom, bisect: -1}", "expected at least 0"),
         ("search: {until: oom}", "search.until stops a sweep over seq_len"),
     ],

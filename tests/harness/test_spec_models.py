@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.files.document import Node
+from cluster.files.reader import Node
 from engine.models.decoder import Decoder
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
@@ -239,14 +239,14 @@ def test_every_measured_figure_of_the_shipped_files_says_when_and_where() -> Non
     ("old", "new", "message"),
     [
         ("kernel_ceilings: {when", "gemm_tflops: {when", r"gpu.yaml:7: unknown key gemm_tflops in measured; "),
-        ("what: ", "size: ", r"gpu.yaml:7: unknown key size in measured.kernel_ceilings; "),
+        ("what: ", "size: ", r"gpu.yaml:7: unknown key measured.kernel_ceilings.size; "),
         (", what: 64K tokens", "", r"gpu.yaml:7: measured.kernel_ceilings lacks what; add what is missing"),
         (
             '"2026-11-20"',
             "last week",
-            r"gpu.yaml:7: measured.kernel_ceilings.when is last week; expected a day such as",
+            r"gpu.yaml:7: when is last week; expected a day such as",
         ),
-        ('"2026-11-20"', "2026", r"gpu.yaml:7: when is 2026; expected text"),
+        ('"2026-11-20"', "2026", r"gpu.yaml:7: measured.kernel_ceilings.when is 2026; expected text"),
     ],
 )
 def test_a_wrong_time_or_place_of_a_measurement_is_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -262,7 +262,7 @@ def test_a_wrong_time_or_place_of_a_measurement_is_explained(tmp_path: Path, old
     [
         ("peak_bf16_tflops: 100", "peak_bf16_tflops: 0", r"gpu.yaml:3: peak_bf16_tflops is 0; expected a number above"),
         ("peak_bf16_tflops: 100", "peak_bf16_tflop: 100", r"gpu.yaml:3: unknown key .*; did you mean peak_bf16_tflops"),
-        ("title: GPU\n", "", "gpu.yaml: the hardware file lacks title"),
+        ("title: GPU\n", "", "gpu.yaml:1: the file lacks title"),
         ("memory_gib: datasheet, ", "", r"gpu.yaml:6: sources lacks memory_gib"),
         ("fa2: {", "fa9: {", r"gpu.yaml:5: unknown key fa9 in kernel_ceilings; did you mean"),
         (", backward: 40", "", r"gpu.yaml:5: kernel_ceilings.fa2 gives forward; expected forward and backward"),

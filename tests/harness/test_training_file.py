@@ -58,7 +58,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("task: train", ":4: task is a key of experiments, .*; give an experiment to burst run, or leave task out"),
         ("optimizer: {lr: 1}", r":4: unknown key optimizer\.lr; write it as learning_rate"),
         ("schedule: {warmup: 1}", r":4: unknown key schedule\.warmup; write it as lr_schedule\.warmup"),
-        ("save: {evry: 1}", r":4: unknown key evry in save; did you mean every\?"),
+        ("save: {evry: 1}", r":4: unknown key save\.evry; did you mean every\?"),
         ("save: {keep: 0}", r":4: save\.keep is 0; give at least 1"),
         ("save: {grace_seconds: 0}", r":4: save\.grace_seconds is 0; give a number above 0"),
         ("evaluate: {every: -1}", r":4: evaluate\.every is -1"),
@@ -72,7 +72,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("data: no/such", ":4: data is 'no/such', which is no file here"),
         ("init_from: no/such", ":4: init_from is 'no/such', which is no directory here"),
         ("cp_size: 0", ":4: cp_size is 0"),
-        ("metrics: {tensorboard: 1}", ":4: tensorboard is 1; expected true or false"),
+        ("metrics: {tensorboard: 1}", ":4: metrics.tensorboard is 1; expected true or false"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) -> None:
@@ -95,7 +95,7 @@ def test_what_has_no_default_must_be_given(written, key: str) -> None:
 
 
 def test_an_override_of_an_unknown_key_is_refused_by_its_own_text(written) -> None:
-    with pytest.raises(UsageError, match=r"--set save\.kep=1: unknown key kep in save; did you mean keep\?"):
+    with pytest.raises(UsageError, match=r"--set save\.kep=1: unknown key save\.kep; did you mean keep\?"):
         load_training(written(MINIMAL), ["save.kep=1"])
 
 

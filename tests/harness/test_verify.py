@@ -104,8 +104,8 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "the sum of its categories",
     ),
     "half a trace": (
-        lambda one: one["measurement"]["extra"].update(profile={"span_seconds": 2.0}), "extra.profile.of is missing"),
-    "a key": (lambda one: one.update(colour="red"), "'colour' is unknown"),
+        lambda one: one["measurement"]["extra"].update(profile={"span_seconds": 2.0}), "extra.profile lacks of"),
+    "a key": (lambda one: one.update(colour="red"), "unknown key colour"),
     "a type": (lambda one: one.update(wall_seconds="long"), "wall_seconds"),
     "a world": (lambda one: one["settings"].update(cp_size=2), "a multiple of cp_size x tp_size"),
     "a path": (lambda one: one["environment"].update(DATA="/home/ada/data"), f"found {HOME}"),

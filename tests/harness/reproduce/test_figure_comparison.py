@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.files.document import Node
+from cluster.files.reader import Node
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import hardware_named
 from harness.plan.predict import Prediction

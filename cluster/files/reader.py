@@ -1,31 +1,39 @@
-"""YAML read strictly: every value keeps the place it was written at, so that an error can point to it.
+"""YAML files read strictly, as the types that take them; every value keeps the place it was written at.
 
-Experiment, model, hardware and site files are all read with it; it is part of `cluster`, which imports nothing else.
-
-Values are those of `yaml.safe_load`. Errors are values that YAML 1.1 reads in a surprising way (bare yes/no/on/off,
-base-60 and octal numbers, dates), duplicate keys, aliases and foreign tags.
+Experiments, training files, inventories, sites and all other YAML files of users are read here: `read_yaml` makes a
+tree of `Node`, the map from keys to lines, and `build` makes a dataclass of it with `engine.reader`, so that an error
+points to the line. Values are those of `yaml.safe_load`, but 1e-3 is a number. Errors are values that YAML 1.1 reads in
+a surprising way (bare yes/no/on/off, base-60 and octal numbers, dates), duplicate keys, aliases and foreign tags.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import yaml
 from yaml.constructor import SafeConstructor
+from yaml.reader import ReaderError
 
-from cluster.files.errors import UsageError, shown_value
+from cluster.files.errors import UsageError, nearest, shown_value
 from cluster.files.filesystem import read_text
+from engine.reader import MAX_LEVELS as MAX_LEVELS
+from engine.reader import Meta, Unfit, bare, dotted, from_json, parts
+
+T = TypeVar("T")
+Text = Annotated[str, Meta(pattern=r"\S", description="text")]  # that is not empty
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
 
-MAX_LEVELS = 20  # of lists and mappings in each other; a few are of use
 _TAG = "tag:yaml.org,2002:"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # of YAML 1.2; 1.1 takes 1e-3 for text
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,21 @@ class Node:
         """The items of a list; any other value counts as a list of one."""
         return self.value if isinstance(self.value, list) else [self]
 
+    @property
+    def plain(self) -> Any:
+        """The value without the places."""
+        return _plain(Any, self)
+
+    def place_of(self, path: Collection[str | int]) -> str:
+        """Where the value stands that a path of keys and places in lists leads to, or the last one on the way."""
+        node: Any = self
+        for key in path:
+            try:
+                node = node.value[key]
+            except (TypeError, LookupError):
+                break
+        return str(node.place)
+
 
 def read_yaml(path: Path, what: str) -> Node:
     """Read one YAML file that holds a mapping. `what` names the file's role in errors. Raises UsageError."""
@@ -75,14 +98,17 @@ def parse_yaml(text: str, origin: str, place_of_line: Callable[[int], str]) -> N
         if root is None:
             return Node(None, origin)
         return _Converter(place_of_line).convert(root)
+    except ReaderError as error:
+        place = place_of_line(text.count("\n", 0, error.position) + 1)
+        character = chr(error.character).encode("unicode_escape").decode()
+        raise UsageError(f"{place}: found the character {character}, which is not text; remove it") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = place_of_line(mark.line + 1) if mark else origin
+        if error.problem and "'\\t'" in error.problem:
+            raise UsageError(f"{place}: found a tab; indent with spaces") from error
         problem = " ".join(filter(None, [error.context, error.problem]))
         raise UsageError(f"{place}: not readable as YAML ({problem}); correct the syntax there") from error
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise UsageError(f"{origin}: not readable as YAML ({problem}); remove everything that is not text") from error
     except RecursionError:
         raise _too_deep(origin) from None
 
@@ -99,6 +125,67 @@ def merge(base: Node, over: Node) -> Node:
     for key, node in over.value.items():
         merged[key] = merge(merged[key], node) if key in merged else node
     return Node(merged, over.place)
+
+
+def build(cls: type[T], node: Node, where: str = "", **given: Any) -> T:
+    """One mapping as the dataclass `cls`; `where` is the dotted key it stands at, "" for a whole file.
+
+    `given` fills fields that the mapping may leave out. Raises UsageError with file and line for an unknown key, which
+    names its nearest neighbour, for a missing one, a value of another type, and a value that the class itself refuses.
+    """
+    if not isinstance(node.value, dict):
+        raise UsageError(
+            f"{node.place}: {where or 'the file'} is {node.describe()}; expected a mapping of keys to values"
+        )
+    try:
+        found: T = from_json(cls, given | _plain(cls, node))
+    except Unfit as error:
+        said = error.sentence(dotted((where, *error.path) if where else error.path) or "the file")
+        raise UsageError(f"{_place(node, error.path, said)}: {said}") from error
+    return found
+
+
+def load(cls: type[T], path: Path, what: str) -> T:
+    """Read one YAML file as `build` does. `what` names the file's role in errors."""
+    return build(cls, read_yaml(path, what))
+
+
+def convert(node: Node, hint: Any, label: str) -> Any:
+    """The node's value as the annotated type; text must not be empty. Raises UsageError naming `label`."""
+    try:
+        return from_json(Text if hint is str else hint, _plain(hint, node))
+    except Unfit as error:
+        raise UsageError(f"{node.place_of(error.path)}: {error.sentence(label)}") from error
+
+
+def check_keys(entries: Mapping[str, Node], known: Collection[str], what: str) -> None:
+    """Raise UsageError for the first key that is not `known`, naming its nearest neighbour."""
+    for key, node in entries.items():
+        if key not in known:
+            raise UsageError(f"{node.place}: unknown key {key} in {what}; {nearest(key, known)}")
+
+
+def _plain(hint: Any, node: Node) -> Any:
+    """The node's value without the places. Where a mapping is from names to text, as of variables, a whole number is
+    the text it is written as."""
+    if isinstance(node.value, list):
+        return [_plain(of_item, item) for _, of_item, item in parts(hint, node.value)]
+    if not isinstance(node.value, dict):
+        return node.value
+    found = {key: _plain(of_item, item) for key, of_item, item in parts(hint, node.value)}
+    kind = bare(hint)
+    if typing.get_origin(kind) is Mapping and typing.get_args(kind)[1] is str:
+        return {key: str(item) if type(item) is int else item for key, item in found.items()}
+    return found
+
+
+def _place(node: Node, path: Collection[str | int], said: str) -> str:
+    """The line of an error: that of the value, and of a mapping that its class refuses the first key that is named."""
+    for word in re.findall(r"[\w.]+", said):
+        place = node.place_of((*path, word.rpartition(".")[2]))
+        if place != node.place_of(path):
+            return place
+    return node.place_of(path)
 
 
 class _Converter:
@@ -141,7 +228,8 @@ class _Converter:
     def _scalar(self, node: yaml.ScalarNode, place: str) -> Scalar:
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "str":
-            return str(text)
+            number = node.style is None and _FLOAT.fullmatch(text) is not None and math.isfinite(float(text))
+            return float(text) if number else str(text)
         if kind == "null":
             return None
         if kind == "bool":
