@@ -140,7 +140,7 @@ def parse_json(content: bytes | str) -> Json:
         raise ValueError("it is nested too deeply") from None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A plain value as a sentence shows it, cut to a length that fits."""
     if isinstance(value, dict):
         return "a mapping"
@@ -154,7 +154,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def expected(hint: Any) -> str:
+def expected(hint: object) -> str:
     """Values that an annotated type takes, in words; those of a `Meta(description=...)`, where it has one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -197,7 +197,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 @cache
-def bare(hint: Any) -> Any:
+def bare(hint: object) -> object:
     """The type that has parts: without bounds, without `| None`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Annotated, Required, NotRequired):

@@ -16,6 +16,8 @@ NOT_OURS = ("baselines/stand_ins/", "baselines/programs/", "/upstream/")
 _COLUMNS = "a column belongs to a table of lines of one kind, which each table has of its own"
 _SETTING = "a setting has the type of its field in TrialSettings"
 _JSON = "JSON of another process, read by key where it arrives"
+_READ = "a value of a file has the type that the caller asks for"
+_RAY = "what Ray gives has no types, since Ray is imported where it is used"
 # Signatures that may have `Any`, and why.
 EXCEPTIONS = {
     "engine/ops/autograd.py: kernels_for": "a module, named by its path, with functions of its own",
@@ -28,29 +30,33 @@ EXCEPTIONS = {
     "harness/spec/experiment.py: Experiment.exclude": _SETTING,
     "harness/spec/experiment.py: Experiment.fixed": _SETTING,
     "harness/spec/experiment.py: Experiment.sweep": _SETTING,
-    "harness/spec/schema.py: build": _SETTING,
-    "harness/spec/schema.py: convert": _SETTING,
-    "harness/spec/schema.py: leaf_types": _SETTING,
     "harness/spec/setting.py: read_setting": _SETTING,
     "harness/spec/table.py: SourcedValue.value": _SETTING,
     "harness/spec/table.py: values_for": _SETTING,
     "harness/launch/forkserver.py: ForkServer.events": _JSON,
-    "harness/launch/nodes/team.py: Member.actor": "an actor of Ray, which has no types",
-    "harness/launch/nodes/team.py: Member.call": "an actor of Ray, which has no types",
-    "harness/launch/nodes/team.py: Member.result": "an actor of Ray, which has no types",
     "harness/launch/zygote.py: Zygote.serve": _JSON,
     "harness/launch/zygote.py: become": _JSON,
     "harness/training/torchrun.py: check_hosts": _JSON,
     "cluster/active/fleet.py: converse": _JSON,
     "cluster/active/measurement.py: found": _JSON,
     "cluster/active/measurement.py: line": _JSON,
-    "cluster/ray_cluster/candidates.py: Means.ranks": _JSON,
-    "cluster/ray_cluster/down.py: identity": _JSON,
     "cluster/ray_cluster/node.py: ask": _JSON,
     "cluster/ray_cluster/node_program.py: facts": _JSON,
     "cluster/ray_cluster/node_program.py: start": _JSON,
     "cluster/ray_cluster/node_program.py: status": _JSON,
     "cluster/ray_cluster/node_program.py: stop": _JSON,
+    "cluster/files/reader.py: Node.plain": _READ,
+    "cluster/files/reader.py: convert": _READ,
+    "cluster/ray_cluster/up.py: own_address": _JSON,
+    "engine/reader.py: parts": _READ,
+    "harness/launch/ray/connection.py: RayConnection.nodes": _RAY,
+    "harness/launch/ray/host.py: Description.machine": _JSON,
+    "harness/launch/ray/launcher.py: ReservedHost.group": _RAY,
+    "harness/launch/ray/watch.py: Member.actor": _RAY,
+    "harness/launch/ray/watch.py: Member.call": _RAY,
+    "harness/launch/ray/watch.py: Member.result": _RAY,
+    "harness/launch/ray/watch.py: why_lost": _RAY,
+    "harness/spec/setting.py: leaf_types": _SETTING,
 }
 # Names without an underscore, and what makes a public class's objects or calls them.
 SPECIAL = ("__init__", "__new__", "__call__")
@@ -59,7 +65,8 @@ SPECIAL = ("__init__", "__new__", "__call__")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_public_signature_has_any(package: str) -> None:
     found = {f"{path.relative_to(ROOT)}: {name}" for path in sources(package) for name in untyped(path.read_text())}
-    assert sorted(found - EXCEPTIONS.keys()) == []
+    allowed = {name for name in EXCEPTIONS if name.startswith(f"{package}/")}
+    assert (sorted(found - allowed), sorted(allowed - found)) == ([], [])
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -127,7 +127,7 @@ def merge(base: Node, over: Node) -> Node:
     return Node(merged, over.place)
 
 
-def build(cls: type[T], node: Node, where: str = "", **given: Any) -> T:
+def build(cls: type[T], node: Node, where: str = "", **given: object) -> T:
     """One mapping as the dataclass `cls`; `where` is the dotted key it stands at, "" for a whole file.
 
     `given` fills fields that the mapping may leave out. Raises UsageError with file and line for an unknown key, which
