@@ -306,7 +306,7 @@ def test_a_file_systems_error_is_one_sentence_of_the_command_line(tmp_path, monk
     def failing(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "results/trials/x/record.json")
 
-    monkeypatch.setattr("harness.commands.status.Status.run", failing)
+    monkeypatch.setattr("harness.commands.status.StatusCommand.run", failing)
     assert main(["status", str(tmp_path)]) == 1
     said = capfd.readouterr().err
     assert said.count("\n") == 1

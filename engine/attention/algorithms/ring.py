@@ -165,7 +165,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
     choice, comms = plan.choice, plan.comms
-    sends_queries, deterministic = choice.sends_queries, choice.choices.deterministic
+    sends_queries, deterministic = choice.backward == "query", choice.choices.deterministic
     work, node_size = plan.comm_plan(sends_queries), choice.division.ring.node_size
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
     first_dtype, later_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in choice.narrow_grads)
