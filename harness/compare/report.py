@@ -18,7 +18,7 @@ from harness.report.variants import panel_name, panel_of, setting_text
 SCHEMA = 1
 _PLACED = frozenset({"task", "model", "seq_len", "cp_size", "tp_size", "world_size", "method"})  # in every trial's name
 _MOST_LISTED = 20  # trials without a partner, on a terminal
-_MOST_VARIABLES = 4  # of the environment that differ
+_MOST_LISTED_FACTS = 4  # variables of the environment, and packages of one side, that differ
 _LONGEST_VALUE = 48  # characters of a differing fact
 
 
@@ -64,12 +64,15 @@ def heading(comparison: Comparison) -> list[str]:
     if any(fact == "GPU" for fact, *_ in differences):
         lines.append("A and B ran on different GPUs: ratios of such pairs compare machines as well.")
     variables = [fact for fact, *_ in differences if fact.startswith("environment ")]
+    packages = [fact for fact, before, now, _ in differences if fact.startswith("software ") and not (before and now)]
+    left = {*variables[_MOST_LISTED_FACTS:], *packages[_MOST_LISTED_FACTS:]}
     for fact, before, now, count in differences:
-        if fact not in variables[_MOST_VARIABLES:]:
+        if fact not in left:
             texts = [_short(value) or "not recorded" for value in (before, now)]
             lines.append(f"Differs: {fact}: A {texts[0]}, B {texts[1]} ({_of(count, len(measured))})")
-    if len(variables) > _MOST_VARIABLES:
-        lines.append(f"Differs: {len(variables) - _MOST_VARIABLES} more environment variables (--json lists all)")
+    for found, what in ((packages, "packages that one of the two has"), (variables, "environment variables")):
+        if len(found) > _MOST_LISTED_FACTS:
+            lines.append(f"Differs: {len(found) - _MOST_LISTED_FACTS} more {what} (--json lists all)")
     if any(pair.paired for pair in measured):
         lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
     for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():

@@ -192,6 +192,17 @@ def test_different_hardware_software_and_hosts_are_named(tmp_path: Path) -> None
     ]
 
 
+def test_packages_that_one_side_alone_has_are_counted_beyond_the_first(tmp_path: Path) -> None:
+    other = record()
+    assert other.measurement is not None
+    other.measurement.software |= {f"own{number}": "1.0" for number in range(7)}
+    lines = heading(compared(tmp_path, [record()], [other]))
+    assert [line for line in lines if "own" in line] == [
+        f"Differs: software own{number}: A not recorded, B 1.0 (all pairs)" for number in range(4)
+    ]
+    assert "Differs: 3 more packages that one of the two has (--json lists all)" in lines
+
+
 def test_rounds_of_two_runs_are_never_drawn_in_pairs(tmp_path: Path) -> None:
     [pair] = compared(tmp_path, [record(rounds=around(0.2))], [record(rounds=around(0.2))]).pairs
     assert not pair.paired
