@@ -81,6 +81,8 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("cpu/grad_comm_dtype", "attention_precision", "wire", ()),
     *(("cpu/one_setting_each", "one_setting_each", scale, ()) for scale in SETTINGS_ONCE),
     ("cpu/checkpoint_tail", "checkpoint_tail", "curve", FP32),
+    ("cpu/how_long", "how_long", "smoke", ()),
+    ("cpu/how_long_ray", "how_long", "smoke", ()),
 ]  # fmt: skip
 
 
@@ -99,6 +101,9 @@ CHANGED: dict[str, tuple[tuple[str, ...], int]] = {
     # The planner chooses head_tiles today, and did not when these ran: a plan that does is another trial.
     "h200x1/one_gpu_systems_8b": ((), 1),
     "h200x1/one_gpu_systems_long": ((), 1),
+    # Lengths that the search added, which a resumed search adds again.
+    "cpu/how_long": ((), 2),
+    "cpu/how_long_ray": ((), 2),
 }
 PACKED = [path for path in runs_below(PUBLISHED) if stored_run(path).header().experiment]
 
