@@ -25,7 +25,7 @@ REACHABILITY = "reachability"
 CLOCK = "clock"
 SOFTWARE = "software"
 _NEEDED = (REACHABILITY, SOFTWARE, "docker", "gpu")  # names of checks, or their beginnings
-_SLOWER = 2.0  # times a probe's seconds, where it did not end and is asked once more
+_SLOWER = 2.0  # a probe that did not end in time runs once more, with so many times its seconds
 _GPUS = "gpus"  # the check that also finds the model, whose thresholds hold
 
 

@@ -234,7 +234,7 @@ def _left(ends_at: float) -> float:
 
 
 class _SlowLogin(TimeoutError):
-    """A host that answered, and did not finish the login in time. It has refused nobody."""
+    """The host answered, but the login did not end in time. The host did not refuse it."""
 
 
 def _log_in(transport: paramiko.Transport, way: Way, ends_at: float) -> None:

@@ -128,7 +128,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if not _has_figures(found):
         counts = " and ".join(f"{len(side)} of {label}" for side, label in zip(sides, labels, strict=True))
         what = "no pair of them has a number" if found.pairs else "no two of them have equal settings"
-        if not found.pairs and not arguments.methods:
+        if not found.pairs and not arguments.methods and not arguments.commits:  # which --across does not go with
             hint = _differing(sides, across) or hint
         raise UsageError(f"nothing to compare: the records found are {counts}, and {what}; {hint}")
     return found
@@ -222,13 +222,10 @@ def _listed(values: Iterable[str]) -> str:
 
 def _differing(sides: list[list[ComparedRecord]], across: list[str]) -> str:
     """What the most alike trials of both sides differ in, with the option that pairs them; empty where that is much."""
-    from harness.compare.pairs import closest, values_of
+    from harness.compare.pairs import closest, differing, values_of
 
     first, second = closest(*sides)
-    names = sorted(
-        {name.partition(".")[0] for name in {*first.settings, *second.settings}
-         if first.settings.get(name) != second.settings.get(name)}
-    )  # fmt: skip
+    names = sorted({name.partition(".")[0] for name in differing(first, second)})
     if not 0 < len(names) <= _MOST_VALUES:
         return ""
     options = " ".join(f"--across {name}" for name in dict.fromkeys([*across, *names]))

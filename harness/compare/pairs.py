@@ -252,13 +252,16 @@ def values_of(member: ComparedRecord, across: Sequence[str]) -> str:
     return ", ".join(setting_text(name, value) for name, value in member.settings.items() if is_across(name, across))
 
 
+def differing(one: ComparedRecord, other: ComparedRecord) -> set[str]:
+    """The settings in which two trials differ."""
+    return {
+        name for name in {*one.settings, *other.settings} if one.settings.get(name) != other.settings.get(name)
+    }  # fmt: skip
+
+
 def closest(
     reference: Sequence[ComparedRecord], candidate: Sequence[ComparedRecord]
 ) -> tuple[ComparedRecord, ComparedRecord]:
     """The two of both sides that differ in the fewest settings."""
     sides = (reference[:_MOST_HELD], candidate[:_MOST_HELD])
-    return min(
-        ((one, other) for one in sides[0] for other in sides[1]),
-        key=lambda two: sum(two[0].settings.get(name) != two[1].settings.get(name)
-                            for name in {*two[0].settings, *two[1].settings}),
-    )  # fmt: skip
+    return min(((one, other) for one in sides[0] for other in sides[1]), key=lambda two: len(differing(*two)))

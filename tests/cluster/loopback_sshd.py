@@ -48,9 +48,9 @@ def make_key(path: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, outside the range from which the kernel gives ports to whoever asks for any.
+    """A port at which nothing listens, outside the kernel's range of ephemeral ports.
 
-    A port of that range may be given to another program, between this call and its use.
+    The kernel may give a port of that range to another program before the caller uses it.
     """
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -177,7 +177,7 @@ def test_a_head_runs_without_ray_client_whose_port_ray_would_open_where_grpc_is_
 
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):
     refusal = r"^does not reach the head at 127\.0\.0\.1:{} \(Connection refused\)"
-    with socket.socket() as silent:  # it keeps its port to the end and never listens: nobody else can answer there
+    with socket.socket() as silent:  # it keeps the port and never listens, so a connection is refused
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         with pytest.raises(NodeError, match=refusal.format(port)):

@@ -446,6 +446,13 @@ def test_runs_that_differ_in_one_setting_are_paired_across_it(tmp_path: Path, mo
     assert "A and B both have dtype bf16; leave --across dtype out" in capsys.readouterr().err
 
 
+def test_commits_without_equal_settings_are_not_sent_to_an_option_that_excludes_them(tmp_path: Path, capsys) -> None:
+    run_of(tmp_path, [record(dtype="bf16"), with_commit(record(dtype="fp32"), "0123def")])
+    assert main(["compare", str(tmp_path), "--commits", "0123a", "0123d"]) == 2
+    said_of_it = capsys.readouterr().err
+    assert "no two of them have equal settings; name commits that ran trials of equal settings" in said_of_it
+
+
 def test_two_values_of_a_setting_in_one_run_are_compared_in_its_rounds(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     kinds = [record(checkpoint=Checkpoint(every=every), rounds=around(0.2)) for every in (0, 2)]

@@ -79,7 +79,7 @@ def test_a_host_that_does_not_reach_the_head_ends_its_own_ranks(tmp_path, monkey
     program = "import time; time.sleep(600)"
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=1)
     actor = HostActor("here", Site(), own_gpus=False)
-    with socket.socket() as silent:  # bound and not listening: nobody else can answer at its port either
+    with socket.socket() as silent:  # it keeps the port and never listens, so a connection is refused
         silent.bind(("127.0.0.1", 0))
         try:
             assert actor.watch(whole, silent.getsockname()).cancelled

@@ -203,7 +203,7 @@ def import_ray() -> ModuleType:
         raise UsageError(
             f"several machines need Ray, which cannot be imported here ({error}); pip install 'burst-harness[ray]'"
         ) from error
-    # Ray prints what befalls its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
+    # Ray prints events of its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
     # by the outcome of its trial. Ray 2.60 has no public switch for this one.
     ray._private.worker._worker_logs_enabled = False
     # A call after Ray has ended would start another one, without our settings. What RAY_ENABLE_AUTO_CONNECT=0 sets when

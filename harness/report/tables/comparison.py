@@ -19,7 +19,7 @@ from harness.report.results import Row, method_rank
 from harness.report.slow_baselines import marked, slow_baselines
 from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, rounds_of, times
 from harness.report.tables.table import Table, number, table_of, text
-from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
+from harness.report.tables.trials import CPU_TIMES, measured_speed, per_unit, unit_of, varying_by_setup
 from harness.report.variants import (
     SUBJECT,
     is_subject,
@@ -29,7 +29,6 @@ from harness.report.variants import (
     on_cpu,
     panel_name,
     panel_of,
-    pooled,
     settings_name,
     setup_of,
 )
@@ -137,8 +136,5 @@ def _commits_differ(point: SpeedupPoint) -> bool:
 
 
 def _speed_or_status(rows: Sequence[Row]) -> float | str | None:
-    measured = [row for row in rows if row["status"] == "ok"]
-    if len(measured) == 1:
-        return speed_of(measured[0])
-    value = pooled(rows, "tokens_per_gpu_per_second")
+    value = measured_speed(rows)
     return value if value is not None else "/".join(sorted({row["status"] for row in rows})) or None
