@@ -135,9 +135,8 @@ def _assets() -> tuple[str, str]:
     """The page's style and script: DataTables, which is a module, and below it what we ask of it. Where itables is not
     installed, tables are neither sorted nor filtered."""
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    if found := find_spec("itables"):
-        [folder] = found.submodule_search_locations or ()
-        bundle = (Path(folder) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+    if (found := find_spec("itables")) and found.origin:
+        bundle = (Path(found.origin).parent / "html" / "dt_bundle.js").read_text(encoding="utf-8")
         [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
         script = f"{bundle}\nconst TableLibrary = {library};\n{script}"
     else:

@@ -24,7 +24,7 @@ from harness.report.html import Addresses, grid_of, render_page
 from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
-from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
+from harness.report.speedup import MARK, slow_baselines, slow_sentence
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
@@ -194,7 +194,7 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
     explained = slow_sentence(slow_baselines(rows).values())
-    return [with_mark_explained(table, explained) for table in candidates if table is not None]
+    return [_with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
@@ -281,6 +281,14 @@ def _without(table: Table, said: Sequence[str]) -> Table:
     for sentence in said:
         note = note.replace(f" {sentence}", "")
     return replace(table, note=note)
+
+
+def _with_mark_explained(table: Table, sentence: str) -> Table:
+    """The table with the sentence below it, where one of its cells or headers is marked."""
+    cells = [column.header for column in table.columns] + [cell for row in table.rows for cell in row]
+    if not sentence or not any(isinstance(cell, str) and MARK in cell for cell in cells):
+        return table
+    return replace(table, note=f"{table.note} {sentence}".strip())
 
 
 def counted(statuses: Iterable[str]) -> list[tuple[str, int]]:

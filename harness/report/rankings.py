@@ -15,8 +15,17 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, median_interval, medians_of_two
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, supported
 from harness.report.results import Row
-from harness.report.slow_baselines import SlowBaseline, marked, slow_baselines
-from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, speedup, times
+from harness.report.speedup import (
+    SlowBaseline,
+    Speedup,
+    apart_text,
+    marked,
+    rounds_of,
+    rounds_text,
+    slow_baselines,
+    speedup,
+    times,
+)
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.report.results import Row
-from harness.report.slow_baselines import slow_baselines, slow_sentence
+from harness.report.speedup import slow_baselines, slow_sentence
 from harness.report.tables.trials import results_table
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, grouped, setting_names, spread_of
-from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
+from harness.report.speedup import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
     is_subject,
     panel_name,
@@ -56,7 +56,7 @@ def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
         run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
         return (run, experiment, task, model, dtype, shape)
 
-    groups = []
+    groups: list[FigureRows] = []
     for members in grouped(setups_of(rows), but_mask).values():
         groups += [FigureRows(chain.from_iterable(members))] if len(members) > 2 else map(FigureRows, members)
     kept = _most_measured(groups, MAX_GROUPS, lambda group: group)

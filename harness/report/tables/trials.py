@@ -14,8 +14,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
-from harness.report.slow_baselines import marked, slow_baselines
-from harness.report.speedup import TWO_VALUES
+from harness.report.speedup import TWO_VALUES, marked, slow_baselines
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import (
     Setup,
