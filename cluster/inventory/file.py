@@ -31,7 +31,6 @@ from cluster.files import reader
 from cluster.files.errors import UsageError, nearest
 from cluster.files.reader import Node as Value
 from cluster.files.reader import merge, read_yaml
-from cluster.inventory.allocation import ALLOCATED, SLURM, allocated_hosts, allotted, hosts_of
 from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts, this_machine
 from cluster.inventory.nodes import Inventory, Node, from_hosts, opened_by, reached
 from cluster.inventory.site import Site, load_site
@@ -51,13 +50,10 @@ class _Member:
 
 
 def read_inventory(path: Path, site_file: Path | None = None) -> Inventory:
-    """An inventory of either form: YAML by its ending, any other file is a plain list of targets; the word `slurm` is
-    the nodes of the Slurm job that this program runs in.
+    """An inventory of either form: YAML by its ending, any other file is a plain list of targets.
 
     `site_file` replaces the site that the file names. Raises ValueError with file and line.
     """
-    if str(path) == SLURM:
-        return from_hosts(allocated_hosts(), load_site(site_file) if site_file else ALLOCATED, SLURM)
     if path.suffix in (".yaml", ".yml"):
         return load_inventory(path, site_file)
     return from_hosts(read_hosts(path), load_site(site_file) if site_file else Site(), path.name)
@@ -167,8 +163,7 @@ def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
             for layer in member.layers:
                 merged = merge(merged, layer)
             sites[said] = reader.build(Site, merged)
-        host = reached(member.host, sites[said])
-        nodes.append(Node(host=host, site=allotted(host, sites[said])))
+        nodes.append(Node(host=reached(member.host, sites[said]), site=sites[said]))
     return tuple(nodes)
 
 
@@ -207,7 +202,7 @@ def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str
 
 
 def _hosts(target: Value) -> list[Host]:
-    return _at(target, hosts_of, "a node")
+    return _at(target, parse_hosts, "a node")
 
 
 def _at(node: Value, read: Callable[[str], T], what: str) -> T:
@@ -250,10 +245,9 @@ def _inventory(targets: Sequence[str], site_file: Path | None) -> Inventory:
         inventory = read_inventory(Path(first), site_file)
         return inventory.select(others) if others else inventory
     if misplaced := next(filter(_is_inventory, others), None):
-        what = "the allocation" if misplaced == SLURM else "a file"
-        raise UsageError(f"{misplaced} is {what} behind hosts; give one inventory, then the names of nodes in it")
+        raise UsageError(f"{misplaced} is a file behind hosts; give one inventory, then the names of nodes in it")
     return from_hosts([host for target in targets for host in parse_hosts(target)], site)
 
 
 def _is_inventory(target: str) -> bool:
-    return target == SLURM or target.endswith((".yaml", ".yml")) or Path(target).is_file()
+    return target.endswith((".yaml", ".yml")) or Path(target).is_file()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.files.errors import UsageError, nearest
-from cluster.inventory.allocation import allotted
 from cluster.inventory.hosts import Host, distinct, expand, parse_jump
 from cluster.inventory.site import Site
 
@@ -44,7 +43,7 @@ class Inventory:
 def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Inventory:
     """An inventory of targets with one site; each host once."""
     once = distinct(reached(host, site) for host in hosts)
-    return Inventory(name=name, nodes=tuple(Node(host=host, site=allotted(host, site)) for host in once))
+    return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
 
 
 def opened_by(inventory: Inventory, key: Path) -> Inventory:
@@ -59,8 +58,8 @@ def opened_by(inventory: Inventory, key: Path) -> Inventory:
 
 
 def reached(host: Host, site: Site) -> Host:
-    """The host, with the site's `ssh` for the parts that its target left out. A host of a Slurm job needs no SSH."""
-    if host.is_local or host.slurm_job:
+    """The host, with the site's `ssh` for the parts that its target left out."""
+    if host.is_local:
         return host
     ssh = site.ssh
     jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key, ssh.known_hosts) if ssh.jump is not None else None

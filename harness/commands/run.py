@@ -43,14 +43,13 @@ class RunCommand:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
-        from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
         from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import RunContext
-        from harness.run.bounds import Bounds, stop_time
+        from harness.run.bounds import Bounds, job_end, stop_time
         from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
         from harness.run.lanes import lanes_of
