@@ -12,7 +12,7 @@ from cluster.inventory.site import Site
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class InventoryNode:
     """One node: how it is reached, and its site with the node's own sections laid over it."""
 
     host: Host
@@ -29,7 +29,7 @@ class Inventory:
     """Nodes in the order they were named, which is the order ranks are placed in."""
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[InventoryNode, ...]
 
     def select(self, patterns: Iterable[str]) -> Inventory:
         """Only the nodes these names or ranges stand for. Raises UsageError for a name that is no node of it."""
@@ -43,16 +43,16 @@ class Inventory:
 def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Inventory:
     """An inventory of targets with one site; each host once."""
     once = distinct(reached(host, site) for host in hosts)
-    return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
+    return Inventory(name=name, nodes=tuple(InventoryNode(host=host, site=site) for host in once))
 
 
 def opened_by(inventory: Inventory, key: Path) -> Inventory:
     """The same nodes with this private key in place of each site's `ssh.key`: so it also opens jump hosts, unless
     `ssh.jump_key` does."""
 
-    def with_key(node: Node) -> Node:
+    def with_key(node: InventoryNode) -> InventoryNode:
         site = replace(node.site, ssh=replace(node.site.ssh, key=key))
-        return Node(host=reached(replace(node.host, key=None, jump=None), site), site=site)
+        return InventoryNode(host=reached(replace(node.host, key=None, jump=None), site), site=site)
 
     return replace(inventory, nodes=tuple(map(with_key, inventory.nodes)))
 

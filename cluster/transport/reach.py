@@ -48,7 +48,7 @@ def address_of(host: Host) -> str:
         from cluster.transport.ssh_files import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
         return host.address
-    return SshConfig().way(host).address
+    return SshConfig().settings(host).address
 
 
 def connection(

@@ -150,5 +150,5 @@ def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
     assert site.ended(job, "lost") == "FAILED", site.output("lost")  # and not NODE_FAIL
     assert {record["status"] for record in site.records("lost")} == {"node_lost"}
     assert "lab2 was lost" in site.output("lost")
-    assert "2 hosts are needed but 1 of 2 can be used" in site.output("lost")
+    assert "2 hosts are needed but 1 can be used now" in site.output("lost")
     assert (site.folder / "lost" / "report.html").exists()
