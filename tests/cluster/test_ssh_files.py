@@ -28,31 +28,26 @@ def test_a_host_is_reached_as_the_file_says(tmp_path):
         "Host gpu*\n  HostName %h.cluster\n  User ops\n  Port 2222\n  IdentityFile ~/keys/ops\n  IdentitiesOnly yes\n"
         "  ProxyJump admin@bastion:22022\n  HostKeyAlias farm\nHost *\n  User someone\n  Port 7\n",
     )
-    settings = read.settings(Host(name="gpu01", address="gpu01"))
-    assert (settings.address, settings.user, settings.port, settings.known_as) == ("gpu01.cluster", "ops", 2222, "farm")
-    assert (settings.key, settings.key_files, settings.key_files_only) == (None, (Path.home() / "keys" / "ops",), True)
-    assert settings.jump == parse_hosts("admin@bastion:22022")[0]
+    found = read.settings(Host(name="gpu01", address="gpu01"))
+    assert (found.address, found.user, found.port, found.known_as) == ("gpu01.cluster", "ops", 2222, "farm")
+    assert (found.key, found.key_files, found.key_files_only) == (None, (Path.home() / "keys" / "ops",), True)
+    assert found.jump == parse_hosts("admin@bastion:22022")[0]
     assert read.settings(Host(name="other", address="other")).user == "someone"
 
 
 def test_target_and_site_win_over_the_file(tmp_path):
     read = config(tmp_path, "Host *\n  User ops\n  Port 2222\n  IdentityFile /keys/ops\n  ProxyJump bastion\n")
     jump = Host(name="gate", address="gate")
-    settings = read.settings(Host(name="a", address="a", user="root", port=22, key=Path("/k"), jump=jump))
-    assert (settings.user, settings.port, settings.key, settings.jump) == ("root", 22, Path("/k"), jump)
+    found = read.settings(Host(name="a", address="a", user="root", port=22, key=Path("/k"), jump=jump))
+    assert (found.user, found.port, found.key, found.jump) == ("root", 22, Path("/k"), jump)
     assert read.settings(Host(name="bastion", address="bastion")).jump is None  # not through itself
 
 
 def test_without_a_file_ssh_has_its_defaults(tmp_path):
-    settings = SshConfig([tmp_path / "absent"]).settings(Host(name="a", address="a"))
-    assert (settings.address, settings.port, settings.key_files, settings.key_files_only, settings.jump) == (
-        "a",
-        22,
-        None,
-        False,
-        None,
-    )
-    assert [settings.known_as, replace(settings, port=2222).known_as] == ["a", "[a]:2222"]
+    found = SshConfig([tmp_path / "absent"]).settings(Host(name="a", address="a"))
+    assert (found.address, found.port, found.jump) == ("a", 22, None)
+    assert (found.key_files, found.key_files_only) == (None, False)
+    assert [found.known_as, replace(found, port=2222).known_as] == ["a", "[a]:2222"]
 
 
 def test_included_files_hold_within_the_block_that_includes_them(tmp_path):
@@ -63,7 +58,7 @@ def test_included_files_hold_within_the_block_that_includes_them(tmp_path):
         tmp_path, "Include more.d/1.conf\nHost old*\n  Include more.d/2.conf\n  User old\nHost *\n  User new\n"
     )
     ways = {name: read.settings(Host(name=name, address=name)) for name in ("gpu02", "old1", "gpu03")}
-    assert {name: (settings.port, settings.user) for name, settings in ways.items()} == {
+    assert {name: (found.port, found.user) for name, found in ways.items()} == {
         "gpu02": (22022, "new"), "old1": (23, "old"), "gpu03": (22, "new")
     }  # fmt: skip
     endless = config(tmp_path, "Include config\n")
