@@ -13,7 +13,6 @@ from harness.base.errors import UsageError
 from harness.records.record import read_record
 from harness.run.bounds import Bounds, StopTime, stop_time
 from harness.run.execution import Resume
-from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import Runner, trial
 from tests.patience import AMPLE, wait_until
 
@@ -51,9 +50,7 @@ def test_an_end_that_says_something_about_the_method_is_not_repeated(run, status
 
 def test_a_later_round_is_repeated_too_and_keeps_the_figures_of_the_first(run):
     run({}, [trial(32)])
-    code, launcher = run(
-        {32: "node_lost, then ok"}, [trial(32)], Resume(), repetition=Repetition(rounds=2), bounds=Bounds(retries=1)
-    )
+    code, launcher = run({32: "node_lost, then ok"}, [trial(32)], Resume(), rounds=2, bounds=Bounds(retries=1))
     record = run.records()[32]
     assert (code, len(launcher.jobs), record.status) == (0, 2, "ok")
     assert [(one.number, one.status) for one in record.rounds] == [(1, "ok"), (2, "ok")]
@@ -77,12 +74,12 @@ def test_a_run_ends_after_failures_in_a_row_and_a_result_between_them_starts_the
 
 def test_a_limit_runs_so_many_trials_in_all_their_rounds_and_resume_the_next(run):
     trials = [trial(16, "too short"), *(trial(length) for length in (32, 64, 128))]
-    bounds, rounds = Bounds(trials=2), Repetition(rounds=2)
-    code, launcher = run({}, trials, bounds=bounds, repetition=rounds)
+    bounds, rounds = Bounds(trials=2), 2
+    code, launcher = run({}, trials, bounds=bounds, rounds=rounds)
     ids = [each.id for each in trials[1:3]]
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, ids + ids)
     assert run.said == ["stopped by --limit 2; 1 trial is left; go on with: burst run exp.yaml --resume"]
-    code, launcher = run({}, trials, Resume(), bounds=bounds, repetition=rounds)
+    code, launcher = run({}, trials, Resume(), bounds=bounds, rounds=rounds)
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[3].id] * 2)
     assert len(run.said) == 1
 
@@ -203,19 +200,3 @@ def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
         assert (record.status, record.reason) == (
             "interrupted", "stopped by --max-hours 0.004; --resume runs it again"
         )  # fmt: skip
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to share them")
-def test_a_signal_ends_the_trials_of_all_lanes_and_resume_goes_on(tmp_path):
-    program = started(tmp_path, 200, "--parallel", "2")
-    wait_until(lambda: len(list(tmp_path.glob("out/trials/*/progress.jsonl"))) == 2, "two trials have not begun")
-    program.send_signal(signal.SIGTERM)
-    said = ended(program)
-    assert program.returncode == 1, said
-    records = [read_record(path) for path in tmp_path.glob("out/trials/*/record.json")]
-    assert len(records) == 2
-    assert {record.status for record in records} <= {"ok", "interrupted"}  # one may have been quick
-    program = started(tmp_path, 200, "--parallel", "2", "--resume")
-    ended(program)
-    assert program.returncode == 0
-    assert [read_record(path).status for path in tmp_path.glob("out/trials/*/record.json")] == ["ok", "ok"]
