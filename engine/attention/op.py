@@ -262,8 +262,6 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
     return garbage, raise, or end the process with a misaligned address.
     """
-    if tensor_BLND.layout is not torch.strided:
-        return tensor_BLND  # has no strides to judge; refused by name with what else a call cannot take
     start, contiguous = tensor_BLND.storage_offset(), tensor_BLND.is_contiguous()
     if contiguous and start == 0:
         return tensor_BLND

@@ -61,8 +61,6 @@ def _shown_by(record: Record) -> list[str]:
         found.append(
             f"steps still changed: in every round the last took {abs(change):.1%} {longer} than the first or more"
         )
-    if record.lanes > 1:
-        found.append(f"up to {record.lanes} trials ran on parts of the machine at the same time")
     if len(measured.step_seconds) == 1:
         found.append(ONE_STEP)
     profile = measured.extra.get("profile")

@@ -65,7 +65,6 @@ class RunContext:
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
     changes: str = ""  # digest of how the code differs from the commit; see `harness.records.provenance`
-    lanes: int = 1  # disjoint parts of the machine that run a trial each at the same time; this is one of them
     run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
 
     @property
@@ -187,7 +186,6 @@ def _attempt(
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
             idle_ranks=outcome.idle_ranks,
-            lanes=host.lanes,
         )
         record.rounds.append(round_of(record, number=position.round, place=position.place))
         record = judged(record)
