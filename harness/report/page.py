@@ -15,12 +15,11 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
-from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import headline_of, wrong_sentences
-from harness.report.html import Addresses, grid_of, render_page
+from harness.report.html import Addresses, dots_of, grid_of, render_page
 from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords

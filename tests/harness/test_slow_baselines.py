@@ -19,7 +19,7 @@ from harness.report.rankings import rankings_of
 from harness.report.results import METHOD_ORDER, rows_of
 from harness.report.speedup import LEAST, MARK, slow_baselines, slow_sentence
 from harness.report.tables.table import to_latex
-from harness.report.terminal import terminal_table
+from harness.report.tables.trials import terminal_table
 from harness.spec.methods import all_methods
 from tests.harness.drawn import texts
 from tests.harness.synthetic_records import H200, LARGE, around, record

@@ -34,10 +34,9 @@ from harness.report.drawing.points import (
     whole_text,
 )
 from harness.report.drawing.sheet import FigureSize, Page, Sheet, text_inches, wrapped
-from harness.report.footnotes import kernel_in_words
 from harness.report.results import Row, grouped
 from harness.report.speedup import Speedup, speedup
-from harness.report.variants import is_subject, on_cpu, panel_of, setting_text, subject_name
+from harness.report.variants import is_subject, kernel_in_words, on_cpu, panel_of, setting_text, subject_name
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
