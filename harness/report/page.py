@@ -21,8 +21,7 @@ from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import Headline, headline_of, wrong_sentences
 from harness.report.html import Addresses, dots_of, grid_of, render_page
 from harness.report.rankings import sizes_table
-from harness.report.results import Row, grouped, write_results
-from harness.report.run_records import RunRecords
+from harness.report.results import Row, RunRecords, grouped, write_results
 from harness.report.speedup import MARK, slow_baselines, slow_sentence
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
