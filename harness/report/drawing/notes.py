@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.metrics.ceilings import OWN_GEMMS
 from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import TwoRounds
+from harness.metrics.throughput import OWN_GEMMS
 from harness.report.results import Row, spread_of
 
 
