@@ -32,7 +32,7 @@ from harness.launch.limits import Passed
 from harness.launch.ports import port_was_taken
 from harness.launch.ranks import tells_start
 from harness.machine.this_machine import Machine
-from harness.plan.times import step_seconds
+from harness.plan.predict import step_seconds
 from harness.records.judging import judged
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, write_record
