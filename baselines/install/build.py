@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from baselines.checkout import write_source
-from baselines.install.bundle import InstallSources, opened
+from baselines.install.bundle import opened, wheels_of
 from baselines.install.interpreter import (
     Interpreter,
     clean_environment,
@@ -106,7 +106,7 @@ def install_system(
 def _build(
     place: InstallPlace,
     interpreter: Interpreter,
-    given: InstallSources,
+    given: Path | None,
     builds: Sequence[OtherBuild],
     borrow: bool,
     say: Say,
@@ -118,14 +118,13 @@ def _build(
     }
     if pinned.checkout is not None:
         say(f"  source: {pinned.checkout.repository} at {pinned.checkout.commit[:12]}")
-        given.copy_source(pinned.checkout, place.folder)
-        write_source(pinned.checkout, place.folder, given.repositories)
+        write_source(pinned.checkout, place.folder, given)
     other = _unpacked(builds, place)
     own = without(pinned.packages, {*borrowed, *other})
     packages = {**pinned.build, **own}
     if packages:
         say(f"  packages: {len(packages)} files")
-        fetch(packages, wheels, interpreter.path, given.wheels)
+        fetch(packages, wheels, interpreter.path, wheels_of(given))
     for part in ("env", "borrowed"):
         shutil.rmtree(place.folder / part, ignore_errors=True)
     say(f"  environment: Python {interpreter.python}, with torch {interpreter.torch} of {interpreter.path}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
+from engine.attention.algorithms.all_gather import AllGatherPlan
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
@@ -22,7 +22,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Mask
-from engine.attention.masks.pairs import pair_table
+from engine.attention.masks.pairs import pair_table, tiles_of_all_keys
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
 from engine.cuda.alternate import streams_of
@@ -156,7 +156,7 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
     """The kernel for a rank's part of the heads, and the bands that any rank's tiles have: the same on every rank."""
     problem, division, choices, part = choice.problem, choice.division, choice.choices, choice.shards
     if choice.schedule == ALL_GATHER:
-        bands = gathered_kinds(problem.mask, problem.layout, problem.seq_len, problem.cp_size)
+        bands = tiles_of_all_keys(problem.mask, problem.layout, problem.seq_len, problem.cp_size).kinds
     else:
         bands = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size).kinds
     return choose_kernel(

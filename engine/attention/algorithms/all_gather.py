@@ -11,7 +11,7 @@ Shape letters as in `engine.attention.op`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from torch import Tensor
 
@@ -20,30 +20,14 @@ from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
 from engine.attention.comm_volume import CallBytes
 from engine.attention.context import ContextParallel
-from engine.attention.geometry.layout import Layout, Segment
-from engine.attention.geometry.tiles import Tile, without_upper_bands
+from engine.attention.geometry.tiles import Tile
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
+from engine.attention.masks.pairs import tiles_of_all_keys
 from engine.attention.resolve import Resolved
 from engine.cuda.alternate import ONE_STREAM, Streams
 from engine.ops.autograd import accumulation_dtype
-
-
-@lru_cache(maxsize=256)
-def gathered_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Tile, ...]:
-    """Tiles of one rank's queries against all keys in order of position. Raises ValueError for a length the mask does
-    not fit."""
-    if unsupported_reason := mask.unsupported_reason(seq_len):
-        raise ValueError(unsupported_reason)
-    found = mask.tiles(layout.segments(seq_len, cp_size, cp_rank), (Segment(0, seq_len),))
-    return tuple(part for tile in found for part in without_upper_bands(tile))
-
-
-def gathered_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozenset[str]:
-    """Kinds of band in the tiles of all ranks: every rank must choose the same kernel."""
-    ranks = range(cp_size)
-    return frozenset(tile.band.kind for rank in ranks for tile in gathered_tiles(mask, layout, seq_len, cp_size, rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +49,8 @@ class AllGatherPlan:
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """This rank's kernel calls."""
-        return gathered_tiles(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, self.cp.rank)
+        table = tiles_of_all_keys(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size)
+        return table.tiles(self.cp.rank)
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""

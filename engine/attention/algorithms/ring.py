@@ -102,7 +102,7 @@ class RingPlan:
         if self.cp.size > 1 or self.cut is not None:
             return None
         tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.choice.problem.seq_len)
-        return tiles[0][2] if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
+        return tiles[0].band if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
 
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
