@@ -11,11 +11,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from baselines.checkout import write_source
-from baselines.install.bundle import InstallSources, opened
+from baselines.install.bundle import opened, wheels_of
 from baselines.install.interpreter import (
     Interpreter,
     clean_environment,
@@ -23,9 +24,8 @@ from baselines.install.interpreter import (
     make_environment,
     this_interpreter,
 )
-from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
-from baselines.install.packages import fetch, install, install_folder
-from baselines.install.places import BORROWED, STATE_FILE, Installation, InstallPlace, beside_torch, locked
+from baselines.install.packages import OtherBuild, fetch, install, install_folder, unpack
+from baselines.install.places import BORROWED, STATE_FILE, InstallPlace, beside_torch, locked
 from baselines.install.verify import InstallCheck, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
@@ -88,16 +88,8 @@ def install_system(
                 f"{place.system} ({place.flavour}) was installed and is not as its pin says: {verdict.problems[0]}; "
                 f"correct that, then {place.install_command} --anew"
             )
-        state = Installation(
-            pin=pinned.digest,
-            python=verdict.python,
-            torch=verdict.torch,
-            cuda=verdict.cuda,
-            packages=verdict.packages,
-            borrowed=borrowed,
-            builds=other,
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        finished_at = datetime.now(UTC).isoformat(timespec="seconds")
+        state = replace(verdict.found, borrowed=borrowed, builds=other, finished_at=finished_at)
         write_json(place.folder / STATE_FILE, to_json(state))
         say(f"{place.system} ({place.flavour}) is installed: Python {state.python}, torch {state.torch}")
         return verdict
@@ -106,7 +98,7 @@ def install_system(
 def _build(
     place: InstallPlace,
     interpreter: Interpreter,
-    given: InstallSources,
+    given: Path | None,
     builds: Sequence[OtherBuild],
     borrow: bool,
     say: Say,
@@ -118,14 +110,13 @@ def _build(
     }
     if pinned.checkout is not None:
         say(f"  source: {pinned.checkout.repository} at {pinned.checkout.commit[:12]}")
-        given.copy_source(pinned.checkout, place.folder)
-        write_source(pinned.checkout, place.folder, given.repositories)
+        write_source(pinned.checkout, place.folder, given)
     other = _unpacked(builds, place)
     own = without(pinned.packages, {*borrowed, *other})
     packages = {**pinned.build, **own}
     if packages:
         say(f"  packages: {len(packages)} files")
-        fetch(packages, wheels, interpreter.path, given.wheels)
+        fetch(packages, wheels, interpreter.path, wheels_of(given))
     for part in ("env", "borrowed"):
         shutil.rmtree(place.folder / part, ignore_errors=True)
     say(f"  environment: Python {interpreter.python}, with torch {interpreter.torch} of {interpreter.path}")
@@ -137,7 +128,6 @@ def _build(
     install(own, wheels, place.python, pinned.environment)
     if other:
         say(f"  another build of {', '.join(other)}")
-        write_files(other, place.folder / _BUILDS, place)
         for unpacked in (place.folder / _BUILDS).iterdir():
             unpacked.rename(place.packages / unpacked.name)
     for path in pinned.folders:
@@ -155,9 +145,6 @@ def _unpacked(builds: Sequence[OtherBuild], place: InstallPlace) -> dict[str, st
     """Unpacked before anything is fetched, so that a wrong archive is refused at once."""
     folder = place.folder / _BUILDS
     shutil.rmtree(folder, ignore_errors=True)
-    (place.folder / FILES).unlink(missing_ok=True)
-    if not builds:
-        return {}
     folder.mkdir()
     return unpack(builds, place.pinned, folder)
 

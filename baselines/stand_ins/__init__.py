@@ -1,11 +1,9 @@
 """Packages of ours that have the name of one which a compared system imports and its environment lacks.
 
-Each folder here is one entry of PYTHONPATH; the first line of its module says what it stands for, and by what it
-computes. `baselines.attempt` starts the artifact's programs with them on one GPU with a newer Python and torch. CPU
-ranks use those in `ON_CPU_RANKS`, which checks the parallel algorithm around a kernel, and not the kernel. Megatron-LM
-runs with the one for apex's weight gradients. GPUs use the one for flash_attn where FlashAttention-4 is installed and
-flash-attn 2 is not: it calls that kernel, and records name it. No other trial uses a stand-in: a result obtained with
-one says nothing about the speed of the kernel that it replaces.
+Each folder here is one entry of PYTHONPATH; its module says what it stands for, and by what it computes. Rings over
+flash-attn 2 run on CPU ranks with the one for flash_attn, which checks the parallel algorithm around a kernel, and not
+the kernel; on GPUs it calls FlashAttention-4 where that is installed and flash-attn 2 is not. Megatron-LM runs with the
+one for apex's weight gradients. Records name what computed.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ whole = [torch.empty_like(each) for each in (q, k, v)]
 wider = [torch.empty(each.shape[0], 2 * each.shape[1], *each.shape[2:], dtype=each.dtype) for each in (q, k, v)]
 parts = [each[:, : each.shape[1] // 2] for each in wider]  # of a batch of two: not contiguous
 for into in (whole, parts):
-    assert calls._flash_attn_backward(dout, q, k, v, out, lse, *into, 0.0, None, True).numel() == 0
+    calls._flash_attn_backward(dout, q, k, v, out, lse, *into, 0.0, None, True)
 from flash_attn.cute.interface import WRITTEN
 assert WRITTEN == [True, False], WRITTEN
 assert all(torch.equal(a, b) for a, b in zip(whole, parts))

@@ -22,10 +22,9 @@ from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training_cases import TRAINING
 from baselines.install.places import InstallPlace
 from baselines.programs import attention_bytes
-from baselines.stand_ins.flash_attn.flash_attn import flash_attn_func
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
 from engine.attention.masks import Causal, Full
-from engine.attention.reference import dense_attention
+from engine.attention.reference import dense_gradients
 from engine.reader import to_json
 from harness.cli import main
 from tests.baselines.installing import installed
@@ -99,41 +98,38 @@ def test_in_the_committed_table_every_counted_byte_follows_from_a_formula() -> N
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_stand_in_is_dense_attention_with_grouped_heads(causal: bool) -> None:
+@pytest.mark.parametrize("release", ["2.6", "2.8"])
+def test_the_stand_in_is_dense_attention_with_grouped_heads(
+    causal: bool, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_STAND_IN", release)
     torch.manual_seed(0)
-    own = [torch.randn(2, 24, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    whole = [tensor.detach().double().requires_grad_() for tensor in own]
-    dout = torch.randn(2, 24, 4, 8)
-    out, lse, _ = flash_attn_func(*own, causal=causal, return_attn_probs=True)
-    truth, truth_lse = dense_attention(*whole, Causal() if causal else Full())
-    out.backward(dout)
-    truth.backward(dout.double())
-    torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=1e-5)
-    torch.testing.assert_close(out.double(), truth, rtol=0, atol=1e-5)
-    for found, expected in zip(own, whole, strict=True):
-        assert found.grad is not None
-        assert expected.grad is not None
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=0, atol=1e-5)
+    q, k, v, dout = (torch.randn(2, 24, heads, 8) for heads in (4, 2, 2, 4))
+    returned = stand_in._flash_attn_forward(q, k, v, 0.0, None, causal=causal)
+    assert len(returned) == (8 if release == "2.6" else 4)
+    out, lse = returned[0], returned[5 if release == "2.6" else 1]
+    gradients = tuple(torch.empty_like(each) for each in (q, k, v))
+    stand_in._flash_attn_backward(dout, q, k, v, out, lse, *gradients, 0.0, None, causal)
+    truths = dense_gradients(q, k, v, dout, Causal() if causal else Full(), return_lse=True)
+    for found, truth in zip((out, lse, *gradients), truths, strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=0, atol=1e-5)
 
 
 def test_the_stand_in_aligns_the_last_query_with_the_last_key() -> None:
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 3, 1, 8), torch.eye(3, 8)[None, :, None]
-    out = flash_attn_func(q, k, v, causal=True)
+    out = stand_in._flash_attn_forward(q, k, v, causal=True)[0]
     assert out[0, 0, 0, 2] == 0  # the first query sees two keys
     assert out[0, 1, 0, 2] > 0
 
 
-def test_the_stand_in_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_refuses_what_it_does_not_compute() -> None:
     q = torch.zeros(1, 4, 1, 8)
     with pytest.raises(NotImplementedError, match="full or causal attention alone"):
-        flash_attn_func(q, q, q, window_size=(2, 0))
-    with pytest.raises(NotImplementedError, match="variable-length"):
-        stand_in.flash_attn_varlen_func(q, q, q)
+        stand_in._flash_attn_forward(q, q, q, window_size=(2, 0))
+    with pytest.raises(NotImplementedError, match="the calls of a ring alone"):
+        stand_in._flash_attn_varlen_forward(q, q, q)
     with pytest.raises(RuntimeError, match="a stand-in for CPU ranks, found q on meta; install flash_attn"):
-        flash_attn_func(q.to("meta"), q, q)
-    assert len(stand_in._flash_attn_forward(q, q, q)) == 4
-    monkeypatch.setenv("FLASH_ATTN_STAND_IN", "2.6")
-    assert len(stand_in._flash_attn_forward(q, q, q)) == 8
+        stand_in._flash_attn_forward(q.to("meta"), q, q)
 
 
 def test_a_stand_in_is_used_where_the_interpreter_has_no_real_package(tmp_path: Path) -> None:

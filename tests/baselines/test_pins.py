@@ -1,14 +1,13 @@
 """Pins are exact and strict, and what is fetched is what they say: tried on a real repository on this machine."""
 
-import json
 import os
 import subprocess
+import zlib
 from dataclasses import replace
 
 import pytest
 
-from baselines.checkout import check_out, compared, main, prepare, write_source
-from baselines.git_tree import object_hash
+from baselines.checkout import compared, main, pack, prepare, write_source
 from baselines.pin import Checkout, Flavour, Submodule, allows, load_pin, pinned_systems
 from cluster.files.errors import UsageError
 
@@ -94,11 +93,11 @@ def test_versions_are_compared_as_numbers(versions, found, fits):
 
 
 def test_exactly_the_pinned_folder_arrives_as_it_was_then(origin, tmp_path):
+    write_source(origin, tmp_path / "new")
     into = tmp_path / "new" / "source"
-    check_out(origin, into)
     assert sorted(path.name for path in into.iterdir()) == [".gitattributes", "kept.txt", "train.py"]
     assert (into / "train.py").read_text() == "print('one')\n"
-    assert [path.name for path in into.parent.iterdir()] == ["source"]
+    assert sorted(path.name for path in into.parent.iterdir()) == ["source", "source.git"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_exactly_the_pinned_folder_arrives_as_it_was_then(origin, tmp_path):
     [
         ({"tree": "0" * 40}, "correct the pin"),
         ({"commit": "0" * 40}, "git fetch failed"),
-        ({"subtree": "systems/two"}, "git ls-tree failed"),
+        ({"subtree": "systems/two"}, "git read-tree failed"),
         ({"repository": "file:///nonexistent/repository"}, "check the network, or give --from a folder"),
     ],
 )
@@ -226,7 +225,7 @@ def test_submodules_arrive_and_what_is_left_out_does_not(nested, tmp_path):
         ("source/added.py", "x = 1", ["added.py is not part of the commit"]),
         ("source/train.py", None, ["train.py is missing"]),
         ("source/link", None, ["link is missing"]),
-        ("source.json", "{}", [". is missing", "parts/inner is missing"]),
+        ("source/tools/run.sh", "tools/run.sh\n", ["tools/run.sh differs"]),  # it is a program no more
         ("source/__pycache__/train.cpython-311.pyc", "bytes", []),
     ],
 )
@@ -240,16 +239,54 @@ def test_a_changed_source_is_found(nested, tmp_path, path, content, expected):
     assert compared(nested, tmp_path / "into") == expected
 
 
-def test_a_listing_that_was_changed_with_its_file_is_found(nested, tmp_path):
+def test_a_changed_file_is_found_whatever_its_time_and_size(nested, tmp_path):
+    write_source(nested, tmp_path / "into")
+    path = tmp_path / "into" / "source" / "train.py"
+    before = path.stat()
+    path.write_text("TRAIN.PY\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert compared(nested, tmp_path / "into") == ["train.py differs"]
+
+
+def test_a_repository_that_was_changed_with_its_file_is_found(nested, tmp_path):
+    """git takes an object by its name alone, unless it is asked to look: here the folder names the changed file."""
     write_source(nested, tmp_path / "into")
     (tmp_path / "into" / "source" / "train.py").write_text("changed")
-    listing = tmp_path / "into" / "source.json"
-    found = json.loads(listing.read_text())
-    for entry in found["."]["entries"]:
-        if entry["path"] == "train.py":
-            entry["hash"] = object_hash("blob", b"changed")
-    listing.write_text(json.dumps(found))
-    assert compared(nested, tmp_path / "into") == ["source.json is not of the pinned commit"]
+    repository = tmp_path / "into" / "source.git" / "0"
+    for packed in (*repository.glob("objects/pack/*.pack"),):
+        content = packed.read_bytes()
+        for path in packed.parent.glob(f"{packed.stem}.*"):
+            path.unlink()
+        subprocess.run(["git", "unpack-objects", "-q"], cwd=repository, input=content, check=True)
+    before = git(repository, "rev-parse", f"{nested.tree}:train.py")
+    after = git(repository, "hash-object", "-w", str(tmp_path / "into" / "source" / "train.py"))
+    loose = repository / "objects" / nested.tree[:2] / nested.tree[2:]
+    forged = zlib.decompress(loose.read_bytes()).replace(bytes.fromhex(before), bytes.fromhex(after))
+    loose.chmod(0o644)
+    loose.write_bytes(zlib.compress(forged))
+    [found] = compared(nested, tmp_path / "into")
+    assert found.startswith("it cannot be compared with the pin (git ")
+    assert "mismatch" in found
+
+
+def test_packs_give_the_same_source_without_a_network(nested, tmp_path):
+    (tmp_path / "bundle").mkdir()
+    pack(nested, tmp_path / "bundle")
+    commits = {nested.commit, nested.submodules[0].commit}
+    assert {path.name for path in (tmp_path / "bundle" / "sources").iterdir()} == commits
+    gone = replace(nested, repository="file:///nonexistent/repository")
+    gone = replace(gone, submodules=(replace(nested.submodules[0], repository=gone.repository),))
+    write_source(gone, tmp_path / "into", tmp_path / "bundle")
+    assert compared(nested, tmp_path / "into") == []
+    assert not (tmp_path / "into" / "source" / "data").exists()
+    [packed] = (tmp_path / "bundle" / "sources" / nested.commit).glob("*.pack")
+    content = bytearray(packed.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    packed.chmod(0o644)
+    packed.write_bytes(content)
+    with pytest.raises(UsageError, match=r"git index-pack failed .*pack the bundle again"):
+        write_source(gone, tmp_path / "other", tmp_path / "bundle")
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_submodule_that_the_commit_does_not_name_is_refused(nested, tmp_path):

@@ -1,1 +1,0 @@
-"""Stands for flash_attn.losses."""
