@@ -14,7 +14,7 @@ from cluster.files.errors import UsageError, nearest
 from cluster.health.nodes import CLOCK, REACHABILITY
 from cluster.inventory.file import named_nodes
 from cluster.inventory.hosts import read_hosts
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.ranges import expand, split_list
 from cluster.node_arguments import add_node_arguments
 from cluster.render.grouping import Selection
@@ -78,7 +78,7 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
     return result
 
 
-def chosen_nodes(arguments: argparse.Namespace) -> tuple[Node, ...]:
+def chosen_nodes(arguments: argparse.Namespace) -> tuple[InventoryNode, ...]:
     """The nodes named, each once, with its own site; this machine when none is named. Raises ValueError."""
     if arguments.hosts_file:
         arguments.nodes += [host.target for host in read_hosts(arguments.hosts_file)]
@@ -104,7 +104,7 @@ def chosen_checks(arguments: argparse.Namespace) -> tuple[dict[str, Check], froz
     return dict(sorted(chosen.items())), frozenset(skip | (set(TESTS) - tests - {"active"} if tests else set()))
 
 
-def chosen_part(arguments: argparse.Namespace, nodes: Sequence[Node]) -> Selection:
+def chosen_part(arguments: argparse.Namespace, nodes: Sequence[InventoryNode]) -> Selection:
     """The part of the findings to show. Raises UsageError for a node or check that is not looked at."""
     if (arguments.free or arguments.nagios) and (arguments.only_faults or arguments.node or arguments.check):
         raise UsageError("--only-faults, --node and --check choose rows of tables, JSON and pages; leave --free out")

@@ -18,7 +18,7 @@ from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown, shown_error
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profiles, load_profiles
 from cluster.render.grouping import Selection
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
 
 def _check(
     arguments: argparse.Namespace,
-    nodes: Sequence[Node],
+    nodes: Sequence[InventoryNode],
     connect: Connect,
     chosen: Mapping[str, Check],
     unwanted: frozenset[str],
@@ -100,7 +100,7 @@ def _check(
 
 def _run_active(
     arguments: argparse.Namespace,
-    nodes: Sequence[Node],
+    nodes: Sequence[InventoryNode],
     connect: Connect,
     profiles: Profiles,
     reports: dict[str, NodeReport],

@@ -29,6 +29,8 @@ _NO_ACCESS = frozenset({
     errno.EACCES, errno.EIO, errno.ENODEV, errno.ENOLCK, errno.ENOTCONN, errno.EPERM, errno.EREMOTEIO, errno.EROFS,
     errno.ESHUTDOWN, errno.ESTALE,
 })  # fmt: skip
+# A file stands where a command makes a folder, or the other way round.
+_IN_THE_WAY = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENOTEMPTY})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno == errno.ENAMETOOLONG:
             name = shown_value(str(error.filename))
             return _say(f"{name}: no file can have so long a name; give another", USAGE)
+        if error.errno in _IN_THE_WAY:
+            name = shown_value(str(error.filename2 or error.filename))
+            return _say(f"{name}: {error.strerror}; move away what stands there, then repeat the command", USAGE)
         if error.errno not in _NO_ROOM | _NO_ACCESS:
             raise
         _discard_output()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,19 @@ import pytest
 
 from cluster.files.errors import UsageError
 from cluster.inventory.file import load_inventory
+from harness.cli import main
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import plan
+from harness.records.stated import PROVENANCE_FILE
+from harness.report.page import write_report
+from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
+from harness.spec.written import EXPERIMENT_FILE
 from harness.training.file import load_training
-from tests.mutations import mutated
+from tests.harness.measure_bookkeeping import leave_record
+from tests.harness.test_run_experiment import ScriptedLauncher
+from tests.harness.test_verify import STATED
+from tests.mutations import damage, mutated
 
 ROOT = Path(__file__).parents[1]
 _SITE = (ROOT / "experiments/sites/h200x8.yaml").read_text(encoding="utf-8")
@@ -183,3 +195,82 @@ def test_a_damaged_file_is_read_or_refused_in_one_sentence_that_says_where(kind:
             assert 1 <= int(place.rpartition(":")[2]) <= text.count("\n") + 1, said
         assert re.search(r"; |, which |did you mean|expected|needs|Every file", sentence), f"no next step: {said}"
     assert refused > 75
+
+
+_HERE = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
+_SWEEP = """\
+task: attention
+model: tiny
+fixed: {method: burst, dtype: fp32}
+sweep: {seq_len: [256, 512]}
+steps: {warmup: 0, measured: 3}
+"""
+DAMAGED_DIRECTORIES, SEED = 100, 5
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run, and a folder with two published ones, one packed and one unpacked."""
+    folder = tmp_path_factory.mktemp("results")
+    (folder / "exp.yaml").write_text(_SWEEP)
+    run = folder / "run"
+    trials = plan(load_experiment(folder / "exp.yaml"), _HERE)
+    directory = RunDirectory(run)
+    for trial in trials:
+        leave_record(directory, trial)
+        (directory.trial(trial.id) / "progress.jsonl").write_text('{"step": 1, "of": 3, "loss": 1.0, "seconds": 0.1}\n')
+        (directory.trial(trial.id) / "trial.json").write_text('{"settings": {}, "method": "x", "round": 1}')
+    directory.describe(
+        experiment="exp", title="", trials=[trial.id for trial in trials], started_at="2026-01-02T03:04:05+00:00",
+        rounds=1, command=["burst", "run", "exp.yaml"],
+    )  # fmt: skip
+    (run / EXPERIMENT_FILE).write_text(_SWEEP)
+    (run / PROVENANCE_FILE).write_text(STATED)
+    write_report([run], run, ("csv", "md"))
+    published = folder / "published" / "cpu"
+    published.mkdir(parents=True)
+    assert main(["archive", str(run), "--out", str(published / "packed.jsonl")]) == 0
+    shutil.copytree(run, published / "unpacked")
+    return folder
+
+
+COMMANDS = {
+    "run": (
+        "status run", "verify run", "compare run whole", "compare run", "report run --format csv,md,html,tex",
+        "run exp.yaml --out run --resume --mix --launcher local",
+    ),
+    "published": (
+        "verify published", "compare published/cpu/packed.jsonl whole", "report published --out site",
+        "archive published/cpu/packed.jsonl --out again.jsonl", "compare whole published/cpu/unpacked",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", COMMANDS)
+def test_a_damaged_directory_is_read_or_refused_in_one_sentence_by_every_command(
+    damaged: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.commands.run.machine_and_launcher", lambda *_: (_HERE, ScriptedLauncher({})))
+    chance = random.Random(SEED)
+    noticed = 0
+    for number in range(DAMAGED_DIRECTORIES // 2):
+        folder = Path(shutil.copytree(results, tmp_path / str(number)))
+        shutil.copytree(folder / "run", folder / "whole")
+        monkeypatch.chdir(folder)
+        done = damage(folder / damaged, chance)
+        for command in COMMANDS[damaged]:
+            capsys.readouterr()
+            try:
+                code = main(command.split())
+            except BaseException as error:
+                raise AssertionError(f"damaged directory {number} ({done}): burst {command}") from error
+            said = capsys.readouterr()
+            about = f"damaged directory {number} ({done}): burst {command} -> {code}: {said.err or said.out}"
+            assert code in (0, 1, 2), about
+            assert "Traceback" not in said.out + said.err, about
+            noticed += code > 0
+            if code == 2:
+                sentences = [line for line in said.err.split("\n") if line.startswith("burst: ")]
+                assert len(sentences) == 1, about
+                assert not re.search(r"<class|object at 0x", said.err), about
+    assert noticed > DAMAGED_DIRECTORIES // 4

@@ -24,10 +24,8 @@ from harness.records.judging import BOUNDS
 from harness.records.record import Status
 from harness.report.results import COLUMNS
 from harness.report.tables.particular import HEADERS
-from harness.spec.experiment import Limits
+from harness.spec.experiment import Limits, Search
 from harness.spec.models import MODELS_DIR, load_model
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search
 from harness.spec.setting import SETTINGS, leaf_types
 from harness.training.file import load_training
 from tests.command_help import burst_help
@@ -99,9 +97,21 @@ SETTINGS_TABLE = section("Settings").partition("### ")[0]
 
 
 def test_every_key_of_an_experiment_is_listed() -> None:
-    inner = {"steps": (Steps, Repetition), "limits": (Limits,), "search": (Search,)}
-    keys = {f"{name}.{key}" for name, classes in inner.items() for one in classes for key in leaf_types(one)}
-    others = {"name", "title", "task", "model", "sweep", "fixed", "exclude", "seeds", "scales", "reference.paper"}
+    inner = {"steps": Steps, "limits": Limits, "search": Search}
+    keys = {f"{name}.{key}" for name, cls in inner.items() for key in leaf_types(cls)}
+    others = {
+        "steps.rounds",
+        "name",
+        "title",
+        "task",
+        "model",
+        "sweep",
+        "fixed",
+        "exclude",
+        "seeds",
+        "scales",
+        "reference.paper",
+    }
     assert named(section("Experiment files")) >= keys | others
 
 
@@ -143,8 +153,7 @@ def test_defaults_are_those_of_the_code() -> None:
     assert {name: default_in(rows[name][2]) for name in compared} == {name: fields[name] for name in compared}
     steps = by_name(section("Experiment files"))
     assert steps["steps.warmup"][2] == f"{Steps().warmup}, {Steps().measured}"
-    assert default_in(steps["steps.rounds"][2]) == Repetition().rounds
-    assert default_in(steps["steps.budget_seconds"][2]) == Repetition().budget_seconds
+    assert default_in(steps["steps.rounds"][2]) == 1
 
 
 # Records

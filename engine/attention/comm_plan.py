@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring, RingTraffic
-from engine.attention.geometry.tile_table import Integers, KernelCall
+from engine.attention.geometry.tile_table import Integers
+from engine.attention.geometry.tiles import Tile
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import PairTable, pair_table
 
@@ -45,9 +46,9 @@ class RingStep:
     _ranks: tuple[int, int]  # of queries and keys
 
     @cached_property
-    def tiles(self) -> tuple[KernelCall, ...]:
+    def tiles(self) -> tuple[Tile, ...]:
         """The kernel calls."""
-        return self._pairs.calls(*self._ranks)
+        return self._pairs.tiles(*self._ranks)
 
 
 @dataclass(frozen=True)

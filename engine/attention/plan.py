@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
+from engine.attention.algorithms.all_gather import AllGatherPlan
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
@@ -22,7 +22,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Mask
-from engine.attention.masks.pairs import pair_table
+from engine.attention.masks.pairs import pair_table, tiles_of_all_keys
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
 from engine.cuda.alternate import streams_of
@@ -85,7 +85,6 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     if choice.schedule == ALL_GATHER:
         return AllGatherPlan(
             cp=cp,
-            mask=mask,
             choice=choice,
             gather=cp.comms.gather(),
             token_runs=_token_runs(problem, range(cp.size)),
@@ -100,7 +99,6 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     inner = cp.ring_of(division)
     ring = RingPlan(
         cp=inner,
-        mask=mask,
         choice=choice,
         comms=cp.comms.ring(division.ring, division.ring_ranks(cp.rank), inner.rank, choice.exchange),
         kernel=kernel,
@@ -114,6 +112,9 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     return UlyssesPlan(
         cp=cp,
         choice=choice,
+        kernel=kernel,
+        scale=scale,
+        link=link,
         all_to_all=all_to_all,
         token_runs=_token_runs(problem, members),
         inner=ring,
@@ -156,7 +157,7 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
     """The kernel for a rank's part of the heads, and the bands that any rank's tiles have: the same on every rank."""
     problem, division, choices, part = choice.problem, choice.division, choice.choices, choice.shards
     if choice.schedule == ALL_GATHER:
-        bands = gathered_kinds(problem.mask, problem.layout, problem.seq_len, problem.cp_size)
+        bands = tiles_of_all_keys(problem.mask, problem.layout, problem.seq_len, problem.cp_size).kinds
     else:
         bands = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size).kinds
     return choose_kernel(

@@ -141,6 +141,7 @@ def burst_attention(
             q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device
             and k_BLKD.shape == v_BLKD.shape
+            and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
         ):
             check_inputs(q_BLND, k_BLKD, v_BLKD)
         if sinks_N is not None:
@@ -227,7 +228,10 @@ class PreparedAttention:
             and k_BLKD.shape == v_BLKD.shape == self._k_shape
             and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device == device
+            and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
         ):
+            with self.cp.comms.refusals_told():
+                check_tensors(q_BLND, k_BLKD, v_BLKD)
             error = ValueError(
                 f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._k_shape)} of {dtype} "
                 f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "

@@ -34,8 +34,9 @@ from engine.attention.comm_volume import (
 )
 from engine.attention.cost import Estimate, HardwareModel, Workload, choose_num_head_chunks, choose_schedule
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
-from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
+from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask
 from engine.attention.masks.mask import FirstRows
+from engine.attention.masks.pairs import pair_tiles
 from engine.attention.problem import (
     ALL_GATHER,
     BACKWARD_SIDES,
@@ -395,7 +396,7 @@ def best_layout(
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
     """Whether the mask has few enough tiles under this layout, judged by the first shard against itself."""
     try:
-        rank_pair_tiles(mask, layout, seq_len, cp_size, 0, 0)
+        pair_tiles(mask, layout, seq_len, cp_size, 0, 0)
     except TooManyTiles:
         return False
     return True

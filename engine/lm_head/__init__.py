@@ -5,5 +5,5 @@ among these and libraries for a trial's settings. Sources: the sequence-level fu
 gradients formed in the forward pass as in Liger Kernel (arXiv:2410.10989). No communication; neither this package nor
 `loss_kernel` imports torch, since plans read it.
 
-Shape letters: T tokens (of a tile, where there are tiles), E embedding, V vocabulary (of a tile), 1 a kept dimension.
+Shape letters: T tokens (of a tile, where there are tiles), E embedding, V vocabulary, 1 a kept dimension.
 """

@@ -1,13 +1,11 @@
 """LM head and loss as torch writes them, all logits at once: the reference of every other implementation.
 
-Also what the others share with it: which labels count, and the tile whose logits exist at one time in place of all.
+Also what the others share with it: which labels count, and how many tokens have logits at one time in place of all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +22,8 @@ IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 # with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.
 TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
-# Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
-# than a tiled vocabulary spends on computing the logits twice (docs/notes/2026-11-21-lm-head.md).
-FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
-
 # Tokens beyond which a larger tile gains little on a GPU: an eighth of all, between these two.
 ENOUGH_TOKENS = (4096, 8192)
-
-_STEP = 128  # tiles of part of the vocabulary are whole multiples of it, so that matmuls start at aligned addresses
 
 
 def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -50,41 +42,20 @@ def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     return loss
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogitTile:
-    """The logits that exist at one time: those of `tokens` tokens for `words` words of the vocabulary."""
+def tile_tokens(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> int:
+    """Tokens of a tile: the logits that exist at one time are theirs, each of the whole vocabulary.
 
-    tokens: int
-    words: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.words < 1:
-            raise ValueError(f"a tile of {self.tokens} tokens x {self.words} words holds no logit; give at least 1 x 1")
-
-
-def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> LogitTile:
-    """The tile for these hidden states.
-
-    With `tiles`: the whole vocabulary, and one of so many runs of the tokens. Without: the whole vocabulary, unless
-    that leaves too few tokens. Its logits then take `TILE_BYTES` of the device at most; on a GPU as much as the hidden
-    states, if they take more, and no more than `ENOUGH_TOKENS`.
-
-    With part of the vocabulary, each tile moves 8 E bytes per word (weight gradient, read and written in fp32) and 8 E
-    bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
+    With `tiles`: one of so many runs of the tokens. Without: logits of `TILE_BYTES` of the device at most; on a GPU as
+    many as the hidden states take, if they take more, and of no more than `ENOUGH_TOKENS`.
     """
+    tokens = hidden_TE.shape[0]
     if tiles:
-        return LogitTile(tokens=max(1, -(-hidden_TE.shape[0] // tiles)), words=vocabulary)
-    device = hidden_TE.device.type
-    if device == "cuda":
-        budget = max(TILE_BYTES[device], hidden_TE.nbytes)
-        low, high = ENOUGH_TOKENS
-        whole, enough = budget // hidden_TE.itemsize, min(max(low, hidden_TE.shape[0] // 8), high)
-    else:
-        whole = enough = TILE_BYTES[device] // 4
-    if whole >= FEWEST_TOKENS[device] * vocabulary:
-        return LogitTile(tokens=min(whole // vocabulary, enough), words=vocabulary)
-    side = math.isqrt(TILE_BYTES[device] // 4) // _STEP * _STEP  # in fp32
-    return LogitTile(tokens=side, words=min(side, vocabulary))
+        return max(1, -(-tokens // tiles))
+    if hidden_TE.device.type != "cuda":
+        return max(1, TILE_BYTES["cpu"] // (4 * vocabulary))
+    low, high = ENOUGH_TOKENS
+    fit = max(TILE_BYTES["cuda"], hidden_TE.nbytes) // hidden_TE.itemsize // vocabulary
+    return max(1, min(fit, max(low, tokens // 8), high))
 
 
 def check_labels(labels_T: Tensor, vocabulary: int) -> None:

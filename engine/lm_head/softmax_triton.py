@@ -1,9 +1,9 @@
 """Softmax, loss and the gradient of the logits in one Triton kernel, for a run of tokens with its whole vocabulary.
 
-Its reference implementation is `engine.lm_head.fused.Softmax`, which passes over the logits five times and moves 30
-bytes per logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in bf16, less
-the cache hits of the second sweep, which therefore begins where the first one ended. Arithmetic is fp32. Source of the
-running maximum and sum: online softmax, arXiv:1805.02867.
+Its reference implementation is `engine.lm_head.fused.loss_and_gradient`, which passes over the logits five times and
+moves 30 bytes per logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in
+bf16, less the cache hits of the second sweep, which therefore begins where the first one ended. Arithmetic is fp32.
+Source of the running maximum and sum: online softmax, arXiv:1805.02867.
 """
 
 from __future__ import annotations

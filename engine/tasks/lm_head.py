@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from engine.distributed import World
 from engine.lm_head.loss_kernel import forms_tiles, loss_sum_of
-from engine.lm_head.plain import LossSum, choose_tile, plain_loss_sum
+from engine.lm_head.plain import LossSum, plain_loss_sum, tile_tokens
 from engine.measurement import Extra, Measurement, relative_errors
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
@@ -113,8 +113,8 @@ class HeadTask:
         """The tile of the engine's own fused form, tokens x words."""
         if not forms_tiles(self.settings):
             return {}
-        tile = choose_tile(self.settings.model.vocab, self.hidden_TE, self.settings.head_tiles)
-        return {"tile": f"{tile.tokens} x {tile.words}"}
+        vocabulary = self.settings.model.vocab
+        return {"tile": f"{tile_tokens(vocabulary, self.hidden_TE, self.settings.head_tiles)} x {vocabulary}"}
 
     def _held_bytes(self) -> int:
         """Bytes any implementation must hold on this rank: hidden states, weight, their gradients, and the labels."""

@@ -15,9 +15,7 @@ from cluster.files.errors import counted, shown, shown_value
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.commands.predict import add_question_arguments, asks_question, hardware_asked, question
-from harness.spec.experiment import Experiment, add_experiment_arguments, chosen_experiment
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search
+from harness.spec.experiment import Experiment, Search, add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,10 +68,10 @@ class PlanCommand:
         trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
         rows = plan_table(trials, machine if over_hosts else None, hardware)
         if arguments.json:
-            rounds = {"rounds": experiment.repetition.rounds}
+            rounds = {"rounds": experiment.rounds}
             print(json.dumps([row | rounds for row in rows], indent=1))
         else:
-            _print_table(rows, where, experiment.repetition)
+            _print_table(rows, where, experiment.rounds)
             if experiment.search != Search():
                 print(f"Search: {experiment.search}")
             if hardware:
@@ -82,7 +80,7 @@ class PlanCommand:
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
                 hosts = machine if over_hosts else None
                 cost = cost_of(
-                    fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts,
+                    fitting, hardware, rounds=experiment.rounds, hosts=hosts,
                     share_ranks=experiment.limits.share_ranks and hosts is None,  # over nodes every trial starts anew
                 )  # fmt: skip
                 print(_cost(cost))
@@ -147,7 +145,7 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     return found
 
 
-def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition) -> None:
+def _print_table(rows: list[dict[str, Any]], where: str, rounds: int) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -206,7 +204,7 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(map(_runs, rows))
-    often = "" if repetition == Repetition() else f", in {repetition}"
+    often = "" if rounds == 1 else f", in {rounds} rounds"
     console.print(f"{counted(len(rows), 'trial')}, {runnable} can run on {where}{often}", markup=False, highlight=False)
 
 

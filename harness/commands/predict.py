@@ -134,11 +134,9 @@ def question(arguments: argparse.Namespace) -> Experiment:
     have."""
     from engine.settings import Steps
     from harness.base.lengths import parse_length
-    from harness.spec.experiment import Experiment, Limits
+    from harness.spec.experiment import Experiment, Limits, Search
     from harness.spec.methods import method_named
     from harness.spec.models import named_model
-    from harness.spec.repetition import Repetition
-    from harness.spec.search import Search
 
     reads: dict[str, Callable[[str], Any]] = {
         "model": named_model, "method": lambda text: method_named(text).name, "seq_len": parse_length,
@@ -162,7 +160,7 @@ def question(arguments: argparse.Namespace) -> Experiment:
             name="question", title="", path=Path("--set"), scale=None,
             tasks=(fixed.pop("task", arguments.task or "train"),),
             sweep={key: values for key, values in sweep.items() if key not in fixed}, exclude=(),
-            seeds=(fixed.pop("seed", 0),), fixed=fixed, steps=Steps(**steps), repetition=Repetition(), limits=Limits(),
+            seeds=(fixed.pop("seed", 0),), fixed=fixed, steps=Steps(**steps), limits=Limits(),
             search=Search(), reference={},
         )  # fmt: skip
     except ValueError as error:

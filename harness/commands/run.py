@@ -43,17 +43,15 @@ class RunCommand:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
-        from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
         from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import RunContext
-        from harness.run.bounds import Bounds, stop_time
+        from harness.run.bounds import Bounds, job_end, stop_time
         from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
-        from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
@@ -101,9 +99,6 @@ class RunCommand:
                 changes=changes(code_commit),
                 run_command=typed,
             )
-            lanes = lanes_of(host, arguments.parallel) if arguments.parallel > 1 else []
-            for lane in lanes:
-                closing.callback(lane.launcher.close)
             code = run_experiment(
                 experiment.name,
                 trials,
@@ -112,11 +107,10 @@ class RunCommand:
                 view=view_for(console),
                 say=say,
                 options=ExecutionOptions(
-                    repetition=experiment.repetition,
+                    rounds=experiment.rounds,
                     search=experiment.search,
                     bounds=bounds,
                     order=arguments.order,
-                    lanes=lanes,
                 ),
                 only=chosen,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
@@ -166,10 +160,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry", type=_count, default=0, metavar="N",
         help="repeat a trial up to N times that hung or lost its host, on other hosts where there are some",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parallel", type=_count, default=1, metavar="N",
-        help="run N trials at the same time, on disjoint GPUs and cores (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--max-failures", type=_count, default=0, metavar="N", help="end the run after N failed trials in a row"

@@ -34,8 +34,8 @@ class VerifyCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.records.packed import SUFFIX
-        from harness.verify.history import CommitHistory
-        from harness.verify.summary import as_json, lines
+        from harness.verify.finding import as_json, lines
+        from harness.verify.provenance import CommitHistory
         from harness.verify.unpacking import unpacked
         from harness.verify.verdict import verify
 

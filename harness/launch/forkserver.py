@@ -34,9 +34,8 @@ class ForkServer:
     Starting it returns at once: orders given while it still imports are carried out when it is ready.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: Sequence[str], cores: Sequence[int] = ()) -> None:
-        """`environment` is complete, not added to this process's own; `preload` names modules to import first; `cores`
-        are those that server and ranks may use, all of this process's where none is given."""
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """`environment` is complete, not added to this process's own; `preload` names modules to import first."""
         self.environment = dict(environment)
         self._ready = False
         self._pids: dict[int, int] = {}  # ranks started and not swept
@@ -58,9 +57,6 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal reaches the supervisor alone
             )  # fmt: skip
-        if cores:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, which `events` reports
-                os.sched_setaffinity(self._process.pid, cores)
 
     def new_directory(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
         """One for ranks of this server: `close` removes it, or the server when this process was killed."""

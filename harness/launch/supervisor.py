@@ -52,15 +52,12 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = ENGINE_PRELOAD,
         patience: Patience | None = None,
-        cores: Sequence[int] = (),
     ) -> None:
         """`environment` is the one jobs add theirs to; by default this process's own. `preload` names the modules a
-        fork server imports once for all `python -m` jobs with the same environment. `cores` are those that all ranks
-        may use; none given: all of this process."""
+        fork server imports once for all `python -m` jobs with the same environment."""
         self._environment = dict(os.environ if environment is None else environment)
         self._preload = tuple(preload)
         self._patience = patience or Patience()
-        self._cores = tuple(cores)
         self._cancel = threading.Event()
         self._stacks_wanted = False  # of the job that is cancelled
         self._may_save = True  # likewise
@@ -138,7 +135,7 @@ class Supervisor:
         if server is None or server.closed:
             while len(self._servers) >= MAX_SERVERS:
                 self._servers.pop(next(iter(self._servers))).close()
-            server = ForkServer({**self._environment, **job.environment}, preload, self._cores)
+            server = ForkServer({**self._environment, **job.environment}, preload)
         self._servers[key] = server
         return server
 
@@ -241,10 +238,6 @@ class LocalLauncher:
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
         return self._supervisor.run(job, on_progress)
-
-    def cancel(self) -> None:
-        """End the running job, if any, from another thread."""
-        self._supervisor.cancel()
 
     def close(self) -> None:
         self._supervisor.close()

@@ -41,6 +41,11 @@ class Interval:
     high: float
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The lower and the upper end."""
+        return self.low, self.high
+
+    @property
     def too_wide(self) -> bool:
         """Whether it is so wide that its ends are not worth a number, and no axis should hold them."""
         return self.high > _TOO_WIDE * self.low
@@ -59,6 +64,11 @@ class TwoRounds(NamedTuple):
 
     first: float
     second: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smaller and the larger value."""
+        return min(self), max(self)
 
     def scaled(self, factor: float) -> TwoRounds:
         """`factor` times each."""

@@ -79,7 +79,6 @@ class Record:
     ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
     idle_ranks: int = 0  # that waited beside its ranks, each with a GPU of its own, for a trial with more of them
     attempts: int = 1
-    lanes: int = 1  # trials that the run executed at the same time on disjoint parts of the machine
     rounds: list[Round] = field(default_factory=list)  # empty in records from before there were rounds: one, then
     run_command: list[str] = field(default_factory=list)  # the `burst run` that made it, as typed
     # Where `settings` is as_published or tuned: settings that baselines/settings.yaml gave, those of the ones it may

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -132,14 +132,16 @@ def _environment() -> jinja2.Environment:
 
 @cache
 def _assets() -> tuple[str, str]:
-    """The page's style and script: DataTables, which is a module, and below it what we ask of it."""
-    found = importlib.util.find_spec("itables")
-    folders = found.submodule_search_locations if found else None
-    assert folders, "itables is a dependency"
-    bundle = (Path(folders[0]) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
-    [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
-    ours = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    script = f"{bundle}\nconst TableLibrary = {library};\n{ours}"
+    """The page's style and script: DataTables, which is a module, and below it what we ask of it. Where itables is not
+    installed, tables are neither sorted nor filtered."""
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    if found := find_spec("itables"):
+        [folder] = found.submodule_search_locations or ()
+        bundle = (Path(folder) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+        [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
+        script = f"{bundle}\nconst TableLibrary = {library};\n{script}"
+    else:
+        script = f"const TableLibrary = null;\n{script}"
     return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 

@@ -11,11 +11,11 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from engine.atomic import write_atomic
 from engine.attention.problem import ULYSSES_SCHEDULES
@@ -23,14 +23,15 @@ from engine.measurement import UpstreamRun
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.intervals import Interval, TwoRounds, medians_of_two
 from harness.metrics.throughput import GIB, metrics_of
-from harness.records.caveats import caveats_of
 from harness.records.forecasts import outcome_in_words
 from harness.records.judging import ERROR, ERROR_AT
 from harness.records.record import Record
-from harness.records.stated import NOTHING_STATED, StatedProvenance
+from harness.records.stated import NOTHING_STATED, StatedProvenance, caveats_of
 from harness.spec.table import EQUAL, MAY_FILL
 
 Row = dict[str, Any]
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 # Columns other people's scripts rely on, in their order; settings and extras follow.
 COLUMNS: tuple[str, ...] = (
@@ -289,6 +290,14 @@ def is_given(row: Row, setting: str) -> bool:
 def _settings_among(columns: tuple[str, ...]) -> tuple[str, ...]:
     """Kept, because thousands of rows have the same columns."""
     return tuple(sorted(name for name in columns if name.split(".")[0] in _SETTINGS))
+
+
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """The items by their key, in order of first appearance."""
+    groups: dict[_K, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def sortable(value: object) -> tuple[bool, float, str]:

@@ -32,7 +32,7 @@ from harness.launch.limits import Passed
 from harness.launch.ports import port_was_taken
 from harness.launch.ranks import tells_start
 from harness.machine.this_machine import Machine
-from harness.plan.times import step_seconds
+from harness.plan.predict import step_seconds
 from harness.records.judging import judged
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, write_record
@@ -65,7 +65,6 @@ class RunContext:
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
     changes: str = ""  # digest of how the code differs from the commit; see `harness.records.provenance`
-    lanes: int = 1  # disjoint parts of the machine that run a trial each at the same time; this is one of them
     run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
 
     @property
@@ -187,7 +186,6 @@ def _attempt(
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
             idle_ranks=outcome.idle_ranks,
-            lanes=host.lanes,
         )
         record.rounds.append(round_of(record, number=position.round, place=position.place))
         record = judged(record)

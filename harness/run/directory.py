@@ -37,8 +37,6 @@ class RunDescription(TypedDict, total=False):
     trials: Required[list[str]]  # their ids, in the order of the plan
     title: str
     rounds: int
-    interval: float  # wanted around a median, as a fraction of it; 0: none
-    lanes: int
     launcher: str
     commit: str
     changes: list[str]  # digests of how the code differed from the commit, one of each start
@@ -255,7 +253,7 @@ def next_attempt(archive: Path) -> int:
 def _describes_a_run(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
         return False
-    if not all(isinstance(value.get(fact, 0), int | float) for fact in ("rounds", "interval", "lanes")):
+    if not isinstance(value.get("rounds", 1), int):
         return False
     trials = value["trials"]
     names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)

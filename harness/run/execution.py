@@ -1,11 +1,11 @@
-"""The rounds of one run: which trials are due, in which order and on which lane they run, and what ends it early."""
+"""The rounds of one run: which trials are due, in which order they run, and what ends it early."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
@@ -15,17 +15,13 @@ from harness.report.run_records import RunRecords
 from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, execute
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory
-from harness.run.lanes import Lanes
-from harness.run.mixing import differences
 from harness.run.progress import ProgressView
 from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
 from harness.run.sharing import Sharing
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search
+from harness.spec.experiment import Search
 from harness.spec.trial import Trial
 
-ONCE = Repetition()
 NO_SEARCH = Search()
 FRESHLY = random.SystemRandom().shuffle  # no seed: another order each time
 
@@ -55,14 +51,11 @@ class Resume:
 class ExecutionOptions:
     """How the trials of a run are executed: none of it changes what a trial measures."""
 
-    repetition: Repetition = ONCE
+    rounds: int = 1
     search: Search = NO_SEARCH
     bounds: Bounds = UNBOUNDED
     order: Order = "random"  # of the trials of each round
     shuffle: Shuffle = FRESHLY  # makes the random one
-    lanes: Sequence[RunContext] = field(
-        default_factory=tuple
-    )  # disjoint parts of the machine; none: one trial at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +88,7 @@ class Execution:
         self._host, self._directory, self._records, self._view = host, directory, records, view
         self._resume, self._options, self._bounds, self._grown = resume, options, options.bounds, grown
         self._shown = shown
-        self._pending = PendingRounds(options.repetition, retry_failed=resume is not None and resume.retry_failed)
+        self._pending = PendingRounds(options.rounds, retry_failed=resume is not None and resume.retry_failed)
         self._in_a_row = 0  # failures
         self._executed: set[str] = set()  # trials
         self._left_out: set[str] = set()  # trials beyond the number that the run may execute
@@ -150,13 +143,13 @@ class Execution:
         )
 
     def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str] = ()) -> list[str]:
-        """How records that stay are unlike those that the run would add; see `harness.run.mixing`."""
+        """How records that stay are unlike those that the run would add, in words; empty for none."""
         stay = [
             record
             for record in self._records.records()
             if record.trial_id in self._kept or record.trial_id not in self._trials
         ]
-        return differences(
+        return _differences(
             stay,
             experiment,
             self._host,
@@ -169,14 +162,13 @@ class Execution:
         """Run every round that is due; returns why it ended early, if it did."""
         self._grow(self._search.groups())
         number = 1
-        with Lanes(self._options.lanes, self._host) as lanes:
-            while True:
-                due = {each: trial for each, trial in self._trials.items() if self._due(each, trial, number)}
-                if number > self._last_known() and not due:
-                    return self._limited()
-                if (stopped := self._round(number, due, lanes)) is not None:
-                    return stopped
-                number += 1
+        while True:
+            due = {each: trial for each, trial in self._trials.items() if self._due(each, trial, number)}
+            if number > self._last_known() and not due:
+                return self._limited()
+            if (stopped := self._round(number, due)) is not None:
+                return stopped
+            number += 1
 
     def failed(self) -> int:
         """Trials that failed, or a round of which did."""
@@ -210,9 +202,9 @@ class Execution:
     def _last_known(self) -> int:
         """The number of the last round that the experiment asks for, or that a trial has."""
         numbers = (one.number for record in self._kept.values() for one in record.rounds)
-        return max(self._options.repetition.rounds, max(numbers, default=1))
+        return max(self._options.rounds, max(numbers, default=1))
 
-    def _round(self, number: int, due: Mapping[str, Trial], lanes: Lanes) -> Stopped | None:
+    def _round(self, number: int, due: Mapping[str, Trial]) -> Stopped | None:
         """Run one round; returns why it ended early, if it did."""
         kept = [self._kept[each] for each in self._trials if each in self._kept] if number == 1 else []
         total, done = len(due) + len(kept), len(kept)
@@ -228,45 +220,27 @@ class Execution:
         sharing = Sharing(due.values(), self._host)
         order = arranged(list(due.values()), self._options.order, sharing.group, self._options.shuffle)
         queue = deque(self._search.ascending(order))
-        stopped: Stopped | None = None
         while True:
             where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
-            if stopped is None and (end_requested() or self._bounds.out_of_time):
-                stopped = self._interrupted(where)
-            while stopped is None and (trial := self._next(queue, lanes)) is not None:
-                place += 1
-                self._start(trial, RoundPosition(round=number, place=place, sharing=sharing.sizes(trial)), lanes)
-            if not lanes.running:
-                return stopped
-            for trial, record in lanes.finished():
-                done += 1
-                found = self._take(trial, record, number, where)
-                stopped = stopped or found
-                if number == 1 and stopped is None and self._search.active:
-                    further = self._grow([group_of(trial.settings)])
-                    queue.extend(further)
-                    total += len(further)
-                    if further:
-                        self._view.begin(total, title, done)
-
-    def _next(self, queue: deque[Trial], lanes: Lanes) -> Trial | None:
-        """The first trial of the queue that a lane can take now; it leaves the queue."""
-        searched = {group_of(trial.settings) for trial in lanes.running} if self._search.active else set()
-        passed: list[Trial] = []  # that wait for a wider lane, or for a shorter length of their own
-        found = None
-        while queue and found is None and not lanes.full:
+            if end_requested() or self._bounds.out_of_time:
+                return self._interrupted(where)
+            if not queue:
+                return None
             trial = queue.popleft()
             if not self._may_execute(trial.id, trial):
                 continue
-            if lanes.takes(trial) and (not searched or group_of(trial.settings) not in searched):
-                found = trial
-            else:
-                passed.append(trial)
-        queue.extendleft(reversed(passed))
-        return found
+            place += 1
+            record = self._execute(trial, RoundPosition(round=number, place=place, sharing=sharing.sizes(trial)))
+            done += 1
+            if (stopped := self._take(record, number, where)) is not None:
+                return stopped
+            if number == 1 and self._search.active and (further := self._grow([group_of(trial.settings)])):
+                queue.extend(further)
+                total += len(further)
+                self._view.begin(total, title, done)
 
-    def _start(self, trial: Trial, position: RoundPosition, lanes: Lanes) -> None:
-        """Execute a trial on a lane, or record at once that it need not run."""
+    def _execute(self, trial: Trial, position: RoundPosition) -> Record:
+        """Execute a trial, or record at once that it need not run."""
         self._view.trial_began(trial)
         before = self._kept.get(trial.id)
         trial = self._planned(trial, before)
@@ -275,9 +249,7 @@ class Execution:
             trial = replace(trial, unsupported_reason=self._search.needless(trial.settings, outcomes))
         if trial.unsupported_reason is None:
             self._executed.add(trial.id)
-        lanes.start(
-            trial, lambda host: execute(trial, position, before, host, self._directory, self._view, self._bounds)
-        )  # fmt: skip
+        return execute(trial, position, before, self._host, self._directory, self._view, self._bounds)
 
     def _planned(self, trial: Trial, before: Record | None) -> Trial:
         """The trial as it is to run now: as in its earlier rounds, or planned with what trials have shown so far."""
@@ -287,7 +259,7 @@ class Execution:
             return replace(trial, settings=before.settings, plan=before.plan)
         return planned_again(trial, self._host.machine, [*self._shown, *self._records.records()])
 
-    def _take(self, trial: Trial, record: Record, number: int, where: str) -> Stopped | None:
+    def _take(self, record: Record, number: int, where: str) -> Stopped | None:
         """Keep the record that a trial has left; returns why the run ends with it, if it does."""
         self._remember(record)
         self._records.put(record)
@@ -328,10 +300,8 @@ class Execution:
 
     def _title(self, number: int) -> str:
         """The round in words; empty where there is one only."""
-        rounds = self._options.repetition.rounds
-        if number > rounds:
-            return f"round {number}, for the interval"
-        return f"round {number} of {rounds}" if rounds > 1 or self._options.repetition.interval else ""
+        rounds = max(self._options.rounds, self._last_known())
+        return f"round {number} of {rounds}" if rounds > 1 else ""
 
 
 def only_planned(record: Record) -> bool:
@@ -349,3 +319,39 @@ def _recorded(directory: RunDirectory, records: RunRecords, trial_id: str) -> Re
         write_record(directory.trial(trial_id), record)
         records.put(record)
     return record
+
+
+def _differences(
+    records: Iterable[Record],
+    experiment: str,
+    host: RunContext,
+    planned: Callable[[Record], bool],
+    *,
+    adds: bool,
+    changed: Collection[str] = (),
+) -> list[str]:
+    """In which respects records that stay are unlike those that the run would add, in words; empty for none.
+
+    `planned` says whether the experiment has the trial of a record. `adds`: the run executes some trials; one that adds
+    no record mixes no commits. `changed` are the digests of the changed trees from which the run has records so far.
+    What one side does not know is no difference.
+    """
+    found: Counter[str] = Counter()
+    for record in records:
+        if record.experiment != experiment:
+            found[f"of experiment {record.experiment}, not {experiment}"] += 1
+        elif not planned(record):
+            found["of trials that this experiment does not have"] += 1
+        if not adds or (record.status == "refused" and not record.launcher):  # the plan's own word: nothing ran
+            continue
+        driver = record.measurement.software.get("driver", "") if record.measurement else ""
+        for what, then, now in (
+            ("at commit", record.commit, host.commit),
+            ("on", record.gpu, host.gpu),
+            ("with driver", driver, host.machine.driver),
+        ):
+            if then and now and then not in now.split(" + "):
+                found[f"{what} {then}, not {now}"] += 1
+        if host.changes and record.commit == host.commit and set(changed) - {host.changes}:
+            found[f"at commit {host.commit}, whose changes were others"] += 1
+    return [f"{count} {'record' if count == 1 else 'records'} {what}" for what, count in found.items()]

@@ -16,7 +16,6 @@ from harness.report.run_records import RunRecords
 from harness.run.attempt import RunContext, now
 from harness.run.directory import opened_for_writing
 from harness.run.execution import Execution, ExecutionOptions, Resume
-from harness.run.mixing import refuse_mixing
 from harness.run.progress import ProgressView
 from harness.run.state import resuming
 from harness.spec.trial import Trial
@@ -69,9 +68,7 @@ def run_experiment(
                 experiment=experiment,
                 title=trials[0].title,
                 trials=list(ids),
-                rounds=options.repetition.rounds,
-                interval=options.repetition.interval,
-                lanes=len(options.lanes) or 1,
+                rounds=options.rounds,
                 launcher=host.launcher.name,
                 commit=host.commit,
                 changes=changed,
@@ -87,9 +84,12 @@ def run_experiment(
         run = Execution(chosen, host, directory, records, view, resume, options, grown, shown)
         run.check_hardware(say)
         found = run.mixed(experiment, planned, changed)
-        if resume is None or not resume.mix:
-            refuse_mixing(run_dir, found)
-        elif found:
+        if found and (resume is None or not resume.mix):
+            raise UsageError(
+                f"{run_dir} holds {'; '.join(found)}; give --out another directory, or --mix to keep both in one "
+                "results.csv"
+            )
+        if found:
             say(f"mixed as asked: {run_dir} holds {'; '.join(found)}")
         if run.adds and host.changes and host.changes not in changed:
             changed.append(host.changes)

@@ -7,17 +7,14 @@ machine) does not favour the trial that the file names first.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol, TypeVar
 
 from engine.measurement import ALLOCATION_RETRIES, LINK, Extra, Measurement
 from harness.metrics.flops import work_of
-from harness.metrics.intervals import median_interval
 from harness.records.judging import judged, worse_errors
 from harness.records.record import RESULTS, Record, Round, Status
-from harness.spec.repetition import MAX_ROUNDS, Repetition
 from harness.spec.trial import Trial
 
 Item = TypeVar("Item")
@@ -122,51 +119,23 @@ def alone(record: Record, number: int) -> Record:
 class PendingRounds:
     """Which round of which trial is still to run. A trial without figures runs in round 1 alone."""
 
-    def __init__(self, repetition: Repetition, *, retry_failed: bool = False) -> None:
+    def __init__(self, rounds: int, *, retry_failed: bool = False) -> None:
         """`retry_failed`: rounds that failed after others had given figures run again."""
-        self._repetition = repetition
+        self._rounds = rounds
         self._retry_failed = retry_failed
-        self._settled: set[str] = set()  # trials whose interval needs no further round
 
     def due(self, record: Record | None, number: int) -> bool:
         """Whether a trial that has left `record` runs in round `number`; None: it has left nothing to be kept."""
         if record is None or record.status != "ok":
             return record is None and number == 1
-        rounds = rounds_of(record)
-        for one in rounds:
-            if one.number == number:
-                return one.status == "interrupted" or (self._retry_failed and one.status not in RESULTS)
-        if number <= self._repetition.rounds:
-            return True
-        return number > rounds[-1].number and self._wants_more(record, rounds)
+        if (one := round_in(record, number)) is not None:
+            return one.status == "interrupted" or (self._retry_failed and one.status not in RESULTS)
+        return number <= self._rounds
 
     def lacks(self, record: Record) -> bool:
         """Whether any round of a trial with this record is due."""
-        last = max(self._repetition.rounds, *(one.number for one in rounds_of(record)), 1)
-        return any(self.due(record, number) for number in range(1, last + 2))
-
-    def _wants_more(self, record: Record, rounds: Sequence[Round]) -> bool:
-        if not self._repetition.interval or record.trial_id in self._settled:
-            return False
-        wants = (
-            len(rounds) < MAX_ROUNDS
-            and bool(rounds[-1].step_seconds)  # a further round that failed is not followed by another
-            and sum(one.wall_seconds for one in rounds) < self._repetition.budget_seconds
-            and half_width(record.step_seconds_by_round) > self._repetition.interval
-        )
-        if not wants:
-            self._settled.add(record.trial_id)
-        return wants
-
-
-def half_width(rounds: Sequence[Sequence[float]]) -> float:
-    """How far the interval of the median reaches from it on its wider side, as a fraction of it; infinite where
-    there are too few rounds for an interval."""
-    interval = median_interval(rounds)
-    if interval is None:
-        return float("inf")
-    median = statistics.median(itertools.chain.from_iterable(rounds))
-    return max(interval.high / median - 1, 1 - interval.low / median)
+        last = max(self._rounds, *(one.number for one in rounds_of(record)), 1)
+        return any(self.due(record, number) for number in range(1, last + 1))
 
 
 def with_round(before: Record, latest: Record) -> Record:

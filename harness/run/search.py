@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from engine.settings import TrialSettings
 from harness.records.record import Status
-from harness.spec.search import Search
+from harness.spec.experiment import Search
 from harness.spec.trial import Trial, id_of
 
 TOO_LONG: dict[str, frozenset[Status]] = {

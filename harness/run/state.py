@@ -36,7 +36,7 @@ class TrialState:
     reason: str = ""
     failed: bool = False  # it, or a round of it, ended by a failure
     rounds_done: int = 0
-    rounds: int = 1  # of the experiment, or more where the interval asked for some
+    rounds: int = 1  # of the experiment, or more where the trial has more
     round_seconds: list[float] = field(default_factory=list)  # wall time of each finished round
     running_round: int = 0  # 0: it does not run
     running_seconds: float = 0.0  # of that round, so far
@@ -109,8 +109,7 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
     directory = RunDirectory(run_dir)
     facts = directory.description()
     running, now = directory.in_use(), time.time() if now is None else now
-    rounds = int(facts.get("rounds", 1))  # absent from runs before there were rounds, as is the other
-    repeats = rounds > 1 or facts.get("interval", 0) > 0
+    rounds = facts.get("rounds", 1)  # absent from runs before there were rounds
     trials, bad = [], []
     for trial_id in facts["trials"]:
         try:
@@ -121,7 +120,7 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
             continue
         state = _recorded(trial_id, record, rounds)
         # Only a run under way has a trial whose files are of a round that its record lacks.
-        if running and (record is None or (repeats and record.status == "ok")):
+        if running and (record is None or (rounds > 1 and record.status == "ok")):
             state = _running(state, directory.trial(trial_id), record, now)
         trials.append(state)
     return RunState(
@@ -130,7 +129,7 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
         running=running,
         trials=trials,
         bad=bad,
-        seconds_left=seconds_left(trials, lanes=max(1, int(facts.get("lanes", 1)))),
+        seconds_left=seconds_left(trials),
         command=_words(facts.get("command")),
         reported=_reported(run_dir, trials),
     )
@@ -188,8 +187,8 @@ def _running(state: TrialState, trial_dir: Path, record: Record | None, now: flo
     )
 
 
-def seconds_left(trials: Sequence[TrialState], lanes: int) -> float | None:
-    """Wall seconds of all rounds that are left, shared among `lanes`; see `RunState`."""
+def seconds_left(trials: Sequence[TrialState]) -> float | None:
+    """Wall seconds of all rounds that are left; see `RunState`."""
     known = _FinishedRounds(trials)
     total = 0.0
     for trial in trials:
@@ -200,7 +199,7 @@ def seconds_left(trials: Sequence[TrialState], lanes: int) -> float | None:
         if each is None:
             return None
         total += max(0.0, left * each - trial.running_seconds)
-    return total / lanes
+    return total
 
 
 def _rounds_left(trial: TrialState) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cluster.files.reader import Node, build, check_keys, convert, merge, read_yaml
 from engine.settings import Steps, Task
@@ -20,16 +20,15 @@ from harness.base.errors import UsageError, nearest, one_of
 from harness.base.lengths import with_lengths
 from harness.spec.models import model_name
 from harness.spec.references import read_paper_reference
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search, read_search
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
-    f"steps.{field.name}": "steps" for cls in (Steps, Repetition) for field in dataclasses.fields(cls)
+    f"steps.{name}": "steps" for name in (*(field.name for field in dataclasses.fields(Steps)), "rounds")
 }
 REFERENCES = ("paper",)
 AUTO_KEY = "checkpoint.plan"  # what `checkpoint: auto` is short for
+MAX_ROUNDS = 1000  # more are a mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +44,34 @@ class Limits:
         for name in ("trial_seconds", "start_seconds", "hang_seconds"):
             if (seconds := getattr(self, name)) < 0:
                 raise ValueError(f"limits.{name} is {seconds:g}; expected seconds, or 0 for its default")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """How a run adapts its sequence lengths, for each combination of the other settings alone. No part of a trial's
+    settings or its id.
+
+    After the first length that ends as `until` says (`oom`: memory of a GPU or of the host ran out; `failure`: also
+    failed, timeout or hang), longer ones do not run. Then the longest that trains is found to within `bisect` tokens.
+    """
+
+    until: Literal["no", "oom", "failure"] = "no"
+    bisect: int = 0  # tokens, of which searched lengths are multiples; 0: no further lengths
+    at_most: int = 0  # tokens; lengths are doubled up to it while all train; 0: none beyond those of the sweep
+
+    def __post_init__(self) -> None:
+        if self.bisect < 0 or self.at_most < 0:
+            raise ValueError("search.bisect and search.at_most are numbers of tokens; expected at least 0")
+        if self.until == "no" and (self.bisect or self.at_most):
+            raise ValueError("search.bisect and search.at_most need search.until; add until: oom")
+        if self.at_most and not self.bisect:
+            raise ValueError("search.at_most needs search.bisect; add the precision in tokens, such as bisect: 16k")
+
+    def __str__(self) -> str:
+        """In words, for a reader of a plan."""
+        ends = "memory runs out" if self.until == "oom" else "a trial fails or memory runs out"
+        found = f", then the longest that trains to within {self.bisect} tokens" if self.bisect else ""
+        return f"lengths ascend until {ends}{found}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +92,7 @@ class Experiment:
     exclude: tuple[Mapping[str, tuple[Any, ...]], ...]
     fixed: Mapping[str, Any]
     steps: Steps
-    repetition: Repetition
+    rounds: int = 1  # all trials once, then again; no part of a trial's settings or id, so a resumed run may have more
     seeds: tuple[int, ...]
     limits: Limits
     search: Search
@@ -231,7 +258,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
     tasks = [convert(item, Task, "task") for item in _listed(entries["task"], "task")]
     seeds = [_seed(item) for item in _listed(entries["seeds"], "seeds")] if "seeds" in entries else [0]
     name = _name(entries["name"]) if "name" in entries else path.stem
-    steps, repetition = _steps(entries.get("steps"))
+    steps, rounds = _steps(entries.get("steps"))
     return Experiment(
         name=name,
         title=convert(entries["title"], str, "title") if "title" in entries else name,
@@ -242,7 +269,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
         exclude=_exclude(entries.get("exclude"), path),
         fixed=fixed,
         steps=steps,
-        repetition=repetition,
+        rounds=rounds,
         seeds=tuple(dict.fromkeys(seeds)),
         limits=build(Limits, entries["limits"], "limits") if "limits" in entries else Limits(),
         search=_search(entries.get("search"), where, sweep),
@@ -265,21 +292,26 @@ def _name(node: Node) -> str:
     return name
 
 
-def _steps(node: Node | None) -> tuple[Steps, Repetition]:
-    """Section `steps`: what a trial runs, which is part of its settings, and how often, which is not."""
+def _steps(node: Node | None) -> tuple[Steps, int]:
+    """Section `steps`: what a trial runs, which is part of its settings, and in how many rounds, which is not."""
     if node is None:
-        return Steps(), Repetition()
-    entries = with_lengths(node, ("warmup_seq_len",), "steps").mapping("steps")
-    often = [field.name for field in dataclasses.fields(Repetition)]
-    check_keys(entries, [*(field.name for field in dataclasses.fields(Steps)), *often], "steps")
-    what = Node({key: entry for key, entry in entries.items() if key not in often}, node.place)
-    how_often = Node({key: entry for key, entry in entries.items() if key in often}, node.place)
-    return build(Steps, what, "steps"), build(Repetition, how_often, "steps")
+        return Steps(), 1
+    entries = dict(with_lengths(node, ("warmup_seq_len",), "steps").mapping("steps"))
+    check_keys(entries, [*(field.name for field in dataclasses.fields(Steps)), "rounds"], "steps")
+    rounds = 1
+    if (often := entries.pop("rounds", None)) is not None:
+        rounds = convert(often, int, "steps.rounds")
+        if not 1 <= rounds <= MAX_ROUNDS:
+            raise UsageError(f"{often.place}: steps.rounds is {rounds}; expected a number from 1 to {MAX_ROUNDS}")
+    return build(Steps, Node(entries, node.place), "steps"), rounds
 
 
 def _search(node: Node | None, where: str, sweep: Mapping[str, Any]) -> Search:
-    search = read_search(node)
-    if node is not None and search.until != "no" and "seq_len" not in sweep and not search.bisect:
+    """Without a section nothing is searched."""
+    if node is None:
+        return Search()
+    search: Search = build(Search, with_lengths(node, ("bisect", "at_most"), "search"), "search")
+    if search.until != "no" and "seq_len" not in sweep and not search.bisect:
         raise UsageError(f"{node.place}: search.until stops a sweep over seq_len, and {where} sweeps none; add the "
                          "lengths as sweep.seq_len, or search.bisect")  # fmt: skip
     return search

@@ -14,8 +14,7 @@ import yaml
 
 from engine.reader import to_json
 from engine.settings import ModelShape
-from harness.spec.experiment import Experiment
-from harness.spec.search import Search
+from harness.spec.experiment import Experiment, Search
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -47,7 +46,7 @@ def _document(experiment: Experiment) -> dict[str, Any]:
         "sweep": {key: [_value(value) for value in values] for key, values in experiment.sweep.items()},
         "fixed": {key: _value(value) for key, value in fixed.items()},
         "exclude": [_exclusion(entry) for entry in experiment.exclude],
-        "steps": to_json(experiment.steps) | to_json(experiment.repetition),
+        "steps": to_json(experiment.steps) | {"rounds": experiment.rounds},
         "seeds": list(experiment.seeds),
         "limits": to_json(experiment.limits),
         "search": {} if experiment.search == Search() else to_json(experiment.search),

@@ -1,4 +1,3 @@
-"""A second look at what a run left: records, figures computed again by other code, provenance; and archives of runs.
-
-Nothing here changes a run. `formulas` and `pairs` share no code with `harness.metrics.throughput` and `flops`.
+"""A second look at what a run left: records that agree with themselves, results, tables and figures that are those of
+the records, provenance, hashes; and archives of runs. Nothing here changes a run.
 """

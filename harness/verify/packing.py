@@ -28,7 +28,7 @@ from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.hardware import HARDWARE_DIR, hardware_for
 from harness.records.packed import packed
-from harness.records.provenance import PROJECT_ROOT, commit, version
+from harness.records.provenance import HOME, PROJECT_ROOT, commit, private_in, version
 from harness.records.record import RECORD_FILE, BadRecord, Record, refuse_bad
 from harness.records.stated import PROVENANCE_FILE, StatedProvenance
 from harness.records.stored import (
@@ -43,9 +43,7 @@ from harness.records.stored import (
 )
 from harness.report.page import read_runs, write_report
 from harness.report.results import Row
-from harness.verify.private import HOME, private_in
-from harness.verify.sums import SUMS_FILE, sums_of
-from harness.verify.unpacking import MAX_BYTES, MAX_FILES
+from harness.verify.unpacking import MAX_BYTES, MAX_FILES, SUMS_FILE, sums_of
 
 _OF_RUN = (RUN_FILE, EXPERIMENT_FILE, PROVENANCE_FILE)
 _OF_PROJECT = ("LICENSE", "CITATION.cff")

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
-from harness.records.caveats import ONE_ROUND, ONE_STEP
-from harness.records.provenance import DIRTY
+from harness.records.provenance import DIRTY, HOME, PROJECT_ROOT, private_in, secret_variables
 from harness.records.record import Record
-from harness.records.stated import About, FailureReason, MachineOfRounds, StatedProvenance, TypedCommand
+from harness.records.stated import (
+    ONE_ROUND,
+    ONE_STEP,
+    About,
+    FailureReason,
+    MachineOfRounds,
+    StatedProvenance,
+    TypedCommand,
+)
 from harness.verify.finding import Failure, Gap
-from harness.verify.history import NOT_HELD, CommitHistory
-from harness.verify.private import HOME, private_in, secret_variables
 
 _SOFTWARE = ("python", "torch")
+NOT_HELD = "which the repository here does not hold"
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
+
+class CommitHistory:
+    """The history of a checkout. Where it cannot be asked, `absent` says why, and no commit is judged."""
+
+    def __init__(self, root: Path = PROJECT_ROOT) -> None:
+        self._root = root
+        self._judged: dict[str, str] = {}
+        self.absent = self._why_absent()
+
+    def problem(self, commit: str) -> str:
+        """What is wrong with this commit, such as `which no repository here holds`; empty when it is an ancestor."""
+        if not _COMMIT.fullmatch(commit):
+            return "which is no commit's name"
+        if self.absent:
+            return ""
+        if commit not in self._judged:
+            code = self._git("merge-base", "--is-ancestor", commit, "HEAD").returncode
+            self._judged[commit] = {0: "", 1: "which the history here does not lead to"}.get(code, NOT_HELD)
+        return self._judged[commit]
+
+    def _why_absent(self) -> str:
+        try:
+            top = self._git("rev-parse", "--show-toplevel")
+            if top.returncode or Path(top.stdout.strip()).resolve() != self._root.resolve():
+                return "no git repository here"
+            if self._git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+                return "the git repository here is shallow (git fetch --unshallow completes it)"
+            return ""
+        except (OSError, subprocess.SubprocessError):
+            return "no git here"
+
+    def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", "-C", str(self._root), *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
 
 
 def provenance_findings(
@@ -22,23 +68,23 @@ def provenance_findings(
     for about, found, expected in _missing(record, text, stated, history):
         says = stated.reason(record.trial_id, about)
         if says is not None:
-            yield Gap(place=record.trial_id, check=about, says=says)
+            yield Gap(record.trial_id, about, says)
         else:
-            yield Failure(place=record.trial_id, check=about, found=found, expected=expected)
+            yield Failure(record.trial_id, about, found, expected)
     rounds = record.step_seconds_by_round if record.status == "ok" else []
     if len(rounds) == 1:  # tables say so beside the row, and there is no interval to be wrong
         says = stated.reason(record.trial_id, "rounds") or ONE_ROUND
-        yield Gap(place=record.trial_id, check="rounds", says=says)
+        yield Gap(record.trial_id, "rounds", says)
         if len(rounds[0]) == 1:
             says = stated.reason(record.trial_id, "samples") or ONE_STEP
-            yield Gap(place=record.trial_id, check="samples", says=says)
+            yield Gap(record.trial_id, "samples", says)
     secrets = [kind for kind in private_in(text) if kind != HOME]
     secrets += [f"the variable {name} unhidden" for name in secret_variables(record.environment)]
     for kind in secrets:
-        yield Failure(place=record.trial_id, check="secrets", found=kind, expected="none in a record")
+        yield Failure(record.trial_id, "secrets", kind, "none in a record")
     for one in stated.reasons_of(record.trial_id):
         if "conditions" in one.about:
-            yield Gap(place=record.trial_id, check="conditions", says=one.says)
+            yield Gap(record.trial_id, "conditions", one.says)
 
 
 def unused_statements(stated: StatedProvenance, trials: list[str]) -> Iterator[Failure]:
@@ -51,10 +97,10 @@ def unused_statements(stated: StatedProvenance, trials: list[str]) -> Iterator[F
     for one in entries:
         if not any(map(one.names, trials)):
             yield Failure(
-                place="provenance.yaml",
-                check="trials",
-                found=f"{', '.join(one.trials)}, which no record has as its id",
-                expected="globs of trial ids in this folder",
+                "provenance.yaml",
+                "trials",
+                f"{', '.join(one.trials)}, which no record has as its id",
+                "globs of trial ids in this folder",
             )
 
 

@@ -24,7 +24,7 @@ def schema_failures(trial: str, record: Record) -> Iterator[Failure]:
     place = record.trial_id if trial == record.trial_id else f"trials/{trial}"
 
     def wrong(found: str, expected: str) -> Failure:
-        return Failure(place=place, check="schema", found=found, expected=expected)
+        return Failure(place, "schema", found, expected)
 
     if trial != record.trial_id:
         yield wrong(f"trial_id {record.trial_id}", "the name of its folder")
@@ -39,7 +39,7 @@ def schema_failures(trial: str, record: Record) -> Iterator[Failure]:
     if record.status not in MEASURED and record.measurement is not None:
         yield wrong(f"status {record.status} with a measurement", "none: only an ok or wrong record has figures")
     if record.status == "wrong":
-        yield Failure(place=record.trial_id, check="float64", found=record.reason, expected="no wrong trial")
+        yield Failure(record.trial_id, "float64", record.reason, "no wrong trial")
     if len(set(record.hosts)) > settings.world_size:
         yield wrong(f"{len(set(record.hosts))} hosts", f"at most one for each of {settings.world_size} ranks")
     for name, value, least in (

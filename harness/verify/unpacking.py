@@ -1,10 +1,15 @@
-"""An archive of unknown origin, unpacked into a temporary folder: plain files of limited size, and nowhere else."""
+"""An archive of unknown origin, unpacked into a temporary folder: plain files of limited size, and nowhere else.
+
+SHA256SUMS has the sums of its files, in the form that `sha256sum -c` reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
+import re
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -14,11 +19,15 @@ from typing import IO
 from cluster.files.archive import DAMAGED, members_of
 from cluster.files.errors import shown_value
 from cluster.files.filesystem import open_regular
+from engine.reader import read_regular
 from harness.base.errors import UsageError
+from harness.verify.finding import Failure
 
 MAX_BYTES = 1 << 30  # of all files unpacked: ten thousand records are 100 MB
 MAX_FILES = 100_000
 _MAX_NAME = 240  # characters of one part of a path
+SUMS_FILE = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 @contextlib.contextmanager
@@ -60,9 +69,7 @@ def _unpack(file: IO[bytes], archive: Path, folder: Path) -> None:
             if len(seen) > MAX_FILES:
                 raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
             try:
-                # From Python 3.11.4 on the standard filter looks at names and modes as well.
-                tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-                tar.extract(member, folder, set_attrs=False)
+                tar.extract(member, folder, set_attrs=False, filter="data")
             except OSError as error:  # such as a file where another name needs a folder
                 name = shown_value(member.name)
                 raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
@@ -105,3 +112,50 @@ class _Limited(io.RawIOBase):
         if self._left < 0:
             raise UsageError(f"{self._archive} unpacks to more than {MAX_BYTES >> 20} MiB; nothing of it is used")
         return data
+
+
+def sums_of(folder: Path) -> str:
+    """A line per file below `folder`, in order of their names; SHA256SUMS itself has none."""
+    return "".join(f"{_digest(folder / name)}  {name}\n" for name in _files(folder))
+
+
+def sums_failures(folder: Path) -> Iterator[Failure]:
+    """Files below `folder` that differ from its SHA256SUMS, are missing there, or are not in it."""
+
+    def wrong(place: str, found: str, expected: str) -> Failure:
+        return Failure(place=place, check=SUMS_FILE, found=found, expected=expected)
+
+    try:
+        lines = read_regular(folder / SUMS_FILE).decode().splitlines()
+    except (OSError, ValueError):
+        yield wrong(SUMS_FILE, "no readable file", "the sums that `burst archive` writes")
+        return
+    stated: dict[str, str] = {}
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in stated:
+            yield wrong(SUMS_FILE, f"the line {line[:80]!r}", "a SHA-256 digest, two spaces and a name, each name once")
+        else:
+            stated[match[2]] = match[1]
+    files = set(_files(folder))
+    for name in sorted(stated.keys() | files):
+        if name not in files:
+            yield wrong(name, "no such file", "a file, as SHA256SUMS names it")
+        elif name not in stated:
+            yield wrong(name, "a file that SHA256SUMS does not name", "no other files")
+        elif (digest := _digest(folder / name)) != stated[name]:
+            yield wrong(name, f"SHA-256 {digest[:16]}...", f"{stated[name][:16]}...")
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of all files below `folder`, links among them."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path != folder / SUMS_FILE)
+
+
+def _digest(path: Path) -> str:
+    """Of a regular file; empty for anything else, which no line matches."""
+    if path.is_symlink() or not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,33 +1,26 @@
-"""The whole verification of one run, and of all runs below a directory."""
+"""The whole verification of one run, or of all runs below a directory, beside a reference where one is given."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from harness.base.errors import UsageError
+from harness.metrics.intervals import median_ratio
+from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
 from harness.records.stored import RUN_FILE, StoredRun, run_named, runs_below, stored_run
 from harness.report.results import Row
 from harness.report.run_records import RunRecords
-from harness.verify.finding import Failure, RunVerification
-from harness.verify.formulas import COLUMNS, Figure, figures_of
-from harness.verify.history import CommitHistory
-from harness.verify.private import HOME, private_in
-from harness.verify.products import (
-    RESULTS_FILE,
-    as_line,
-    figure_failures,
-    figures_failures,
-    read_results,
-    results_failures,
-    table_failures,
-)
-from harness.verify.provenance import provenance_findings, unused_statements
-from harness.verify.reference import compared, partnerless
+from harness.verify.finding import Failure, RowComparison, RunVerification
+from harness.verify.products import RESULTS_FILE, read_results, report_failures, results_failures
+from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements
 from harness.verify.schema import schema_failures
-from harness.verify.sums import SUMS_FILE, sums_failures
+from harness.verify.unpacking import SUMS_FILE, sums_failures
+
+_GIB = 1 << 30
 
 
 def verify(
@@ -43,8 +36,8 @@ def verify(
         verdict, records = verify_run(run, name or run.name, history)
         if reference is not None:
             others = _records(run_named(reference, name) if name else reference)
-            verdict.compared = compared(records, others, tolerance)
-            verdict.partnerless = partnerless(records, others)
+            verdict.compared = _compared(records, others, tolerance)
+            verdict.partnerless = _partnerless(records, others)
         verdicts.append(verdict)
     if reference is not None and not any(verdict.compared for verdict in verdicts):
         raise UsageError(f"{reference} holds no record of a trial that {place} holds; name a run of the same trials")
@@ -60,13 +53,12 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
         published = read_results(run.report_dir)
     except ValueError as error:
         published = []
-        failures.append(Failure(place=RESULTS_FILE, check=RESULTS_FILE, found=str(error), expected="a table"))
+        failures.append(Failure(RESULTS_FILE, RESULTS_FILE, str(error), "a table"))
     read = RunRecords(run.path, _run_name(published))
     for bad in read.read():
-        failures.append(Failure(place=_shown(bad.place), check="schema", found=bad.reason, expected="a record"))
+        failures.append(Failure(_shown(bad.place), "schema", bad.reason, "a record"))
 
     records: dict[str, Record] = {}
-    figures: dict[str, Mapping[str, Figure]] = {}
     trials: set[str] = set()
     for one in run.records():
         verdict.records += 1
@@ -83,12 +75,6 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
                 failures.append(finding)
             else:
                 verdict.stated.append(finding)
-        try:
-            figures[record.trial_id] = figures_of(record)
-        except (ValueError, ArithmeticError) as error:
-            failures.append(
-                Failure(place=record.trial_id, check="figures", found=str(error), expected=", ".join(COLUMNS[:3]))
-            )
     if not verdict.records:
         raise UsageError(
             f"{run.path} holds no record; name a directory that `burst run` left (trials/*/record.json), a packed run "
@@ -97,7 +83,7 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
     failures += unused_statements(stated, list(records))
     failures += _planned(run, trials)
     failures += _private_texts(run, any("paths" in one.about for one in stated.reasons))
-    _products(run, read.rows(), published, figures, verdict)
+    _products(run, read.rows(), published, verdict)
     if os.path.lexists(run.path / SUMS_FILE):
         failures += sums_failures(run.path)
         verdict.files += 1
@@ -112,36 +98,27 @@ def _shown(place: RecordPlace) -> str:
 
 
 def _products(
-    run: StoredRun,
-    rows: list[Row],
-    published: list[dict[str, str]] | None,
-    figures: Mapping[str, Mapping[str, Figure]],
-    verdict: RunVerification,
+    run: StoredRun, rows: list[Row], published: list[dict[str, str]] | None, verdict: RunVerification
 ) -> None:
-    """What a report made of the records, and the figures of their rows. Of a packed run there may be no report; then
-    the rows are those that one would have."""
+    """What a report made of the records. Of a packed run there may be none."""
     archive = os.path.lexists(run.path / SUMS_FILE)  # whoever reads it is not to change it
     by = "`burst archive`" if archive else f"`burst report {run.path}`"
     if published is not None:
-        verdict.failures += [*results_failures(published, rows, by), *figures_failures(published, figures)]
+        verdict.failures += results_failures(published, rows, by)
         verdict.files += 1
     elif run.report_dir == run.path:
-        lacking = Failure(place=RESULTS_FILE, check=RESULTS_FILE, found="no such file", expected=f"what {by} writes")
-        verdict.failures.append(lacking)
-    else:
-        verdict.failures += figures_failures([as_line(row) for row in rows], figures)
+        verdict.failures.append(Failure(RESULTS_FILE, RESULTS_FILE, "no such file", f"what {by} writes"))
     if not rows:
         return
-    for compare in (table_failures, figure_failures):
-        try:
-            count, failures = compare(run.report_dir, rows, by)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # Records that hold something else than ours do, where any value may stand: tables cannot be made of them.
-            found = f"records of which no report can be made ({type(error).__name__}: {error})"
-            verdict.failures.append(Failure(place="trials", check="tables", found=found, expected="records of ours"))
-            continue
-        verdict.files += count
-        verdict.failures += failures
+    try:
+        count, failures = report_failures(run.report_dir, rows, by)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Records that hold something else than ours do, where any value may stand: tables cannot be made of them.
+        found = f"records of which no report can be made ({type(error).__name__}: {error})"
+        verdict.failures.append(Failure("trials", "tables", found, "records of ours"))
+        return
+    verdict.files += count
+    verdict.failures += failures
 
 
 def _run_name(published: list[dict[str, str]] | None) -> str:
@@ -155,11 +132,8 @@ def _planned(run: StoredRun, trials: set[str]) -> list[Failure]:
     try:
         lacking = [trial for trial in run.planned() or () if trial not in trials]
     except ValueError:
-        return [Failure(place=RUN_FILE, check="schema", found="no list of trials", expected="the plan of a run")]
-    return [
-        Failure(place=trial[:200], check="schema", found="no record", expected="one for every trial of the plan")
-        for trial in lacking
-    ]
+        return [Failure(RUN_FILE, "schema", "no list of trials", "the plan of a run")]
+    return [Failure(trial[:200], "schema", "no record", "one for every trial of the plan") for trial in lacking]
 
 
 def _private_texts(run: StoredRun, home_is_stated: bool) -> list[Failure]:
@@ -167,7 +141,7 @@ def _private_texts(run: StoredRun, home_is_stated: bool) -> list[Failure]:
     for name, text in run.texts():
         for kind in ["no readable file"] if text is None else private_in(text):
             if kind != HOME or not home_is_stated:
-                failures.append(Failure(place=name, check="secrets", found=kind, expected="none"))
+                failures.append(Failure(name, "secrets", kind, "none"))
     return failures
 
 
@@ -176,3 +150,71 @@ def _records(path: Path) -> dict[str, Record]:
     run = RunRecords(path)
     run.read()
     return {record.trial_id: record for record in run.records()}
+
+
+def _compared(records: Mapping[str, Record], reference: Mapping[str, Record], tolerance: float) -> list[RowComparison]:
+    """Every row that both runs have, by trial id: status, GPU, step time, peak memory and loss.
+
+    A time passes unless its ratio, with the whole interval where both have rounds, lies outside 1 +- `tolerance`.
+    """
+    both = [trial_id for trial_id in records if trial_id in reference]
+    return [one for trial_id in both for one in _row(records[trial_id], reference[trial_id], tolerance)]
+
+
+def _partnerless(records: Mapping[str, Record], reference: Mapping[str, Record]) -> list[str]:
+    """Rows that only one of the runs has, as sentences."""
+    return [
+        *(f"{trial_id}: not in the reference" for trial_id in records if trial_id not in reference),
+        *(f"{trial_id}: only in the reference" for trial_id in reference if trial_id not in records),
+    ]
+
+
+def _row(record: Record, reference: Record, tolerance: float) -> Iterator[RowComparison]:
+    def line(quantity: str, found: str, other: str, passed: bool, note: str = "") -> RowComparison:
+        return RowComparison(
+            trial_id=record.trial_id, quantity=quantity, found=found, reference=other, passed=passed, note=note
+        )
+
+    if record.status != reference.status or record.gpu != reference.gpu:
+        yield line(
+            "status and GPU",
+            f"{record.status} on {record.gpu or 'an unknown device'}",
+            f"{reference.status} on {reference.gpu or 'an unknown device'}",
+            False,
+        )
+        return
+    ours, theirs = record.measurement, reference.measurement
+    if record.status != "ok" or ours is None or theirs is None:  # the same reasoned end, such as out of memory
+        yield line("status", record.status, reference.status, True)
+        return
+    ratio = median_ratio(record.step_seconds_by_round, reference.step_seconds_by_round, paired=False)
+    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (ratio.value, ratio.value)
+    interval = f", 95% interval {low:.3f} to {high:.3f}" if ratio.interval else ", no interval: fewer than three rounds"
+    yield line(
+        "step time",
+        f"{_median(record):.6g} s",
+        f"{_median(reference):.6g} s",
+        low <= 1 + tolerance and high >= 1 - tolerance,
+        f"ratio {ratio.value:.3f}{interval}, tolerance {tolerance:.1%}",
+    )
+    for quantity, unit, found, other in (
+        ("peak memory", " GiB", _peak(ours.peak_allocated_bytes), _peak(theirs.peak_allocated_bytes)),
+        ("loss", "", _last(ours.loss), _last(theirs.loss)),
+    ):
+        if found is None or other is None:
+            continue
+        note = f"ratio {found / other:.3f}, tolerance {tolerance:.1%}" if other else ""
+        passed = abs(found - other) <= tolerance * abs(other)
+        yield line(quantity, f"{found:.6g}{unit}", f"{other:.6g}{unit}", passed, note)
+
+
+def _median(record: Record) -> float:
+    return statistics.median(value for part in record.step_seconds_by_round for value in part)
+
+
+def _peak(ranks: list[int]) -> float | None:
+    return max(ranks) / _GIB if ranks else None
+
+
+def _last(values: list[float]) -> float | None:
+    return values[-1] if values else None

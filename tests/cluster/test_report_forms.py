@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.files.errors import UsageError
 from cluster.health.nodes import NodeReport
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.verdict import ACTIONS, LEVELS, Verdict
 from cluster.render.grouping import Selection
@@ -258,7 +258,7 @@ def test_a_heat_map_reddens_what_is_below_the_median_and_names_failures() -> Non
 
 
 def test_the_live_table_fills_as_nodes_answer() -> None:
-    nodes = [Node(host=one.host, site=Site()) for one in FLEET]
+    nodes = [InventoryNode(host=one.host, site=Site()) for one in FLEET]
     console = Console(file=io.StringIO(), width=120)
     console.print(progress_table(nodes, {"gpu03": BAD}))
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import pytest
 from harness.cli import main
 from harness.records.stated import PROVENANCE_FILE
 from harness.verify import unpacking
-from harness.verify.sums import SUMS_FILE
+from harness.verify.unpacking import SUMS_FILE, sums_of
 from tests.harness.synthetic_records import record
 from tests.harness.test_verify import STATED, edited, replaced, reported, sweep, verified
 
@@ -144,8 +144,6 @@ def test_a_change_after_packing_is_found(
 def test_new_sums_do_not_hide_a_changed_number(
     name: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from harness.verify.sums import sums_of
-
     folder = unpack(packed, tmp_path)
     SHIFTED[name](folder)
     (folder / SUMS_FILE).write_text(sums_of(folder))

@@ -9,10 +9,9 @@ import pytest
 from engine.checkpoint.counts import matmul_parameters
 from engine.settings import TrialSettings
 from engine.tasks.products import DIRECTIONS, matrix_products
-from harness.metrics.ceilings import kernel_bound_seconds, own_gemm_tflops
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import all_hardware
-from harness.metrics.throughput import FORMULAS, metrics_of
+from harness.metrics.throughput import FORMULAS, kernel_bound_seconds, metrics_of, own_gemm_tflops
 from harness.records.record import Record
 from harness.report.results import row_of
 from tests.harness.synthetic_records import H200, LARGE, SMALL, record

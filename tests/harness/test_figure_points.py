@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from harness.records.record import Record
-from harness.report.drawing.by_length import MAX_BARS
 from harness.report.drawing.looks import MAX_SERIES, method_colour
 from harness.report.drawing.points import MAX_GROUPS, MAX_PANELS, SeriesPoint, groups_of, laid_out
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import shown_of
+from harness.report.figures.by_length import MAX_BARS
 from harness.report.results import Row, rows_of
 from tests.harness.drawn import sheet_of, tips
 from tests.harness.synthetic_records import H200, in_rounds, record

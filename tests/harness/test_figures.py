@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ def apart(*methods: tuple[str, float], lengths: tuple[int, ...] = (1024,)) -> li
     return rows_of([on_gpu(name, seconds * n / 1024, seq_len=n) for name, seconds in methods for n in lengths])
 
 
-def test_every_module_of_the_package_is_a_figure() -> None:
-    files = {path.stem for path in Path(harness.report.figures.__file__).parent.glob("[!_]*.py")}
-    assert set(all_figures()) == files
+def test_every_module_of_the_package_defines_figures_and_no_two_have_one_name() -> None:
+    modules = Path(harness.report.figures.__file__).parent.glob("[!_]*.py")
+    names = [name for path in modules for name in import_module(f"harness.report.figures.{path.stem}").FIGURES]
+    assert sorted(all_figures()) == sorted(names)
+    assert set(names) == {"speed", "memory", "bytes_sent", "speed_memory", "loss", "time_breakdown"}
 
 
 @pytest.mark.parametrize("task", ["train", "attention"])

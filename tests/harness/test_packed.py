@@ -106,14 +106,6 @@ def test_verify_finds_what_does_not_hold_in_a_packed_run(
     assert words in capsys.readouterr().out
 
 
-def test_verify_computes_the_figures_of_a_packed_run_a_second_time(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("harness.verify.verdict.figures_of", lambda record: {"loss": 12.0})
-    assert main(["verify", str(packed)]) == 1
-    assert "expected 12 by the second formulas" in capsys.readouterr().out
-
-
 def rewritten(change: Callable[[list[str]], list[str]]) -> Callable[[Path], object]:
     return lambda path: path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 

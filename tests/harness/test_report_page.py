@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import UsageError
+from harness.report import html
 from harness.report.html import MAX_ROWS, TEMPLATES, Addresses, command_of, grid_of
 from harness.report.page import write_report
 from harness.report.results import rows_of
@@ -59,6 +60,20 @@ def test_the_policy_allows_the_pages_own_script_and_style_by_their_digests(tmp_p
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
     assert not re.search(r"\son\w+=|\sstyle=", re.sub(r"<script.*</script>", "", text, flags=re.DOTALL))
+
+
+def test_without_the_package_that_sorts_tables_the_page_has_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html, "find_spec", lambda _: None)
+    html._assets.cache_clear()
+    try:
+        text = write_report([run_of(tmp_path / "r", [record()])], tmp_path / "out", {"html"}).read_text()
+    finally:
+        html._assets.cache_clear()
+    assert "const TableLibrary = null;" in text
+    assert len(text) < 100_000  # the library alone is larger
+    assert "All trials" in Page(text).text
 
 
 def test_a_table_of_many_rows_is_cut_and_says_where_the_rest_is(tmp_path: Path) -> None:

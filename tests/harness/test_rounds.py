@@ -11,8 +11,7 @@ import pytest
 from engine.measurement import ALLOCATION_RETRIES, GpuState, Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.records.record import Record, Round, Status
-from harness.run.rounds import PendingRounds, half_width, in_random_order, rounds_of, statuses_of, with_round
-from harness.spec.repetition import MAX_ROUNDS, Repetition
+from harness.run.rounds import PendingRounds, in_random_order, rounds_of, statuses_of, with_round
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
 
@@ -198,20 +197,20 @@ def test_deterministic_trials_must_repeat_their_losses_to_the_last_bit():
 
 
 def test_a_trial_is_due_in_the_rounds_it_lacks():
-    pending = PendingRounds(Repetition(rounds=3))
+    pending = PendingRounds(3)
     assert [pending.due(None, number) for number in (1, 2, 3, 4)] == [True, False, False, False]
     record = attempt(1, [1.0])
     assert [pending.due(record, number) for number in (1, 2, 3, 4)] == [False, True, True, False]
     assert pending.lacks(record)
     record = with_round(with_round(record, attempt(2, [], "failed", "no")), attempt(3, [1.0]))
     assert not pending.lacks(record)
-    assert [PendingRounds(Repetition(rounds=3), retry_failed=True).due(record, number) for number in (1, 2, 3)] == [
+    assert [PendingRounds(3, retry_failed=True).due(record, number) for number in (1, 2, 3)] == [
         False, True, False,
     ]  # fmt: skip
     record = with_round(attempt(1, [1.0]), attempt(2, [], "interrupted", "stopped"))
     assert [pending.due(record, number) for number in (1, 2, 3)] == [False, True, True]
     record = with_round(attempt(1, [1.0]), attempt(2, [], "oom", "rank 0: full"))
-    assert not PendingRounds(Repetition(rounds=2), retry_failed=True).lacks(record)  # a result
+    assert not PendingRounds(2, retry_failed=True).lacks(record)  # a result
     for status in ("oom", "failed", "refused", "timeout"):
         assert not pending.lacks(attempt(1, [], status, "no"))  # type: ignore[arg-type]
 
@@ -221,22 +220,3 @@ def rounds(*seconds: float) -> Record:
     for number, value in enumerate(seconds[1:], start=2):
         record = with_round(record, attempt(number, [value]))
     return record
-
-
-def test_an_interval_asks_for_rounds_until_it_is_narrow_or_the_budget_is_used():
-    wide, narrow = rounds(1.0, 1.2), rounds(1.0, 1.0, 1.0)
-    assert half_width([[1.0]]) == float("inf")
-    assert half_width(wide.step_seconds_by_round) > 0.1 > half_width(narrow.step_seconds_by_round)
-    bound = Repetition(rounds=1, interval=0.1, budget_seconds=25.0)
-    assert PendingRounds(bound).due(rounds(1.0), 2)  # an interval takes three rounds
-    assert PendingRounds(bound).due(wide, 3)
-    assert not PendingRounds(bound).due(rounds(1.0, 1.2, 1.1), 4)  # 30 s of 25
-    assert not PendingRounds(bound).due(narrow, 4)
-    assert not PendingRounds(Repetition(rounds=1)).due(wide, 3)
-    lost = with_round(wide, attempt(3, [], "failed", "no"))
-    assert not PendingRounds(bound).lacks(lost)
-    instant = replace(
-        rounds(1.0, 2.0), rounds=[replace(one(n, [1.0 + n % 2]), wall_seconds=0.0) for n in range(1, 1001)]
-    )
-    assert len(instant.rounds) == MAX_ROUNDS
-    assert not PendingRounds(bound).due(instant, MAX_ROUNDS + 1)

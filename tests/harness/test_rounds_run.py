@@ -27,7 +27,6 @@ from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.experiment import load_experiment
-from harness.spec.repetition import Repetition
 from harness.spec.trial import Trial
 from harness.spec.written import experiment_text
 from tests.patience import AMPLE
@@ -35,7 +34,7 @@ from tests.patience import AMPLE
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 INSIDE = {"step": 2, "of": 2, "phase": "backward", "layer": 12, "layers": 32}  # what rank 0 writes within a step
-TWICE, THRICE = Repetition(rounds=2), Repetition(rounds=3)
+TWICE, THRICE = 2, 3
 CPU = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
 Ends = Callable[[int, int], str]  # a trial's seed and round: how it ends
 
@@ -87,7 +86,7 @@ class Runner:
     def __call__(
         self,
         trials: list[Trial],
-        repetition: Repetition,
+        rounds: int,
         ends: Ends = lambda seed, number: "ok",
         resume: Resume | None = None,
         machine: Machine = CPU,
@@ -104,7 +103,7 @@ class Runner:
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
-            options=ExecutionOptions(repetition=repetition, shuffle=shuffle),
+            options=ExecutionOptions(rounds=rounds, shuffle=shuffle),
             resume=resume,
             again=["burst", "run", "exp.yaml"],
             **more,
@@ -151,7 +150,7 @@ def test_every_round_runs_all_trials_in_an_order_of_its_own_and_records_round_an
 
 def test_orders_are_fresh_entropy(tmp_path):
     trials = [trial(seed) for seed in range(10)]
-    orders = [Runner(tmp_path / str(number))(trials, Repetition(), shuffle=FRESHLY)[1] for number in range(3)]
+    orders = [Runner(tmp_path / str(number))(trials, 1, shuffle=FRESHLY)[1] for number in range(3)]
     assert len({tuple(order) for order in orders}) > 1  # of 10! each
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
 
@@ -251,7 +250,7 @@ def test_a_round_that_was_stopped_while_its_trace_was_taken_is_completed(run):
 
 
 def test_more_rounds_are_added_to_the_same_records_also_to_those_from_before_there_were_any(run):
-    run([trial(0)], Repetition())
+    run([trial(0)], 1)
     old = run.records()[0]
     folder = run.run_dir / "trials" / trial(0).id
     write_record(folder, replace(old, rounds=[]))
@@ -264,49 +263,27 @@ def test_more_rounds_are_added_to_the_same_records_also_to_those_from_before_the
     assert statuses(record) == [(1, "ok"), (2, "ok"), (3, "ok")]
     assert record.rounds[0] == replace(old.rounds[0], place=0)
     assert (folder / "rounds" / "1" / "logs" / "rank0.log").read_text() == "round 1\n"
-    assert run([trial(0)], Repetition(), resume=Resume()) == (0, [])  # fewer are asked for: nothing is lost
+    assert run([trial(0)], 1, resume=Resume()) == (0, [])  # fewer are asked for: nothing is lost
     assert statuses(run.records()[0]) == [(1, "ok"), (2, "ok"), (3, "ok")]
 
 
 def test_rounds_on_other_hardware_are_refused_before_anything_runs(run):
-    run([trial(0)], Repetition())
+    run([trial(0)], 1)
     before = run.records()
     gpu = replace(CPU, device="cuda", gpu_name="NVIDIA H200", gpu_count=1)
     with pytest.raises(UsageError, match=r"was measured on cpu, and further rounds here .* on NVIDIA H200; add them"):
         run([trial(0)], TWICE, resume=Resume(), machine=gpu)
     assert run.records() == before
-    assert run([trial(0)], Repetition(), resume=Resume(), machine=gpu) == (0, [])
+    assert run([trial(0)], 1, resume=Resume(), machine=gpu) == (0, [])
 
 
 def test_a_machine_that_cannot_run_a_trial_with_figures_leaves_it_alone(run):
-    run([trial(0), trial(1)], Repetition())
+    run([trial(0), trial(1)], 1)
     cannot = replace(trial(0), unsupported_reason="needs 4 GPUs")
     code, ran = run([cannot, trial(1)], TWICE, resume=Resume())
     assert (code, ran) == (0, [(1, 2)])
     assert run.said[-1] == ("1 trials with figures lack rounds that this machine cannot run; they are kept as they are")
     assert statuses(run.records()[0]) == [(1, "ok")]
-
-
-def test_trials_run_on_until_their_interval_is_narrow_and_the_others_until_the_budget_ends(run):
-    def ends(seed: int, number: int) -> str:
-        return f"ok {1.0 + 0.5 * (number % 2)}" if seed == 0 else "ok 1.0"
-
-    bound = Repetition(rounds=1, interval=0.05, budget_seconds=9.0)  # a round takes 2 s
-    code, ran = run([trial(0), trial(1)], bound, ends)
-    assert code == 0
-    assert ran[:4] == [(0, 1), (1, 1), (0, 2), (1, 2)]
-    assert sorted(ran[4:6]) == [(0, 3), (1, 3)]  # an interval takes three rounds
-    assert ran[6:] == [(0, 4), (0, 5)]
-    assert run.records()[0].wall_seconds == 10.0
-    assert run([trial(0), trial(1)], bound, ends, Resume()) == (0, [])
-    _, ran = run([trial(0), trial(1)], replace(bound, budget_seconds=11.0), ends, Resume())
-    assert ran == [(0, 6)]
-
-
-def test_a_further_round_that_fails_ends_them(run):
-    bound = Repetition(rounds=2, interval=0.01)
-    code, ran = run([trial(0)], bound, lambda seed, number: "failed" if number == 3 else f"ok {number}")
-    assert (code, ran) == (1, [(0, 1), (0, 2), (0, 3)])
 
 
 def test_only_some_trials_run_and_the_list_and_the_other_records_stay(run):
@@ -325,13 +302,13 @@ def test_only_some_trials_run_and_the_list_and_the_other_records_stay(run):
 
 
 def test_an_experiment_file_that_means_another_experiment_is_moved_aside_and_said(run):
-    run([trial(0)], Repetition(), text="# by the run\nname: a\n")
+    run([trial(0)], 1, text="# by the run\nname: a\n")
     path = run.run_dir / "experiment.yaml"
     path.write_text("# a remark of the user\nname: a\n")
-    run([trial(0)], Repetition(), text="# by another run\nname: a\n", resume=Resume())
+    run([trial(0)], 1, text="# by another run\nname: a\n", resume=Resume())
     assert path.read_text() == "# a remark of the user\nname: a\n"
     assert run.said == []
-    run([trial(0)], Repetition(), text="name: b\n", resume=Resume())
+    run([trial(0)], 1, text="name: b\n", resume=Resume())
     assert path.read_text() == "name: b\n"
     [aside] = run.run_dir.glob("experiment.yaml.*")
     assert aside.read_text() == "# a remark of the user\nname: a\n"
@@ -463,9 +440,5 @@ def test_a_plan_says_in_how_many_rounds_its_trials_run(tmp_path, monkeypatch, ca
     assert "4 trials, 4 can run on this machine, in 2 rounds\n" in capfd.readouterr().out
     assert main(["plan", "exp.yaml", "--json"]) == 0
     assert {row["rounds"] for row in json.loads(capfd.readouterr().out)} == {2}
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", "exp.yaml", "--set", "steps.rounds=1", "--set", "steps.interval=0.01"]) == 0
-    said = capfd.readouterr().out
-    assert "in 1 round, then more until the interval of the median is within ±1% or a trial has taken 600 s" in said
     assert main(["plan", "exp.yaml", "--set", "steps.rounds=1"]) == 0
     assert capfd.readouterr().out.endswith("4 trials, 4 can run on this machine\n")

@@ -11,11 +11,11 @@ import pytest
 
 from harness.base.errors import UsageError
 from harness.records.record import read_record
-from harness.run.bounds import Bounds, StopTime, stop_time
+from harness.run.bounds import Bounds, StopTime, job_end, stop_time
 from harness.run.execution import Resume
-from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import Runner, trial
 from tests.patience import AMPLE, wait_until
+from tests.programs import shell_program
 
 PROJECT = Path(__file__).parents[2]
 NOON = datetime(2026, 12, 24, 12, 0, tzinfo=UTC)
@@ -51,9 +51,7 @@ def test_an_end_that_says_something_about_the_method_is_not_repeated(run, status
 
 def test_a_later_round_is_repeated_too_and_keeps_the_figures_of_the_first(run):
     run({}, [trial(32)])
-    code, launcher = run(
-        {32: "node_lost, then ok"}, [trial(32)], Resume(), repetition=Repetition(rounds=2), bounds=Bounds(retries=1)
-    )
+    code, launcher = run({32: "node_lost, then ok"}, [trial(32)], Resume(), rounds=2, bounds=Bounds(retries=1))
     record = run.records()[32]
     assert (code, len(launcher.jobs), record.status) == (0, 2, "ok")
     assert [(one.number, one.status) for one in record.rounds] == [(1, "ok"), (2, "ok")]
@@ -77,12 +75,12 @@ def test_a_run_ends_after_failures_in_a_row_and_a_result_between_them_starts_the
 
 def test_a_limit_runs_so_many_trials_in_all_their_rounds_and_resume_the_next(run):
     trials = [trial(16, "too short"), *(trial(length) for length in (32, 64, 128))]
-    bounds, rounds = Bounds(trials=2), Repetition(rounds=2)
-    code, launcher = run({}, trials, bounds=bounds, repetition=rounds)
+    bounds, rounds = Bounds(trials=2), 2
+    code, launcher = run({}, trials, bounds=bounds, rounds=rounds)
     ids = [each.id for each in trials[1:3]]
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, ids + ids)
     assert run.said == ["stopped by --limit 2; 1 trial is left; go on with: burst run exp.yaml --resume"]
-    code, launcher = run({}, trials, Resume(), bounds=bounds, repetition=rounds)
+    code, launcher = run({}, trials, Resume(), bounds=bounds, rounds=rounds)
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[3].id] * 2)
     assert len(run.said) == 1
 
@@ -205,17 +203,32 @@ def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
         )  # fmt: skip
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to share them")
-def test_a_signal_ends_the_trials_of_all_lanes_and_resume_goes_on(tmp_path):
-    program = started(tmp_path, 200, "--parallel", "2")
-    wait_until(lambda: len(list(tmp_path.glob("out/trials/*/progress.jsonl"))) == 2, "two trials have not begun")
-    program.send_signal(signal.SIGTERM)
-    said = ended(program)
-    assert program.returncode == 1, said
-    records = [read_record(path) for path in tmp_path.glob("out/trials/*/record.json")]
-    assert len(records) == 2
-    assert {record.status for record in records} <= {"ok", "interrupted"}  # one may have been quick
-    program = started(tmp_path, 200, "--parallel", "2", "--resume")
-    ended(program)
-    assert program.returncode == 0
-    assert [read_record(path).status for path in tmp_path.glob("out/trials/*/record.json")] == ["ok", "ok"]
+@pytest.fixture
+def sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What is said of a job's end, where only the programs of the test can be found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return []
+
+
+def test_without_squeue_the_end_of_a_job_is_the_variables(sentences):
+    assert job_end(sentences.append, {}) is None
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "x", "SLURM_JOB_END_TIME": "1800000000"}) is None
+    end = job_end(sentences.append, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"})
+    assert end is not None
+    assert end.timestamp() == 1_800_000_000
+    assert sentences == []
+
+
+def test_the_end_of_a_task_is_read_where_its_number_also_names_the_whole_array(sentences, tmp_path):
+    shell_program(tmp_path / "squeue", "echo '8 2026-11-22T10:00:00'; echo '7 2026-11-22T12:00:00'; echo '9 N/A'")
+    ends = [job_end(sentences.append, {"SLURM_JOB_ID": job, "PATH": str(tmp_path)}) for job in ("7", "8", "9")]
+    assert [end and end.hour for end in ends] == [12, 10, None]
+    assert sentences == []
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "6", "PATH": str(tmp_path)}) is None
+    assert "job 6 is not known (squeue does not list it)" in sentences[0]
+
+
+def test_an_end_that_nobody_knows_is_said(sentences):
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "7"}) is None
+    (said,) = sentences
+    assert said.startswith("the end of Slurm's job 7 is not known")

@@ -10,7 +10,6 @@ from harness.machine.this_machine import Machine
 from harness.records.record import write_record
 from harness.records.stored import read_records
 from harness.run.execution import Resume
-from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import HERE, Runner, trial
 
 
@@ -58,7 +57,7 @@ def test_another_commit_is_named_where_something_would_be_added(run):
     with pytest.raises(UsageError, match="1 record at commit abc, not def"):
         run({}, trials, Resume(), commit="def")
     with pytest.raises(UsageError, match="1 record at commit abc, not def"):  # a round more is added too
-        run({}, trials[:1], Resume(), commit="def", repetition=Repetition(rounds=2))
+        run({}, trials[:1], Resume(), commit="def", rounds=2)
     assert run({}, trials[:1], Resume(), commit="def")[0] == 0  # nothing is added
     assert run({}, trials, Resume(), commit="")[0] == 0  # unknown
 

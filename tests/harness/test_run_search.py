@@ -11,9 +11,7 @@ from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory
 from harness.run.execution import Resume
 from harness.run.search import next_length
-from harness.spec.experiment import load_experiment
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search
+from harness.spec.experiment import Search, load_experiment
 from harness.spec.trial import Trial
 from harness.spec.written import experiment_text
 from tests.harness.test_run_experiment import HERE, Runner, ScriptedLauncher
@@ -140,7 +138,7 @@ def test_a_search_that_was_stopped_goes_on_where_it_was_and_its_trials_are_ordin
 
 
 def test_trials_of_a_search_run_in_all_rounds(run):
-    _, launcher = run(fits(100), [trial(64), trial(128)], search=BY_16, repetition=Repetition(rounds=2))
+    _, launcher = run(fits(100), [trial(64), trial(128)], search=BY_16, rounds=2)
     ran = lengths(launcher)
     assert ran[:5] == [64, 128, 96, 112, 64]
     assert sorted(ran[4:]) == [64, 96]

@@ -16,7 +16,6 @@ from harness.run.attempt import RunContext
 from harness.run.execution import ExecutionOptions, Resume
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
-from harness.spec.repetition import Repetition
 from harness.spec.trial import Trial
 from tests.patience import AMPLE
 
@@ -72,7 +71,7 @@ def run(
         view=StopsAt(Console(quiet=True), stop),
         say=lambda _: None,
         resume=resume,
-        options=ExecutionOptions(shuffle=lambda _: None, repetition=Repetition(rounds=rounds)),  # the order of the plan
+        options=ExecutionOptions(shuffle=lambda _: None, rounds=rounds),  # the order of the plan
     )
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials if each.id in records]

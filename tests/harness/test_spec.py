@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from engine.settings import Steps
 from harness.base.errors import UsageError
 from harness.spec.experiment import Experiment, load_experiment
-from harness.spec.repetition import Repetition
 
 PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
 
@@ -116,16 +115,14 @@ def test_what_is_left_out_takes_the_defaults_of_the_settings(tmp_path: Path) -> 
 
 
 def test_rounds_are_read_from_steps_at_every_scale_and_are_no_part_of_what_a_trial_runs(tmp_path: Path) -> None:
-    text = BASE.replace("measured: 5}", "measured: 5, rounds: 3, interval: 0.02, budget_seconds: 90}")
+    text = BASE.replace("measured: 5}", "measured: 5, rounds: 3}")
     experiment = _load(tmp_path, text)
-    assert experiment.steps == Steps(warmup=2, measured=5)
-    assert experiment.repetition == Repetition(rounds=3, interval=0.02, budget_seconds=90.0)
-    assert _load(tmp_path, text, "smoke").repetition == experiment.repetition
-    changed = text.replace("exclude: []}", "exclude: [], steps: {rounds: 1, interval: 0}}")
-    assert _load(tmp_path, changed, "smoke").repetition == Repetition(budget_seconds=90.0)
-    raised = _load(tmp_path, changed, "smoke", "steps.rounds=4", "steps.interval=1e-3")
-    assert raised.repetition == Repetition(rounds=4, interval=0.001, budget_seconds=90.0)
-    assert _load(tmp_path).repetition == Repetition(rounds=1, interval=0.0)
+    assert (experiment.steps, experiment.rounds) == (Steps(warmup=2, measured=5), 3)
+    assert _load(tmp_path, text, "smoke").rounds == 3
+    changed = text.replace("exclude: []}", "exclude: [], steps: {rounds: 1}}")
+    assert _load(tmp_path, changed, "smoke").rounds == 1
+    assert _load(tmp_path, changed, "smoke", "steps.rounds=4").rounds == 4
+    assert _load(tmp_path).rounds == 1
 
 
 def test_a_name_of_its_own_replaces_that_of_the_file(tmp_path: Path) -> None:
@@ -201,11 +198,7 @@ WRONG = [
     ("warmup: 2", "rounds: 2.5", r":8: steps.rounds is 2.5; expected a whole number"),
     ("warmup: 2", "rounds: 3, rounds: 3", r":8: the key rounds was already given at"),
     ("warmup: 2", "round: 2", r":8: unknown key round in steps; did you mean rounds\?"),
-    ("warmup: 2", "interval: 1", r":8: steps.interval is 1; expected a fraction of the median from 0"),
-    ("warmup: 2", "interval: -0.1", r":8: steps.interval is -0.1; expected a fraction of the median from 0"),
-    ("warmup: 2", "interval: 1%", r":8: steps.interval is '1%'; expected a number"),
-    ("warmup: 2", "budget_seconds: 0", r":8: steps.budget_seconds is 0; expected seconds above 0"),
-    ("warmup: 2", "budget: 60", r":8: unknown key budget in steps; did you mean budget_seconds\?"),
+    ("warmup: 2", "interval: 0.01", r":8: unknown key interval in steps; expected warmup, "),
     ("batch_size: 1", "steps.rounds: 3", r":7: steps.rounds does not belong in fixed; write it as steps"),
     ("title: A question", "name: a/b", r":1: name is 'a/b'; expected one word that can name a folder"),
     ("title: A question", "name: ..", r":1: name is '..'; expected one word that can name a folder"),

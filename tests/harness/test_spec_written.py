@@ -10,7 +10,6 @@ import pytest
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
 from harness.spec.experiment import Experiment, load_experiment
-from harness.spec.repetition import Repetition
 from harness.spec.written import EXPERIMENT_FILE, experiment_text, same_meaning
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +53,7 @@ sweep:
   checkpoint: {tail: [0, 0.1, 1e-3]}
 exclude: [{model: beside, checkpoint.tail: [0.1]}, {task: attention, seed: [1, 2], mask: "sliding_window:3"}]
 fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, deterministic: true}
-steps: {warmup: 0, rounds: 3, interval: 1e-2, budget_seconds: 7}
+steps: {warmup: 0, rounds: 3}
 seeds: [0, 1, 2]
 limits: {trial_seconds: 33.5, share_ranks: true}
 reference: {paper: "ablation"}
@@ -68,7 +67,7 @@ def test_models_beside_the_file_odd_texts_and_dotted_keys_survive(tmp_path):
     path = tmp_path / "odd.yaml"
     path.write_text(ODD, encoding="utf-8")
     experiment = load_experiment(path, overrides=["fixed.dtype=fp32", "steps.measured=2"])
-    assert experiment.repetition == Repetition(rounds=3, interval=0.01, budget_seconds=7.0)
+    assert experiment.rounds == 3
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     again = written(experiment, elsewhere, "burst run odd.yaml\nsecond line")
@@ -82,7 +81,7 @@ def test_texts_mean_the_same_where_only_comments_differ():
     experiment = load_experiment(ROOT / "experiments" / "quickstart.yaml", "smoke")
     text = experiment_text(experiment)
     assert same_meaning(experiment_text(experiment, "made by this"), text)
-    raised = replace(experiment, repetition=Repetition(rounds=2))
+    raised = replace(experiment, rounds=2)
     assert not same_meaning(experiment_text(raised), text)
     for other in ("", "- [", "a: &x 1\nb: *x\n", "when: 2026-99-99"):
         assert not same_meaning(other, text)

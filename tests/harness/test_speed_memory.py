@@ -10,11 +10,12 @@ import pytest
 from engine.settings import Checkpoint
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import shown_of
-from harness.report.figures.speed_memory import FIGURE
+from harness.report.figures.speed_memory import FIGURES
 from harness.report.results import Row, rows_of
 from tests.harness.drawn import texts, tips
 from tests.harness.synthetic_records import GIB, H200, LARGE, around, levers, record
 
+FIGURE = FIGURES["speed_memory"]
 SYSTEMS = {"torchtitan_upstream": "torchtitan", "trl_upstream": "TRL + Liger-Kernel"}
 
 

@@ -8,8 +8,7 @@ import pytest
 from harness.cli import main
 from harness.run.execution import Resume
 from harness.run.state import TrialState, seconds_left, state_of
-from harness.spec.repetition import Repetition
-from harness.spec.search import Search
+from harness.spec.experiment import Search
 from tests.harness.test_run_experiment import Runner, trial
 from tests.harness.test_run_search import trial as searched_trial
 
@@ -40,7 +39,7 @@ def test_failures_come_first_and_counts_last(run, capsys):
 
 def test_a_round_that_failed_makes_its_trial_a_failure_though_it_has_figures(run, capsys):
     run({}, [trial(16), trial(32)])
-    run({32: "failed"}, [trial(16), trial(32)], Resume(), repetition=Repetition(rounds=2))
+    run({32: "failed"}, [trial(16), trial(32)], Resume(), rounds=2)
     first, second, *_ = status(run, capsys).splitlines()
     assert first.startswith(f"{trial(32).id}  ok  2.0 s  round 2 failed: the reason of failed  2 of 2 rounds")
     assert second.startswith(f"{trial(16).id}  ok")
@@ -71,7 +70,7 @@ def test_a_run_that_runs_has_an_end(run, capsys):
             seen.append((status(run, capsys).splitlines()[-1], json.loads(status(run, capsys, "--json"))))
 
     run.shuffle = look  # called for each round, and for its groups
-    run({}, [trial(16), trial(32)], repetition=Repetition(rounds=2))
+    run({}, [trial(16), trial(32)], rounds=2)
     line, found = seen[0]
     assert line.startswith("exp runs: 2 ok of 2 trials, started ")
     assert ", about 2 s left (until " in line
@@ -103,26 +102,25 @@ def test_the_time_left_is_that_of_the_trials_most_alike():
         "train-ring-s256-cp4-11111111": 50.0,  # in proportion: the median of 40 s and 60 s
     }
     for trial_id, seconds in left.items():
-        assert seconds_left([*finished, waits(trial_id)], lanes=1) == pytest.approx(seconds), trial_id
-    all_of_them = [*finished, *map(waits, left)]
-    assert seconds_left(all_of_them, lanes=2) == pytest.approx(sum(left.values()) / 2)
+        assert seconds_left([*finished, waits(trial_id)]) == pytest.approx(seconds), trial_id
+    assert seconds_left([*finished, *map(waits, left)]) == pytest.approx(sum(left.values()))
 
 
 def test_the_time_left_counts_rounds_and_what_has_run_and_is_unknown_before_any_trial_has_finished():
     two_more = known("train-burst-s64-cp2-00000000", 10.0, 12.0, rounds=4)
-    assert seconds_left([two_more], lanes=1) == 22.0
+    assert seconds_left([two_more]) == 22.0
     half_way = waits("train-burst-s64-cp2-11111111", running_seconds=4.0)
-    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), half_way], lanes=1) == 6.0
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), half_way]) == 6.0
     late = waits("train-burst-s64-cp2-11111111", running_seconds=40.0)
-    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), late], lanes=1) == 0.0
-    assert seconds_left([waits("train-burst-s64-cp2-11111111")], lanes=1) is None
-    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0, status="oom", rounds=3)], lanes=1) == 0.0
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), late]) == 0.0
+    assert seconds_left([waits("train-burst-s64-cp2-11111111")]) is None
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0, status="oom", rounds=3)]) == 0.0
 
 
 def test_the_time_left_of_twenty_thousand_trials_is_found():
     many = [known(f"train-m{number}-s64-cp2-00000000", 1.0) for number in range(10_000)]
     more = [waits(f"train-n{number}-s128-cp2-00000000") for number in range(10_000)]
-    assert seconds_left([*many, *more], lanes=1) == pytest.approx(20_000.0)
+    assert seconds_left([*many, *more]) == pytest.approx(20_000.0)
 
 
 def test_a_record_that_cannot_be_used_is_counted_and_named(run, capsys):

@@ -10,7 +10,7 @@ import pytest
 from harness.records.stored import run_named, runs_below, stored_run
 from harness.report.page import read_runs
 from harness.verify.finding import RunVerification
-from harness.verify.history import CommitHistory
+from harness.verify.provenance import CommitHistory
 from harness.verify.verdict import verify
 
 ROOT = Path(__file__).parents[2]

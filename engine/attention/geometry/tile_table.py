@@ -19,7 +19,6 @@ from engine.attention.geometry.tiles import NO_LIMIT, Band, Tile, band_area
 
 Integers: TypeAlias = NDArray[np.int64]
 Booleans: TypeAlias = NDArray[np.bool_]
-KernelCall: TypeAlias = tuple[slice, slice, Band]  # local query tokens, local key tokens, visible band
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
@@ -122,13 +121,13 @@ class TileTable:
         kinds = {"full": full, "causal": causal, "band": ~(full | causal)}
         return frozenset(kind for kind, tiles in kinds.items() if tiles.any())
 
-    def calls(self, pair: int) -> tuple[KernelCall, ...]:
-        """The kernel calls of one pair: queries, keys, band."""
+    def tiles(self, pair: int) -> tuple[Tile, ...]:
+        """Those of one pair."""
         own = slice(*self.bounds[pair : pair + 2].tolist())
         q_start, q_stop, k_start, k_stop = self.corners[:, own].tolist()
         queries, keys = map(slice, q_start, q_stop), map(slice, k_start, k_stop)
         bands = map(_band, self.lo[own].tolist(), self.hi[own].tolist())
-        return tuple(zip(queries, keys, bands, strict=True))
+        return tuple(map(Tile, queries, keys, bands))
 
     @cached_property
     def areas(self) -> Integers:
@@ -163,12 +162,6 @@ class TileTable:
         corners = np.concatenate([table.corners for table in tables], axis=1)
         lo, hi = (np.concatenate([getattr(table, name) for table in tables]) for name in ("lo", "hi"))
         return cls(int(firsts[-1]), pair, corners, lo, hi)
-
-
-def tile_of(call: KernelCall) -> Tile:
-    """The tile that a kernel call computes."""
-    queries, keys, band = call
-    return Tile(queries.start, queries.stop, keys.start, keys.stop, band)
 
 
 @lru_cache(maxsize=1024)
@@ -410,8 +403,9 @@ def _trimmed(found: _Rectangles) -> _Rectangles:
 
 
 def _tiles(shown: _Rectangles, pairs: int) -> TileTable:
-    """Trimmed rectangles as tiles: those under a causal diagonal become full and square causal ones, which every kernel
-    knows (`geometry.tiles.without_upper_bands`), and full ones that share a whole edge become one."""
+    """Trimmed rectangles as tiles: those under a causal diagonal become full and square causal ones, and full ones that
+    share a whole edge become one. Every kernel knows a square causal tile; they place the diagonal of an oblong one
+    differently."""
     pair, top, bottom, left, right, lo, hi = shown[:7]
     past = np.clip(hi + top - left, 0, right - left)  # columns that the diagonal shows to every row
     no_lo, no_hi = lo == -NO_LIMIT, hi == NO_LIMIT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,36 +36,20 @@ class Band:
 FULL, CAUSAL = Band(), Band(hi=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Local query rows [q_start, q_stop) against local keys [k_start, k_stop), `band` visible."""
+class Tile(NamedTuple):
+    """One kernel call: local queries `q` against local keys `k`, the pairs of `band` visible."""
 
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
+    q: slice
+    k: slice
     band: Band = FULL
 
     @property
     def rows(self) -> int:
-        return self.q_stop - self.q_start
+        return self.q.stop - self.q.start
 
     @property
     def columns(self) -> int:
-        return self.k_stop - self.k_start
-
-    @property
-    def q(self) -> slice:
-        return slice(self.q_start, self.q_stop)
-
-    @property
-    def k(self) -> slice:
-        return slice(self.k_start, self.k_stop)
-
-    def shifted(self, q_offset: int, k_offset: int) -> Tile:
-        """The same rectangle at another corner."""
-        q_start, q_stop = self.q_start + q_offset, self.q_stop + q_offset
-        return Tile(q_start, q_stop, self.k_start + k_offset, self.k_stop + k_offset, self.band)
+        return self.k.stop - self.k.start
 
     def area(self) -> int:
         """Visible (query, key) pairs."""
@@ -107,7 +91,7 @@ def trim(rows: int, columns: int, lo: int | None, hi: int | None) -> Tile | None
         lo = None
     if hi is not None and hi >= k_stop - k_start - 1:
         hi = None
-    return Tile(q_start, q_stop, k_start, k_stop, Band(lo, hi))
+    return Tile(slice(q_start, q_stop), slice(k_start, k_stop), Band(lo, hi))
 
 
 def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator[Tile]:
@@ -122,25 +106,4 @@ def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator
         block = trim(stop - start, columns, lo, hi)
         assert block is not None, "trimming left rows that see no key"
         assert block.rows == stop - start, "trimming left rows that see no key"
-        yield block.shifted(start, 0)
-
-
-def without_upper_bands(tile: Tile) -> list[Tile]:
-    """A tile limited by a diagonal above only, as full and square causal tiles, which every kernel knows.
-
-    Kernels place the diagonal of an oblong causal tile differently; for a square one they agree.
-    """
-    hi = tile.band.hi
-    if tile.band.lo is not None or hi is None:
-        return [tile]
-    assert hi >= 0, "trimming left rows that see no key"
-    # The first hi columns are visible to all rows, the rest of the diagonal starts in their corner, and rows below its
-    # end see all keys.
-    corner, middle = tile.k_start + hi, tile.q_start + tile.columns - hi
-    assert middle <= tile.q_stop, "trimming left columns no row sees"
-    parts = [
-        Tile(tile.q_start, tile.q_stop, tile.k_start, corner),
-        Tile(tile.q_start, middle, corner, tile.k_stop, CAUSAL),
-        Tile(middle, tile.q_stop, corner, tile.k_stop),
-    ]
-    return [part for part in parts if part.rows and part.columns]
+        yield block._replace(q=slice(start, stop))

@@ -20,7 +20,7 @@ from engine.attention.masks.block_sparse import (
 )
 from engine.attention.masks.documents import Documents
 from engine.attention.masks.mask import Mask
-from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, rank_pair_tiles, recompute_share
+from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, recompute_share
 
 __all__ = [
     "BlockGrid",
@@ -39,7 +39,6 @@ __all__ = [
     "kept_share",
     "parse_mask",
     "rank_areas",
-    "rank_pair_tiles",
     "recompute_share",
 ]
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.tile_table import Integers, Region, ShardSegments, region_areas, tile_of, tile_table
+from engine.attention.geometry.tile_table import Integers, Region, ShardSegments, region_areas, tile_table
 from engine.attention.geometry.tiles import Tile
 
 
@@ -51,7 +51,7 @@ class Mask:
         """
         ends = [segment.start + (segment.count - 1) * segment.step for segment in (*q, *k) if segment.count]
         regions = regions_of(self, max(ends, default=-1) + 1)
-        return tuple(map(tile_of, tile_table(regions, ShardSegments((q,)), ShardSegments((k,)), self.merges).calls(0)))
+        return tile_table(regions, ShardSegments((q,)), ShardSegments((k,)), self.merges).tiles(0)
 
 
 def check_length(mask: Mask, seq_len: int) -> None:

@@ -8,17 +8,15 @@ from functools import lru_cache
 import numpy as np
 
 from engine.attention.accumulate import WAITING_PARTS
-from engine.attention.geometry.layout import Layout, rows_before
+from engine.attention.geometry.layout import Layout, Segment, rows_before
 from engine.attention.geometry.tile_table import (
     Booleans,
     Integers,
-    KernelCall,
     ShardSegments,
     TileTable,
     outermost_spans,
     region_areas,
     shards_of,
-    tile_of,
     tile_table,
 )
 from engine.attention.geometry.tiles import Tile
@@ -46,19 +44,15 @@ class PairTable:
     _problem: tuple[Mask, Layout, int, int]
     _kind_of: Integers  # [query ranks, key ranks]: the pair of `_tiles` that has equal tiles
     _tiles: TileTable | None  # None: a pair's tiles are formed when they are asked for
-    _calls: dict[int, tuple[KernelCall, ...]] = field(default_factory=dict)  # by kind
+    _formed: dict[int, tuple[Tile, ...]] = field(default_factory=dict)  # by kind
 
     def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
         """Tiles of one pair."""
-        return tuple(map(tile_of, self.calls(q_rank, k_rank)))
-
-    def calls(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
-        """Tiles of one pair as kernel calls."""
         kind = int(self._kind_of[q_rank, k_rank])
-        if kind not in self._calls:
+        if kind not in self._formed:
             table = pair_tiles(*self._problem, q_rank, k_rank) if self._tiles is None else self._tiles
-            self._calls[kind] = table.calls(0 if self._tiles is None else kind)
-        return self._calls[kind]
+            self._formed[kind] = table.tiles(0 if self._tiles is None else kind)
+        return self._formed[kind]
 
     def area(self, q_rank: int, k_rank: int) -> int:
         """Visible (query, key) pairs of one pair of ranks."""
@@ -119,14 +113,13 @@ def pair_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: i
     return tile_table(regions_of(mask, seq_len), queries, keys, mask.merges)
 
 
-@lru_cache(maxsize=1024)
-def rank_pair_tiles(
-    mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int
-) -> tuple[Tile, ...]:
-    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError for a length the mask
-    does not fit."""
+@lru_cache(maxsize=64)
+def tiles_of_all_keys(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> TileTable:
+    """Pair r of the table: the queries of rank r against all keys in order of position. Shards are runs of consecutive
+    tokens. Raises ValueError for a length the mask does not fit."""
     check_length(mask, seq_len)
-    return tuple(map(tile_of, pair_tiles(mask, layout, seq_len, cp_size, q_rank, k_rank).calls(0)))
+    whole = ShardSegments(((Segment(0, seq_len),),))
+    return tile_table(regions_of(mask, seq_len), shards_of(layout, seq_len, cp_size), whole, mask.merges)
 
 
 def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[int]:

@@ -119,10 +119,6 @@ class OwnCluster:
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
         return self._launcher.run(job, on_progress)
 
-    def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
-        """See `RayLauncher.lanes`."""
-        return self._launcher.lanes(number)
-
     def close(self) -> None:
         """End the ranks, then the cluster. Idempotent."""
         try:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +20,13 @@ from typing import Any
 from cluster.files.errors import counted
 from cluster.inventory.checkout import difference, own_versions
 from cluster.inventory.hosts import Host as InventoryHost
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from engine.measurement import write_json
 from harness.base.errors import UsageError
 from harness.base.interrupts import look
 from harness.launch.environment import RECORDED_PREFIXES
-from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.ray.connection import ClusterLost, RayConnection
 from harness.launch.ray.host import LAUNCHERS_OWN, Description, HostActor, receive_files
 from harness.launch.ray.watch import (
@@ -116,7 +115,7 @@ class RayLauncher:
 
     name = "ray"
 
-    def __init__(self, connection: RayConnection, say: Say, nodes: Mapping[str, Node] | None = None) -> None:
+    def __init__(self, connection: RayConnection, say: Say, nodes: Mapping[str, InventoryNode] | None = None) -> None:
         """`nodes` are those to use, by address, with their sites; None: all of the cluster. Reserves them until
         `close`. Raises UsageError when none can be used."""
         self._connection = connection
@@ -125,7 +124,6 @@ class RayLauncher:
         self._hosts: dict[str, ReservedHost] = {}  # by name
         self._out: dict[str, str] = {}  # by name: why a host of the cluster is not used, at the last look
         self._broken = ""  # why the cluster as a whole is lost
-        self._lock = threading.RLock()  # lanes run jobs at the same time
         self._own = own_versions()
         self.stuck = False  # after `close`: Ray cannot be left in order, see `RayConnection.stuck`
         self._user = {
@@ -145,26 +143,6 @@ class RayLauncher:
         self.machine = together([host.machine for host in hosts], min(host.ranks for host in hosts))
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
-        return self.run_on(None, self.machine, job, on_progress)
-
-    def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
-        """Equal numbers of consecutive hosts for trials that run at the same time, with a launcher each. At most as
-        many as there are hosts."""
-        names = list(self._hosts)
-        size = len(names) // number
-        machine = replace(self.machine, nodes=size)
-        return [
-            (machine, RayLane(self, names[first : first + size], machine)) for first in range(0, size * number, size)
-        ]
-
-    def run_on(
-        self,
-        among: Sequence[str] | None,
-        machine: Machine,
-        job: Job,
-        on_progress: Callable[[dict[str, object]], None] | None = None,
-    ) -> Outcome:
-        """Run a job on hosts with these names, None for any; they are those of `machine`."""
         started = time.monotonic()
 
         def outcome(status: Status, reason: str, hosts: Sequence[str] = (), lost: Iterable[str] = ()) -> Outcome:
@@ -172,11 +150,11 @@ class RayLauncher:
             return Outcome(status=status, reason=reason, wall_seconds=seconds, hosts=list(hosts), lost=tuple(lost))
 
         names: list[str] = []
-        count = machine.nodes_for(job.ranks)
+        count = self.machine.nodes_for(job.ranks)
         assert count is not None, job  # the plan refuses such trials
         try:
             for attempt in range(ATTEMPTS):
-                hosts = self._take(count, among, job.avoid)
+                hosts = self._take(count, job.avoid)
                 names = [host.name for host in hosts]
                 run = _Run(job, hosts, self._connection, self._user, on_progress)
                 try:
@@ -222,18 +200,16 @@ class RayLauncher:
 
     def _break(self) -> None:
         """The cluster is lost: every call to Ray would wait for its head. Its hosts end their ranks by themselves."""
-        with self._lock:
-            if not self._broken:
-                self._broken = f"the head of the Ray cluster at {self._connection.address} does not answer"
-                self.close()
+        if not self._broken:
+            self._broken = f"the head of the Ray cluster at {self._connection.address} does not answer"
+            self.close()
 
     def _lose(self, lost: Mapping[str, str]) -> None:
-        with self._lock:
-            if lost:
-                self._require_head()
-            for name in lost:
-                if (host := self._hosts.get(name)) is not None:
-                    self._drop(host)
+        if lost:
+            self._require_head()
+        for name in lost:
+            if (host := self._hosts.get(name)) is not None:
+                self._drop(host)
 
     def _drop(self, host: ReservedHost) -> None:
         """Forget a host; Ray ends its supervisor if that still runs."""
@@ -245,18 +221,13 @@ class RayLauncher:
         with contextlib.suppress(self._connection.ray.exceptions.RayError):
             remove_placement_group(host.group)
 
-    def _take(self, count: int, among: Sequence[str] | None, avoid: Sequence[str]) -> list[ReservedHost]:
+    def _take(self, count: int, avoid: Sequence[str]) -> list[ReservedHost]:
         """The first `count` hosts that can be used now, those to `avoid` last. Raises TooFewHosts and ClusterLost."""
-        with self._lock:
-            if self._broken:
-                raise ClusterLost(self._broken)
-            self._require_head()
-            if self._broken:
-                raise ClusterLost(self._broken)
-            self._gather()
-            mine = [host for host in self._hosts.values() if among is None or host.name in among]
-        out = {name: why for name, why in self._out.items() if among is None or name in among}
-        return choose(mine, count, avoid, self._unfit, out)
+        self._require_head()
+        if self._broken:
+            raise ClusterLost(self._broken)
+        self._gather()
+        return choose(list(self._hosts.values()), count, avoid, self._unfit, self._out)
 
     def _unfit(self, host: ReservedHost) -> str:
         """Why a host cannot be used now; empty when it can. One that does not answer is lost."""
@@ -357,7 +328,9 @@ class RayLauncher:
         try:
             site = self._site(address)
             if site.ranks_per_node or machine.gpu_count or machine.gpu_problem:
-                ranks = ranks_of(Node(host=InventoryHost(name=name), site=site), {"machine": described.machine})
+                ranks = ranks_of(
+                    InventoryNode(host=InventoryHost(name=name), site=site), {"machine": described.machine}
+                )
             else:
                 ranks = int(node["Resources"]["CPU"])
         except ValueError as error:
@@ -383,21 +356,6 @@ class RayLauncher:
             self._connection.ray.kill(actor)
         with contextlib.suppress(self._connection.ray.exceptions.RayError):
             remove_placement_group(group)
-
-
-class RayLane:
-    """A part of a cluster's hosts as a launcher of its own; the cluster's launcher ends what it started."""
-
-    name = RayLauncher.name
-
-    def __init__(self, launcher: RayLauncher, hosts: Sequence[str], machine: Machine) -> None:
-        self._launcher, self._hosts, self._machine = launcher, hosts, machine
-
-    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
-        return self._launcher.run_on(self._hosts, self._machine, job, on_progress)
-
-    def close(self) -> None:
-        """Nothing: see the class."""
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""The rows of a figure as panels, series and points.
+"""The rows of a figure as panels, series and points, and the sentences below it.
 
 A point is every trial of one series, panel and length; where these are several (seeds, pooled settings) it has their
 median, and their range. What a reader could not tell apart is pooled or left out, and a sentence says so.
@@ -6,15 +6,19 @@ median, and their range. What a reader could not tell apart is pooled or left ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
+from harness.base.lengths import format_length
+from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import Interval, TwoRounds
+from harness.metrics.throughput import OWN_GEMMS
 from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.footnotes import footnotes_of
-from harness.report.results import UPSTREAM, Row, setting_names, spread_of
+from harness.report.results import UPSTREAM, Row, grouped, setting_names, spread_of
 from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
     is_subject,
@@ -33,6 +37,8 @@ MAX_PANELS = 8
 MAX_GROUPS = 12  # set-ups of one report that have figures
 IN_CSV = "results.csv has every trial"
 
+_T = TypeVar("_T")
+
 
 class FigureRows(list[Row]):
     """The rows of one figure: those of a set-up, or of several that differ in their mask alone."""
@@ -45,22 +51,27 @@ def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
 
     Of more than MAX_GROUPS, those with the most measured trials.
     """
-    alike: dict[tuple[object, ...], list[list[Row]]] = {}
-    for setup in setups_of(rows):
+
+    def but_mask(setup: list[Row]) -> tuple[object, ...]:
         run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
-        alike.setdefault((run, experiment, task, model, dtype, shape), []).append(setup)
+        return (run, experiment, task, model, dtype, shape)
+
     groups = []
-    for members in alike.values():
-        groups += (
-            [FigureRows(chain.from_iterable(members))] if len(members) > 2 else [FigureRows(setup) for setup in members]
-        )
-    if len(groups) > MAX_GROUPS:
-        most = sorted(groups, key=lambda group: -_measured(group))[:MAX_GROUPS]
-        left = len(groups) - MAX_GROUPS
-        groups = [group for group in groups if any(group is one for one in most)]
-        for group in groups:
+    for members in grouped(setups_of(rows), but_mask).values():
+        groups += [FigureRows(chain.from_iterable(members))] if len(members) > 2 else map(FigureRows, members)
+    kept = _most_measured(groups, MAX_GROUPS, lambda group: group)
+    if len(kept) < len(groups):
+        left = len(groups) - len(kept)
+        for group in kept:
             group.note = f"{left} more set-ups of these records, with fewer trials, have no figure; {IN_CSV}."
-    return groups
+    return kept
+
+
+def _most_measured(items: Sequence[_T], most: int, rows: Callable[[_T], Iterable[Row]]) -> list[_T]:
+    """The items with the most measured trials, at most so many, in their order."""
+    counts = [sum(row["status"] == "ok" for row in rows(item)) for item in items]
+    kept = sorted(range(len(items)), key=lambda place: -counts[place])[:most]
+    return [items[place] for place in sorted(kept)]
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -88,23 +99,22 @@ class SeriesPoint:
         Of several trials their range; of one its interval over rounds, of two rounds both values, of a single round
         the interquartile range of its steps, for columns proportional to the step time or to its inverse.
         """
-        values = [row[column] for row in self.rows if row.get(column) is not None]
-        if len(values) > 1:
+        measured = [row for row in self.rows if row.get(column) is not None]
+        if len(measured) != 1:
+            values = [row[column] for row in measured] or [0.0]
             return (min(values), max(values)) if min(values) < max(values) else None
-        if not values:
-            return None
-        row = next(row for row in self.rows if row.get(column) is not None)
-        median, iqr = row["step_seconds_median"], row["step_seconds_iqr"]
-        spread = spread_of(row)
+        [row] = measured
+        value, median, spread = row[column], row["step_seconds_median"], spread_of(row)
         if spread is None:
-            if not iqr:
-                return None
-            half = iqr / median / 2
-            return values[0] * (1 - half), values[0] * (1 + half)
-        low, high = sorted(spread) if isinstance(spread, TwoRounds) else (spread.low, spread.high)
-        if column == "step_seconds_median":
-            return low, high
-        return values[0] * median / high, values[0] * median / low
+            half = row["step_seconds_iqr"] / median / 2 if row["step_seconds_iqr"] else 0.0
+            return (value * (1 - half), value * (1 + half)) if half else None
+        low, high = spread.ends
+        return (low, high) if column == "step_seconds_median" else (value * median / high, value * median / low)
+
+    def drawn_whisker(self, column: str, scale: float = 1.0) -> tuple[float, float] | None:
+        """The same x `scale`; none where it is so wide that no axis should hold it."""
+        ends = self.whisker(column)
+        return None if ends is None or ends[1] > 10 * ends[0] else (ends[0] * scale, ends[1] * scale)
 
     @property
     def own(self) -> bool:
@@ -125,10 +135,22 @@ def number_text(value: float, ends: tuple[float, float] | None = None) -> str:
     return rounded(value, decimals_between(value, ends))
 
 
+def whole_text(value: float, ends: tuple[float, float] | None) -> str:
+    """The value and from where to where its whisker reaches: `17,000 (16,900 to 17,100)`."""
+    between = f" ({number_text(ends[0], ends)} to {number_text(ends[1], ends)})" if ends else ""
+    return f"{number_text(value, ends)}{between}"
+
+
 def range_text(values: Iterable[float | None], scale: float = 1.0) -> str:
     """From the smallest to the largest of the values that there are: `12.1 to 40.3`, or one number."""
     found = [value * scale for value in values if value is not None]
     return " to ".join(dict.fromkeys((number_text(min(found)), number_text(max(found)))))
+
+
+def span_of(lengths: Iterable[int]) -> str:
+    """`16K to 128K tokens`."""
+    found = sorted(lengths)
+    return f"{' to '.join(dict.fromkeys(format_length(one).upper() for one in (found[0], found[-1])))} tokens"
 
 
 def decimals_between(value: float, ends: tuple[float, float] | None) -> int:
@@ -161,32 +183,37 @@ class FigureLayout:
     def lengths(self) -> list[int]:
         return sorted({point.seq_len for point in self.points})
 
+    @property
+    def places(self) -> list[tuple[Panel, int, list[SeriesPoint]]]:
+        """The points of each panel at each length, where there are some."""
+        return [
+            (panel, seq_len, here)
+            for panel in self.panels
+            for seq_len, here in grouped(panel.points, lambda point: point.seq_len).items()
+        ]
+
 
 def laid_out(rows: Sequence[Row]) -> FigureLayout:
     """Panels, series and points of `rows`, at most MAX_PANELS and MAX_SERIES of them."""
     notes = [note] if (note := getattr(rows, "note", "")) else []
     several = len({row["mask"] for row in rows}) > 1
-    keys = {id(row): (row["mask"] if several else "", *panel_of(row)) for row in rows}
-    panels: dict[tuple[str, int, int, int], list[Row]] = {key: [] for key in sorted(set(keys.values()))}
-    for row in rows:
-        panels[keys[id(row)]].append(row)
-    if len(panels) > MAX_PANELS:
-        most = sorted(panels, key=lambda key: -_measured(panels[key]))[:MAX_PANELS]
+    panels = sorted(grouped(rows, lambda row: (row["mask"] if several else "", *panel_of(row))).items())
+    kept = _most_measured(panels, MAX_PANELS, lambda panel: panel[1])
+    if len(kept) < len(panels):
         notes.append(f"{MAX_PANELS} of {len(panels)} parallel sizes are drawn, those with the most trials; {IN_CSV}.")
-        panels = {key: group for key, group in panels.items() if key in most}
-    shown = [row for group in panels.values() for row in group]
-    series, pooling = _series(shown)
-    notes += [pooling] if pooling else []
+    series, pooling = _series([row for _, group in kept for row in group])
     slow = slow_baselines(rows)
     series = [(marked(name, any(id(row) in slow for row in group)), group) for name, group in series]
-    notes += [sentence] if (sentence := slow_sentence(slow.values())) else []
+    notes += [note for note in (pooling, slow_sentence(slow.values())) if note]
     order = {id(row): (place, name) for place, (name, group) in enumerate(series) for row in group}
-    several_sizes = len({key[1:] for key in panels}) > 1
+    several_sizes = len({key[1:] for key, _ in kept}) > 1
+
+    def title(mask: str, *sizes: int) -> str:
+        size = panel_name((sizes[0], sizes[1], sizes[2])) if several_sizes else ""
+        return ", ".join(filter(None, (mask, size))) if len(kept) > 1 else ""
+
     return FigureLayout(
-        panels=[
-            Panel(title=_panel_title(key, several_sizes, len(panels)), points=_points(group, order))
-            for key, group in panels.items()
-        ],
+        panels=[Panel(title=title(*key), points=_points(group, order)) for key, group in kept],
         looks=looks_of(series),
         notes=notes,
         footnotes=footnotes_of([row for _, group in series for row in group]),
@@ -194,19 +221,11 @@ def laid_out(rows: Sequence[Row]) -> FigureLayout:
 
 
 def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[SeriesPoint]:
-    found: dict[tuple[int, int, str], list[Row]] = {}
-    for row in rows:
-        if id(row) in order:
-            found.setdefault((row["seq_len"], *order[id(row)]), []).append(row)
+    drawn = [row for row in rows if id(row) in order]
+    found = grouped(drawn, lambda row: (row["seq_len"], *order[id(row)]))
     return [
         SeriesPoint(series=name, seq_len=seq_len, rows=members) for (seq_len, _, name), members in sorted(found.items())
     ]
-
-
-def _panel_title(key: tuple[str, int, int, int], several_sizes: bool, panels: int) -> str:
-    mask, *sizes = key
-    size = panel_name((sizes[0], sizes[1], sizes[2])) if several_sizes else ""
-    return ", ".join(filter(None, (mask, size))) if panels > 1 else ""
 
 
 def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
@@ -220,14 +239,10 @@ def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
     while len(found := series_of(rows, sorted(kept))) > MAX_SERIES and kept:
         kept.pop()
     dropped = [f"{name} ({counts[name]} values)" for name in varying if name not in kept]
-    sentences = []
-    if dropped:
-        sentences.append(f"Pooled over {', '.join(dropped)}: each point is a median; {IN_CSV}.")
+    sentences = [f"Pooled over {', '.join(dropped)}: each point is a median; {IN_CSV}."] if dropped else []
     if len(found) > MAX_SERIES:
         sentences.append(f"{MAX_SERIES} of {len(found)} series are drawn, those with the most trials; {IN_CSV}.")
-        most = sorted(found, key=lambda item: -_measured(item[1]))[:MAX_SERIES]
-        found = [item for item in found if any(item is one for one in most)]
-    return found, " ".join(sentences)
+    return _most_measured(found, MAX_SERIES, lambda series: series[1]), " ".join(sentences)
 
 
 def memory_column(rows: Iterable[Row]) -> str:
@@ -241,5 +256,61 @@ def configuration_of(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in kept)
 
 
-def _measured(rows: Iterable[Row]) -> int:
-    return sum(row["status"] == "ok" for row in rows)
+# The sentences below figures: peaks, ceilings, samples, whiskers.
+
+
+def peak_note(rows: Sequence[Row]) -> str:
+    """The peak behind MFU, and where it is published; empty where no row has one."""
+    peaks = sorted({(row["gpu"], row["peak_tflops"]) for row in rows if row.get("peak_tflops")})
+    return " ".join(f"Peak: {peak:,.0f} TFLOP/s ({gpu}; {_source(gpu, 'peak_bf16_tflops')})." for gpu, peak in peaks)
+
+
+def ceiling_note(rows: Sequence[Row]) -> str:
+    """What the ceiling is, and where and when its kernels were measured; empty where no row has one."""
+    drawn = [row for row in rows if row.get("mfu_ceiling") or row.get("tflops_ceiling")]
+    if not drawn:
+        return ""
+    without = {row["gpu"] for row in drawn if not (row.get("ceiling_source") or "").startswith(OWN_GEMMS)}
+    own = any(row["gpu"] not in without for row in drawn)
+    measured = ["GEMM of the trials' own shapes, measured in them"] if own else []
+    for gpu in sorted({row["gpu"] for row in drawn}):
+        gemm = f"GEMM {_source(gpu, 'gemm_tflops')}; " if gpu in without else ""
+        measured.append(f"{gpu}: {gemm}attention {_source(gpu, 'kernel_ceilings')}")
+    return f"Ceiling: the same work at the speeds of kernels alone, no transfer exposed ({'; '.join(measured)})."
+
+
+def samples_note(rows: Sequence[Row]) -> str:
+    """How many steps and rounds stand behind each number."""
+    counts = sorted({row["samples"] for row in rows if row["samples"]})
+    if not counts:
+        return "No trial was measured."
+    rounds = sorted({row["rounds"] for row in rows if row["rounds"]})
+    seeds = len({row["seed"] for row in rows})
+    sweep = f", each with {seeds} seeds (median over seeds)" if seeds > 1 else ""
+    return (
+        f"n = {_from_to(counts)} measured {'step' if counts == [1] else 'steps'} per trial, warm-up excluded, in "
+        f"{'one round' if rounds in ([], [1]) else f'{_from_to(rounds)} rounds'}{sweep}."
+    )
+
+
+def whisker_note(points: Sequence[Sequence[Row]]) -> str:
+    """What whiskers are, of the trials at each point; empty where there is none."""
+    single = [rows[0] for rows in points if len(rows) == 1]
+    spreads = [spread_of(row) for row in single]
+    several = any(len(rows) > 1 for rows in points)
+    kinds = ["range of the trials at a point"] if several else []
+    kinds += ["95% interval of the median over rounds"] if any(isinstance(one, Interval) for one in spreads) else []
+    kinds += ["both values of two rounds"] if any(isinstance(one, TwoRounds) for one in spreads) else []
+    if any(one is None and row["step_seconds_iqr"] for one, row in zip(spreads, single, strict=True)):
+        where = " where there is one round" if kinds else ""
+        kinds.append(f"interquartile range of the measured steps{where}")
+    return f"Whiskers: {'; '.join(kinds)}." if kinds else ""
+
+
+def _from_to(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _source(gpu: str, figure: str) -> str:
+    hardware = hardware_for(gpu)
+    return hardware.sources.get(figure, "not stated") if hardware else "not stated"

@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from harness.report.drawing.looks import GRID, INK, MUTED, PAPER
-from harness.report.drawing.svg import finished
+from harness.report.drawing.looks import GRID, INK, MUTED, PAPER, finished
 
 COLUMN_INCHES = 3.35  # of a paper with two columns
 STYLE = {

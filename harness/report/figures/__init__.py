@@ -1,16 +1,15 @@
-"""Figures: one file each, found by file name.
+"""Figures: each module defines some by name, in `FIGURES`, and is found by its file.
 
 A figure chooses columns and draws them. It derives no number and reads no record. Of the rows of one group
 (`harness.report.drawing.points.groups_of`: one run, one task, one model) it makes one of three:
 
 - a `Sheet`: its `title` says the finding, `about` is the set-up, `note` says how it was measured; `footnotes` hold what
-  names leave out, which a page says once for all figures (`footnotes_of`) and a file each time. Nothing is drawn yet;
+  names leave out, which a page says once for all figures and a file each time. Nothing is drawn yet;
 - a sentence, where a figure would show that everything is equal;
 - None, where the rows hold nothing of it, or another figure shows it.
 
 `shown_of` makes all of a group, in the order in which a page shows them. A file is made by `render`; a page takes
-`inline`, which holds the plot alone, once for wide screens and once for phones, since title, set-up and note are text
-of the page, and puts `palette_css` into its style beside its own `--ink`, `--muted`, `--line` and `--ground`.
+`inline`, the plot alone, once for wide screens and once for phones, since title, set-up and note are text of the page.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.atomic import write_atomic
-from harness.report.drawing.looks import palette_css as palette_css
 from harness.report.drawing.sheet import COLUMN_INCHES, NARROW, SCREEN, WIDE, Sheet
 from harness.report.results import Row
 from harness.report.tables.table import escape_latex
@@ -33,7 +31,7 @@ FORMATS = ("png", "pdf", "svg")
 
 
 class Drawing(Protocol):
-    """What a module of this package defines as `FIGURE`."""
+    """One figure."""
 
     def place(self, rows: Sequence[Row]) -> int:
         """Where a page shows it, smallest first: what answers the run's question comes before all else."""
@@ -46,9 +44,9 @@ class Drawing(Protocol):
 
 @cache
 def all_figures() -> dict[str, Drawing]:
-    """Every figure under its file name. Modules that start with an underscore are helpers."""
-    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-    return {name: importlib.import_module(f"{__name__}.{name}").FIGURE for name in names}
+    """Every figure by the name of its files."""
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return {name: figure for module in modules for name, figure in module.FIGURES.items()}
 
 
 def shown_of(rows: Sequence[Row]) -> dict[str, Sheet | str]:

@@ -10,23 +10,33 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from harness.base.lengths import format_length
 from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import Interval
+from harness.report.drawing.charts import STEPS
 from harness.report.drawing.looks import INK, MUTED, PAPER
-from harness.report.drawing.notes import samples_note, whisker_note
-from harness.report.drawing.points import FigureLayout, SeriesPoint, configuration_of, laid_out, number_text
+from harness.report.drawing.points import (
+    FigureLayout,
+    SeriesPoint,
+    configuration_of,
+    laid_out,
+    number_text,
+    samples_note,
+    span_of,
+    whisker_note,
+    whole_text,
+)
 from harness.report.drawing.sheet import FigureSize, Page, Sheet, text_inches, wrapped
 from harness.report.footnotes import kernel_in_words
-from harness.report.results import Row
+from harness.report.results import Row, grouped
 from harness.report.speedup import Speedup, speedup
-from harness.report.variants import is_subject, on_cpu, panel_of, subject_name
+from harness.report.variants import is_subject, on_cpu, panel_of, setting_text, subject_name
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
@@ -52,14 +62,14 @@ class SpeedMemory:
             samples_note(here),
             whisker_note([point.rows for point in layout.points]),
             *layout.notes,
-            *([f"Without a point: {', '.join(lost)}."] if lost else []),
-            *(["The speeds do not start at 0."] if _zoomed(spots) else []),
-            *([f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."] if dates else []),
+            f"Without a point: {', '.join(lost)}." if lost else "",
+            "The speeds do not start at 0." if _zoomed(spots) else "",
+            f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}." if dates else "",
         ]
         unit = "tokens/s" if here[0]["world_size"] == 1 else "tokens/s per GPU"
         return Sheet(
-            title=_title(spots), about=_about(here), notes=[note for note in notes if note],
-            footnotes=layout.footnotes, plot=lambda page: _paint(page, spots, unit),
+            title=_title(spots), about=_about(here[0]), notes=list(filter(None, notes)), footnotes=layout.footnotes,
+            plot=partial(_paint, spots=spots, unit=unit),
         )  # fmt: skip
 
 
@@ -77,6 +87,23 @@ class _PlottedConfiguration:
     def own(self) -> bool:
         return self.point.own
 
+    @property
+    def run(self) -> str:
+        return str(self.point.rows[0]["run"])
+
+    @property
+    def kernel(self) -> str:
+        return _kernel(self.point)
+
+    @property
+    def planned(self) -> bool:
+        """Whether it was planned for a budget of memory."""
+        return bool(_budget(self.point.rows[0]))
+
+    def beside(self, other: _PlottedConfiguration) -> Speedup | None:
+        """Its speed over another's; None for trials of two runs."""
+        return speedup(self.point.rows, other.point.rows) if self.run == other.run else None
+
 
 def shows_all(rows: Sequence[Row]) -> bool:
     """Whether this figure shows the speed and the memory of every trial, so that no other need do so."""
@@ -87,19 +114,13 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     """The rows of the longest sequence of the most ranks with a choice of memory; none where no length has one."""
     if rows[0]["task"] != "train" or all(map(on_cpu, rows)):
         return []
-    places: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:
-        places.setdefault((row["seq_len"], row["world_size"]), []).append(row)
-    for place in sorted(places, reverse=True):
-        found: dict[object, float] = {}
-        own = [row for row in places[place] if is_subject(row)]
-        for row in own:
-            if row.get(MEMORY) and row.get(SPEED):
-                found[configuration_of(row)] = row[MEMORY]
-        measured = sum(bool(row.get(SPEED)) for row in places[place])
+    for _, here in sorted(grouped(rows, lambda row: (row["seq_len"], row["world_size"])).items(), reverse=True):
+        own = [row for row in here if is_subject(row)]
+        found = {configuration_of(row): row[MEMORY] for row in own if row.get(MEMORY) and row.get(SPEED)}
+        measured = sum(bool(row.get(SPEED)) for row in here)
         one_set_up = len({(row["run"], row["settings"]) for row in own}) == len({row["run"] for row in own})
         if len(found) > 1 < measured - 1 and one_set_up and max(found.values()) > APART * min(found.values()):
-            return places[place]
+            return here
     return []
 
 
@@ -110,16 +131,16 @@ def _at(point: SeriesPoint) -> tuple[float, float] | None:
 
 def _spots(layout: FigureLayout) -> list[_PlottedConfiguration]:
     """All configurations with both numbers, by memory. The first that was planned says whose line it begins."""
-    found = []
     own = subject_name(row for point in layout.points for row in point.rows)
     planned = [point for point in layout.points if point.own and _at(point) and _budget(point.rows[0])]
-    kernels = Counter(_kernel(point) for point in planned)
+    usual = Counter(map(_kernel, planned)).most_common(1)
+    found = []
     for point in layout.points:
         if at := _at(point):
             label = point.series
             if point in planned:
                 label = _budget(point.rows[0])
-                if _kernel(point) != kernels.most_common(1)[0][0]:
+                if _kernel(point) != usual[0][0]:
                     label = f"{own} with {kernel_in_words(_kernel(point)) or 'another kernel'}"
             elif point.own and all(one.own for one in layout.points):
                 label = label.partition(", ")[2] or label
@@ -140,40 +161,36 @@ def _budget(row: Row) -> str:
     """The budget that a trial was planned for: `24 GiB`, `all of the GPU`; empty for a trial set by hand."""
     if row.get("checkpoint.plan") != "auto":
         return ""
-    hardware = hardware_for(row["gpu"])
-    budget = row.get("memory") or ""
+    hardware, budget = hardware_for(row["gpu"]), row.get("memory")
     if not budget or (hardware and budget == f"{hardware.memory_gib:g}GiB"):
         return "all of the GPU"
-    return re.sub(r"(?<=\d)(?=[A-Za-z])", " ", budget)
+    return setting_text("memory", budget)
 
 
-def _about(rows: Sequence[Row]) -> str:
-    row = rows[0]
+def _about(row: Row) -> str:
     model = row["model"].upper() if re.fullmatch(r"\d+(\.\d+)?b", row["model"]) else row["model"]
     gpu = str(row["gpu"]).removeprefix("NVIDIA ")
     devices = f"one {gpu}" if row["world_size"] == 1 else f"{row['world_size']} × {gpu}"
-    length = format_length(row["seq_len"]).upper()
-    setup = f"{model} model, one sequence of {length} tokens, {row['mask']} mask, {row['dtype']}, {devices}"
+    setup = f"{model} model, one sequence of {span_of([row['seq_len']])}, {row['mask']} mask, {row['dtype']}, {devices}"
     return f"{setup}. Top left is best."
 
 
 def _title(spots: Sequence[_PlottedConfiguration]) -> str:
     """What the least memory buys that is still faster than the fastest other system of the same run."""
-    line = _line(spots)
-    best = _rival(spots)
-    if best is not None:
-        found = [(spot, ratio) for spot in line if _one_run(spot, best) and (ratio := _ratio(spot, best))]
+    line, best = _line(spots), _rival(spots)
+    found = [(spot, ratio) for spot in line if best and (ratio := spot.beside(best))]
+    if best and found:
         for verdict in ("faster", "faster in both rounds", "not distinguishable"):
             for spot, ratio in found:
                 if ratio.verdict == verdict:
                     return _compared(spot, best, ratio)
-        if found:
-            return _compared(*max(((spot, best, ratio) for spot, ratio in found), key=lambda one: one[2].value))
+        spot, ratio = max(found, key=lambda one: one[1].value)
+        return _compared(spot, best, ratio)
     first, last, own = line[0], line[-1], _own(line)
     least, most = number_text(first.memory), number_text(last.memory)
     if first is last:
         return f"{own}: {number_text(first.speed)} tokens/s in {least} GiB, fastest and least"
-    beyond = _ratio(last, first)
+    beyond = speedup(last.point.rows, first.point.rows)
     if beyond is None or beyond.verdict == "not distinguishable":
         return f"{own}: no difference in speed between {least} and {most} GiB"
     slower = 100 * (1 - 1 / beyond.value)
@@ -186,34 +203,23 @@ def _own(line: Sequence[_PlottedConfiguration]) -> str:
 
 def _rival(spots: Sequence[_PlottedConfiguration]) -> _PlottedConfiguration | None:
     """The fastest other system of a run that has a trial of burst's line."""
-    runs = {spot.point.rows[0]["run"] for spot in _line(spots)}
-    others = [spot for spot in spots if not spot.own and spot.point.rows[0]["run"] in runs]
+    runs = {spot.run for spot in _line(spots)}
+    others = [spot for spot in spots if not spot.own and spot.run in runs]
     return max(others, key=lambda spot: spot.speed, default=None)
-
-
-def _one_run(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> bool:
-    return bool(spot.point.rows[0]["run"] == other.point.rows[0]["run"])
-
-
-def _ratio(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> Speedup | None:
-    return speedup(spot.point.rows, other.point.rows)
 
 
 def _same_kernel(spots: Sequence[_PlottedConfiguration]) -> str:
     """Where burst's line has another attention kernel than the system of the title: the ratio with that one's."""
     line, best = _line(spots), _rival(spots)
-    if best is None or not (theirs := _kernel(best.point)) or _kernel(line[0].point) in theirs:
+    if best is None or not best.kernel or line[0].kernel in best.kernel:
         return ""
     for spot in spots:
-        if spot.own and _kernel(spot.point) and _kernel(spot.point) in theirs and _one_run(spot, best):
-            ratio = _ratio(spot, best)
-            if ratio is not None and ratio.spread is not None:
-                kernel = kernel_in_words(_kernel(spot.point))
-                times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
-                return f"With {kernel} in both, {_own(line)} is {times} times as fast as {best.point.series}."
-    return (
-        f"{_own(line)} and {best.point.series} attend with different kernels, {kernel_in_words(theirs)} in the latter."
-    )
+        if spot.own and spot.kernel and spot.kernel in best.kernel and (ratio := spot.beside(best)) and ratio.spread:
+            times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
+            kernel = kernel_in_words(spot.kernel)
+            return f"With {kernel} in both, {_own(line)} is {times} times as fast as {best.point.series}."
+    theirs = kernel_in_words(best.kernel)
+    return f"{_own(line)} and {best.point.series} attend with different kernels, {theirs} in the latter."
 
 
 def _compared(spot: _PlottedConfiguration, other: _PlottedConfiguration, found: Speedup) -> str:
@@ -242,43 +248,32 @@ def _share(ratio: float) -> str:
     return "the same memory" if ratio <= 1.03 else f"{ratio:.1f} times its memory"
 
 
-def _paint(page: Page, spots: Sequence[_PlottedConfiguration], unit: str) -> None:
-    form = page.form
-    left, wide, tall = 0.62, 0.0, 2.9 if not form.narrow else 3.4
-    wide = page.right - left
+def _paint(page: Page, *, spots: Sequence[_PlottedConfiguration], unit: str) -> None:
+    form, left, line = page.form, 0.62, _line(spots)
+    wide, tall = page.right - left, 3.4 if form.narrow else 2.9
     ax = page.panel(0.26, left, wide, tall, below=0.4)
     values = [end for spot in spots for end in (spot.speed, *(_ends(spot) or ()))]
     low = min(values) - 0.35 * (max(values) - min(values)) if _zoomed(spots) else 0.0
     ax.set_xlim(0, 1.12 * max(spot.memory for spot in spots))
     ax.set_ylim(low, max(values) + 0.16 * (max(values) - low))
-    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    ax.xaxis.set_major_locator(MaxNLocator(7 if not form.narrow else 5, steps=[1, 2, 2.5, 5, 10]))
-    for axis in (ax.xaxis, ax.yaxis):
+    for axis, ticks in ((ax.xaxis, 5 if form.narrow else 7), (ax.yaxis, 4)):
+        axis.set_major_locator(MaxNLocator(ticks, steps=STEPS))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     ax.annotate(unit, (0, 1), (-left * 72 + 8, 9), xycoords="axes fraction", textcoords="offset points",
                 fontsize=form.small, color=MUTED)  # fmt: skip
     ax.set_xlabel("peak GPU memory, GiB", fontsize=form.small, labelpad=2)
-    line = _line(spots)
-    colour = next((spot.colour for spot in line), INK)
     if len(line) > 1:
-        ax.plot([spot.memory for spot in line], [spot.speed for spot in line], color=colour, linewidth=2.0, zorder=2)
-    whiskers = [([(spot.memory, end) for end in ends], spot.colour) for spot in spots if (ends := _ends(spot))]
-    ax.add_collection(
-        LineCollection([one for one, _ in whiskers], colors=[one for _, one in whiskers], linewidths=1.1, zorder=2.5),
-        autolim=False,
-    )
+        at = [spot.memory for spot in line], [spot.speed for spot in line]
+        ax.plot(*at, color=line[0].colour, linewidth=2.0, zorder=2)
     for spot in spots:
-        shade = spot.colour if spot.own else MUTED
+        if ends := _ends(spot):
+            ax.vlines(spot.memory, *ends, colors=spot.colour, linewidths=1.1, zorder=2.5)
         [drawn] = ax.plot(
-            spot.memory, spot.speed, "o", color=shade, markersize=7 if spot.own else 6, markeredgecolor=PAPER,
-            markeredgewidth=0.8, zorder=4 if spot.own else 3,
+            spot.memory, spot.speed, "o", color=spot.colour if spot.own else MUTED, markersize=7 if spot.own else 6,
+            markeredgecolor=PAPER, markeredgewidth=0.8, zorder=4 if spot.own else 3,
         )  # fmt: skip
-        ends = _ends(spot)
-        between = f" ({number_text(ends[0], ends)} to {number_text(ends[1], ends)})" if ends else ""
-        page.tip(
-            drawn,
-            f"{spot.point.series}: {number_text(spot.speed, ends)}{between} {unit}, {number_text(spot.memory)} GiB",
-        )
+        speed = f"{whole_text(spot.speed, ends)} {unit}"
+        page.tip(drawn, f"{spot.point.series}: {speed}, {number_text(spot.memory)} GiB")
     _label(ax, spots, line, wide, tall, form)
 
 
@@ -289,18 +284,19 @@ def _zoomed(spots: Sequence[_PlottedConfiguration]) -> bool:
 
 
 def _ends(spot: _PlottedConfiguration) -> tuple[float, float] | None:
-    ends = spot.point.whisker(SPEED)
-    return None if ends is None or ends[1] > 10 * ends[0] else ends
+    return spot.point.drawn_whisker(SPEED)
 
 
 def _line(spots: Sequence[_PlottedConfiguration]) -> list[_PlottedConfiguration]:
     """Burst's configurations that no other of it beats in memory without being slower, by memory: where several were
     planned those, and of these the ones with the kernel that most have."""
     own = [spot for spot in spots if spot.own]
-    planned = [spot for spot in own if _budget(spot.point.rows[0])]
-    usual = Counter(_kernel(spot.point) for spot in planned).most_common(1)
+    planned = [spot for spot in own if spot.planned]
+    if len(planned) > 1:
+        [(usual, _)] = Counter(spot.kernel for spot in planned).most_common(1)
+        own = [spot for spot in planned if spot.kernel == usual]
     kept: list[_PlottedConfiguration] = []
-    for spot in [one for one in planned if _kernel(one.point) == usual[0][0]] if len(planned) > 1 else own:
+    for spot in own:
         if not kept or spot.speed > kept[-1].speed:
             kept.append(spot)
     return kept
@@ -319,49 +315,45 @@ def _label(
     size = form.small
     to_axes = ax.transScale + ax.transLimits
     at = {id(spot): to_axes.transform((spot.memory, spot.speed)) * (wide, tall) for spot in spots}
-    taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in at.values()]
-    for (x0, y0), (x1, y1) in pairwise(at[id(spot)] for spot in line):
-        for part in range(1, 12):
-            x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
-            taken.append((x - 0.03, y - 0.03, x + 0.03, y + 0.03))
+    taken = [_around(x, y, 0.07) for x, y in at.values()]
+    for start, end in pairwise(at[id(spot)] for spot in line):
+        taken += [_around(*(start + (end - start) * part / 12), 0.03) for part in range(1, 12)]
     joints = []
     for spot in sorted(spots, key=lambda spot: (not spot.own, spot.memory)):
         words = wrapped(spot.label, 1.15 if form.narrow else wide, size, bold=spot.own)
         width = max(text_inches(word, size, bold=spot.own) for word in words) + 0.02
         x, y = at[id(spot)]
-        box, near = min(
-            _boxes(x, y, width, _STEP * len(words), spot.own),
-            key=lambda one: _cost(one[0], taken, wide, tall) + (0.0 if one[1] else 0.03),
-        )
+        near, far = _places(x, y, width, _STEP * len(words), spot.own)
+        cost = {box: _cost(box, taken, wide, tall) + (0.0 if box in near else 0.03) for box in (*near, *far)}
+        box = min(cost, key=lambda one: cost[one])
         taken.append(box)
         for place, word in enumerate(words):
             ax.text(
                 box[0] / wide, (box[3] - _STEP * (place + 0.5)) / tall, word, transform=ax.transAxes, fontsize=size,
                 va="center", color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
             )  # fmt: skip
-        if not near:
+        if box not in near:
             end = (min(max(x, box[0]), box[2]), box[1] if box[1] > y else box[3])
             joints.append([(x / wide, y / tall), (end[0] / wide, end[1] / tall)])
     ax.add_collection(LineCollection(joints, colors=MUTED, linewidths=0.6, transform=ax.transAxes), autolim=False)
 
 
-def _boxes(x: float, y: float, width: float, height: float, above: bool) -> list[tuple[_Box, bool]]:
-    """Places for a name of this size around a point, the best ones first, and whether they touch it."""
-    gap, middle = 0.1, y - height / 2
-    near = [
-        (x - width / 2, y + gap), (x + gap, middle), (x - width - gap, middle), (x - width / 2, y - gap - height),
-        (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - height),
-        (x - width - gap / 2, y - gap - height),
-    ]  # fmt: skip
-    if not above:
-        near[0], near[1] = near[1], near[0]
-    far = [
-        (x + aside, y + up)
-        for aside in (-width / 2, gap, -width - gap)
-        for up in (gap + 0.16, -gap - height - 0.16, gap + 0.36, -gap - height - 0.36, gap + 0.56, -gap - height - 0.56)
-    ]
-    placed = [(place, True) for place in near] + [(place, False) for place in far]
-    return [((left, bottom, left + width, bottom + height), touches) for (left, bottom), touches in placed]
+def _around(x: float, y: float, half: float) -> _Box:
+    return (x - half, y - half, x + half, y + half)
+
+
+def _places(x: float, y: float, width: float, height: float, above: bool) -> tuple[list[_Box], list[_Box]]:
+    """Places for a name of this size that touch a point, the best ones first, and such that do not."""
+    gap = 0.1
+    right, left, middle = x + gap, x - width - gap, x - width / 2
+    over, beside, under = y + gap, y - height / 2, y - gap - height
+    near = [(middle, over), (right, beside)] if above else [(right, beside), (middle, over)]
+    near += [(left, beside), (middle, under), (right, y + gap / 2), (left + gap / 2, y + gap / 2)]
+    near += [(x + gap / 2, under), (left + gap / 2, under)]
+    shifts = [shift for away in (0.16, 0.36, 0.56) for shift in (over + away, under - away)]
+    far = list(product((middle, right, left), shifts))
+    boxes = [[(at, low, at + width, low + height) for at, low in places] for places in (near, far)]
+    return boxes[0], boxes[1]
 
 
 def _cost(box: _Box, taken: Sequence[_Box], wide: float, tall: float) -> float:
@@ -374,4 +366,4 @@ def _cost(box: _Box, taken: Sequence[_Box], wide: float, tall: float) -> float:
     return over + 10 * outside
 
 
-FIGURE = SpeedMemory()
+FIGURES = {"speed_memory": SpeedMemory()}

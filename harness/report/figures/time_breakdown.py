@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from harness.base.lengths import format_length
-from harness.report.drawing.bars import Bar, Bars, paint_bars
+from harness.report.drawing.charts import Bar, Bars, paint_bars
 from harness.report.drawing.looks import PALETTE
-from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import IN_CSV, FigureLayout, SeriesPoint, about, laid_out
+from harness.report.drawing.points import IN_CSV, FigureLayout, SeriesPoint, about, laid_out, samples_note
 from harness.report.drawing.sheet import Sheet
 from harness.report.results import Row
 from harness.report.tables.particular import HEADERS
@@ -107,4 +106,4 @@ def _name(category: str) -> str:
     return HEADERS.get(category, category).removesuffix(" %")
 
 
-FIGURE = TimeBreakdown()
+FIGURES = {"time_breakdown": TimeBreakdown()}

@@ -10,8 +10,10 @@ function compareCells(one, other, direction) {
   if (isNumber(one) !== isNumber(other)) return isNumber(one) ? -1 : 1;
   return direction * (isNumber(one) ? Number(one) - Number(other) : compareText(one, other));
 }
-TableLibrary.ext.type.order["cell-asc"] = (one, other) => compareCells(one, other, 1);
-TableLibrary.ext.type.order["cell-desc"] = (one, other) => compareCells(one, other, -1);
+if (TableLibrary) {
+  TableLibrary.ext.type.order["cell-asc"] = (one, other) => compareCells(one, other, 1);
+  TableLibrary.ext.type.order["cell-desc"] = (one, other) => compareCells(one, other, -1);
+}
 
 // A button for each group of columns; those of provenance are hidden at first.
 function groupButtons(table) {
@@ -62,7 +64,7 @@ for (const block of document.querySelectorAll(".grid")) {
   const table = block.querySelector("table");
   const rows = table.tBodies[0].rows.length;
   table.querySelectorAll("details.command").forEach(addCopy);
-  if (rows < 2) continue;
+  if (rows < 2 || !TableLibrary) continue;
   const filter = rows > 8 ? {search: {placeholder: "Filter rows", text: ""}} : null;
   const buttons = groupButtons(table);
   new TableLibrary(table, {

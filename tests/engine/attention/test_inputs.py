@@ -91,6 +91,18 @@ def test_a_scale_that_shows_hidden_keys_is_refused(scale) -> None:
         burst_attention(Q, Q, Q, scale=scale)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None:
+    prepared = prepare_attention(Q, Q)
+    tensors = [Q, Q, Q]
+    for call in (burst_attention, prepared):
+        call(*tensors)  # plans are kept by shape
+    tensors[which] = Q.to_sparse()
+    for call in (burst_attention, prepared):
+        with pytest.raises(ValueError, match=r"q, k, v are torch.*sparse_coo.*; pass dense tensors"):
+            call(*tensors)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

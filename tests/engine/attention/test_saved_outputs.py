@@ -28,7 +28,6 @@ from engine.attention.masks import (
     imbalance,
     kept_share,
     rank_areas,
-    rank_pair_tiles,
     recompute_share,
 )
 from engine.attention.masks.mask import FirstRows
@@ -37,7 +36,7 @@ from engine.attention.resolve import best_layout
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.test_parity import problem
-from tests.positions import shard_positions
+from tests.positions import rank_pair_tiles, shard_positions
 from tests.ranks import run_on_ranks
 
 TAILS = (0.0, 0.1, 0.25, 0.37, 0.5, 0.9, 1.0)

@@ -13,9 +13,9 @@ from engine.attention.comm.exchange import P2PRing
 from engine.attention.comm.p2p import NoTransport
 from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
 from engine.attention.geometry.ring import Ring
-from engine.attention.geometry.tiles import band_area, row_blocks, trim
-from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas, rank_pair_tiles
-from tests.positions import shard_positions
+from engine.attention.geometry.tiles import Tile, band_area, row_blocks, trim
+from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas
+from tests.positions import rank_pair_tiles, shard_positions
 
 WINDOWS = [
     SlidingWindow(0), SlidingWindow(3), SlidingWindow(5, 2), SlidingWindow(40, 40),
@@ -57,7 +57,7 @@ def test_tiles_cover_exactly_the_visible_pairs_once(layout, mask) -> None:
                     if (tile.band.lo is None or j - i >= tile.band.lo) and (
                         tile.band.hi is None or j - i <= tile.band.hi
                     ):
-                        counts[tile.q_start + i][tile.k_start + j] += 1
+                        counts[tile.q.start + i][tile.k.start + j] += 1
                         seen |= 1 << i
                 assert seen == (1 << tile.rows) - 1, "a row of a tile sees no key"
                 assert tile.band.kind != "causal" or tile.rows == tile.columns
@@ -72,8 +72,8 @@ def test_the_area_of_a_band_is_its_number_of_pairs(rows, columns, lo, hi) -> Non
     assert (tile is None) == (not pairs)
     if tile is not None:
         assert tile.area() == len(pairs)
-        assert (tile.q_start, tile.q_stop) == (min(i for i, _ in pairs), max(i for i, _ in pairs) + 1)
-        assert (tile.k_start, tile.k_stop) == (min(j for _, j in pairs), max(j for _, j in pairs) + 1)
+        assert (tile.q.start, tile.q.stop) == (min(i for i, _ in pairs), max(i for i, _ in pairs) + 1)
+        assert (tile.k.start, tile.k.stop) == (min(j for _, j in pairs), max(j for _, j in pairs) + 1)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-15, 15), st.integers(-15, 15), st.integers(1, 5))
@@ -84,19 +84,19 @@ def test_blocks_of_rows_hold_each_visible_pair_of_a_tile_once_and_span_only_keys
     if tile is None:
         return
     blocks = list(row_blocks(tile.band, tile.rows, tile.columns, block_rows))
-    assert [row for block in blocks for row in range(block.q_start, block.q_stop)] == list(range(tile.rows))
+    assert [row for block in blocks for row in range(block.q.start, block.q.stop)] == list(range(tile.rows))
     assert sum(block.area() for block in blocks) == tile.area()
     for block in blocks:
         assert block.rows <= block_rows
         pairs = band_pairs(block)
-        assert pairs <= band_pairs(tile.shifted(-tile.q_start, -tile.k_start))
-        assert {key for _, key in pairs} >= {block.k_start, block.k_stop - 1}
+        assert pairs <= band_pairs(Tile(slice(0, tile.rows), slice(0, tile.columns), tile.band))
+        assert {key for _, key in pairs} >= {block.k.start, block.k.stop - 1}
 
 
 def band_pairs(tile) -> set[tuple[int, int]]:
     """The visible (query, key) pairs of a tile, in the indices that its corner is given in."""
     return {
-        (tile.q_start + i, tile.k_start + j)
+        (tile.q.start + i, tile.k.start + j)
         for i, j in product(range(tile.rows), range(tile.columns))
         if (tile.band.lo is None or j - i >= tile.band.lo) and (tile.band.hi is None or j - i <= tile.band.hi)
     }

@@ -11,22 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.plain import IGNORE, LogitTile, plain_loss_sum
+from engine.lm_head.plain import IGNORE, plain_loss_sum
 from engine.measurement import relative_error, relative_errors
 
 TOKENS, WIDTH, VOCAB = 37, 16, 53
-BY_TOKENS = LogitTile(tokens=8, words=VOCAB)
-BY_BOTH = LogitTile(tokens=8, words=10)
-TILES = {
-    "one token": LogitTile(tokens=1, words=VOCAB),
-    "8 tokens": BY_TOKENS,
-    "all tokens": LogitTile(tokens=TOKENS, words=VOCAB),
-    "more than there are": LogitTile(tokens=1000, words=1000),
-    "8 tokens x 10 words": BY_BOTH,
-    "all tokens x 7 words": LogitTile(tokens=TOKENS, words=7),
-    "one token x one word": LogitTile(tokens=1, words=1),
-    "chosen": None,
-}
+TILES = {"one token": TOKENS, "8 tokens": 5, "all tokens": 1, "more than there are": 1000, "chosen": 0}
 
 
 def problem(dtype: torch.dtype, ignored: slice = slice(0, 0)) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,10 +45,10 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("ignored", [slice(0, 0), slice(5, 20), slice(0, 36)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_loss_and_gradients_equal_the_plain_implementation_for_any_tile(tile, z_loss, ignored) -> None:
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+def test_loss_and_gradients_equal_the_plain_implementation_for_any_tile(tiles, z_loss, ignored) -> None:
     expected = loss_and_gradients(plain_loss_sum, torch.float64, ignored, z_loss=z_loss)
-    found = loss_and_gradients(fused_loss_sum, torch.float64, ignored, z_loss=z_loss, tile=tile)
+    found = loss_and_gradients(fused_loss_sum, torch.float64, ignored, z_loss=z_loss, tiles=tiles)
     assert max(relative_errors(found, expected)) < 1e-12
 
 
@@ -70,16 +59,15 @@ def test_z_loss_adds_the_squared_log_partition_of_every_counted_token() -> None:
     torch.testing.assert_close(added, 0.25 * lse.square().sum(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_bf16_is_as_close_to_float64_as_the_plain_implementation(tile, z_loss) -> None:
+def test_bf16_is_as_close_to_float64_as_the_plain_implementation(z_loss) -> None:
     hidden, weight, labels = problem(torch.bfloat16)
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     truth_loss = plain_loss_sum(hidden, weight, labels, z_loss)
     (truth_loss / 29.0).backward()
     truth = truth_loss.detach(), hidden.grad, weight.grad
     plain = loss_and_gradients(plain_loss_sum, torch.bfloat16, z_loss=z_loss)
-    fused = loss_and_gradients(fused_loss_sum, torch.bfloat16, z_loss=z_loss, tile=tile)
+    fused = loss_and_gradients(fused_loss_sum, torch.bfloat16, z_loss=z_loss, tiles=5)
     assert fused[0].dtype == torch.float32
     assert fused[1].dtype == fused[2].dtype == torch.bfloat16
     for found, own_kind in zip(relative_errors(fused, truth), relative_errors(plain, truth), strict=True):
@@ -90,21 +78,19 @@ def test_a_label_that_is_nearly_sure_keeps_its_small_gradient() -> None:
     # p of the label is 1 - 1e-5; a logit of 20 less a log-partition of 20.00001 would lose half of it in fp32.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[20.0], [8.4870745]])
     exact = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().T, torch.tensor([0]))
-    for tile in (None, LogitTile(tokens=1, words=1)):
-        leaf = weight.clone().requires_grad_()
-        loss = fused_loss_sum(hidden, leaf, torch.tensor([0]), tile=tile)
-        loss.backward()
-        assert loss.item() == pytest.approx(exact.item(), rel=2e-2)
-        assert leaf.grad[0].item() == pytest.approx(-exact.item(), rel=2e-2)
+    leaf = weight.clone().requires_grad_()
+    loss = fused_loss_sum(hidden, leaf, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-2)
+    assert leaf.grad[0].item() == pytest.approx(-exact.item(), rel=2e-2)
 
 
 def test_words_of_probability_zero_do_not_count() -> None:
-    # Logits of -inf, as of a padded vocabulary; they may fill whole tiles, the first one included.
+    # Logits of -inf, as of a padded vocabulary.
     hidden = torch.ones(2, 1, dtype=torch.float64)
     weight = torch.tensor([[-torch.inf]] * 10 + [[1.0], [2.0]] + [[-torch.inf]] * 5, dtype=torch.float64)
-    for tile in (None, LogitTile(tokens=2, words=5)):
-        loss = fused_loss_sum(hidden, weight, torch.tensor([10, 11]), tile=tile)
-        assert loss.item() == pytest.approx(plain_loss_sum(hidden, weight, torch.tensor([10, 11])).item(), rel=1e-12)
+    loss = fused_loss_sum(hidden, weight, torch.tensor([10, 11]))
+    assert loss.item() == pytest.approx(plain_loss_sum(hidden, weight, torch.tensor([10, 11])).item(), rel=1e-12)
 
 
 def test_an_awkward_divisor_does_not_bias_bf16_gradients() -> None:
@@ -115,9 +101,8 @@ def test_an_awkward_divisor_does_not_bias_bf16_gradients() -> None:
     assert abs(ratio.item() - 1) < 4e-4
 
 
-@pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
-def test_a_rank_without_any_label_gives_zero_loss_and_gradients(tile) -> None:
-    for value in loss_and_gradients(fused_loss_sum, torch.float32, slice(0, TOKENS), z_loss=0.1, tile=tile):
+def test_a_rank_without_any_label_gives_zero_loss_and_gradients() -> None:
+    for value in loss_and_gradients(fused_loss_sum, torch.float32, slice(0, TOKENS), z_loss=0.1, tiles=5):
         assert torch.equal(value, torch.zeros_like(value))
 
 
@@ -130,30 +115,27 @@ def test_a_rank_without_any_token_gives_zero_loss_and_gradients() -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
-def test_backward_may_run_twice(tile) -> None:
+def test_backward_may_run_twice() -> None:
     hidden, weight, labels = problem(torch.float32)
-    loss = fused_loss_sum(hidden, weight, labels, tile=tile) / 7
+    loss = fused_loss_sum(hidden, weight, labels, tiles=5) / 7
     loss.backward(retain_graph=True)
     once = hidden.grad.clone(), weight.grad.clone()
     loss.backward()
     torch.testing.assert_close((hidden.grad, weight.grad), tuple(2 * gradient for gradient in once))
 
 
-@pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
-def test_evaluation_gives_the_same_loss_without_gradients(tile) -> None:
+def test_evaluation_gives_the_same_loss_without_gradients() -> None:
     hidden, weight, labels = problem(torch.float64, slice(3, 9))
     with torch.no_grad():
-        loss = fused_loss_sum(hidden, weight, labels, z_loss=0.1, tile=tile)
+        loss = fused_loss_sum(hidden, weight, labels, z_loss=0.1, tiles=5)
     assert not loss.requires_grad
     assert relative_error(loss, plain_loss_sum(hidden, weight, labels, z_loss=0.1)) < 1e-12
 
 
-@pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
-def test_a_frozen_weight_gets_no_gradient_and_hidden_still_does(tile) -> None:
+def test_a_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
     hidden, weight, labels = problem(torch.float64)
     expected = loss_and_gradients(plain_loss_sum, torch.float64, divisor=1.0)[1]
-    fused_loss_sum(hidden, weight.detach(), labels, tile=tile).backward()
+    fused_loss_sum(hidden, weight.detach(), labels, tiles=5).backward()
     assert relative_error(hidden.grad, expected) < 1e-12
 
 
@@ -189,20 +171,16 @@ def watched(loss_sum: Callable[..., Tensor], ignored: slice = slice(0, 0), **opt
 
 
 def test_no_tensor_is_larger_than_one_tile_of_logits() -> None:
-    assert watched(fused_loss_sum, tile=LogitTile(tokens=18, words=VOCAB)).elements == 18 * VOCAB
+    assert watched(fused_loss_sum, tiles=2).elements == 19 * VOCAB
     assert watched(plain_loss_sum).elements == TOKENS * VOCAB
     # A tile below the size of the weight's gradient: nothing but that gradient is larger.
-    assert watched(fused_loss_sum, tile=BY_BOTH).elements == VOCAB * WIDTH
-    wide = LogitTile(tokens=TOKENS, words=30)
-    assert watched(fused_loss_sum, tile=wide).elements == TOKENS * 30
+    assert watched(fused_loss_sum, tiles=TOKENS).elements == VOCAB * WIDTH
 
 
-def test_logits_are_computed_once_with_the_whole_vocabulary_and_twice_in_tiles_of_it() -> None:
-    runs = -(-TOKENS // 8)
-    assert watched(fused_loss_sum, tile=BY_TOKENS).matmuls == 3 * runs
-    assert watched(fused_loss_sum, tile=BY_BOTH).matmuls == 4 * runs * -(-VOCAB // 10)
+def test_logits_are_computed_once() -> None:
+    assert watched(fused_loss_sum, tiles=5).matmuls == 3 * 5
 
 
 def test_runs_of_ignored_tokens_are_skipped() -> None:
-    assert watched(fused_loss_sum, slice(8, 32), tile=BY_TOKENS).matmuls == 3 * 2
-    assert watched(fused_loss_sum, slice(0, TOKENS), tile=BY_TOKENS).matmuls == 0
+    assert watched(fused_loss_sum, slice(8, 32), tiles=5).matmuls == 3 * 2
+    assert watched(fused_loss_sum, slice(0, TOKENS), tiles=5).matmuls == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import ENOUGH_TOKENS, FEWEST_TOKENS, TILE_BYTES, LogitTile, choose_tile
+from engine.lm_head.plain import ENOUGH_TOKENS, TILE_BYTES, tile_tokens
 
 
 def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -21,12 +21,10 @@ def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = tor
     )
 
 
-@pytest.mark.parametrize("vocabulary", [1, 256, 32000, 128256, 151936, 262144, 524288, 1 << 20, 1 << 26])
+@pytest.mark.parametrize("vocabulary", [1, 256, 32000, 128256, 151936, 262144, 524288, 1 << 20])
 def test_a_tile_on_a_cpu_fills_its_bytes_and_no_more(vocabulary) -> None:
-    tile = choose_tile(vocabulary, hidden(1 << 20, "cpu"))
-    logits = tile.tokens * min(tile.words, vocabulary)
-    assert 0.9 * TILE_BYTES["cpu"] / 4 < logits <= TILE_BYTES["cpu"] / 4 or vocabulary == 1
-    assert tile.tokens >= FEWEST_TOKENS["cpu"]
+    logits = tile_tokens(vocabulary, hidden(1 << 20, "cpu")) * vocabulary
+    assert 0.9 * TILE_BYTES["cpu"] / 4 < logits <= TILE_BYTES["cpu"] / 4
 
 
 @pytest.mark.parametrize("tokens", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
@@ -34,35 +32,26 @@ def test_a_tile_on_a_cpu_fills_its_bytes_and_no_more(vocabulary) -> None:
 @pytest.mark.parametrize("vocabulary", [1, 32000, 128256, 1 << 20, 1 << 26])
 def test_a_tile_on_a_gpu_takes_at_most_its_bytes_or_the_hidden_states(vocabulary, dtype, tokens) -> None:
     given = hidden(tokens, "cuda", dtype=dtype)
-    tile = choose_tile(vocabulary, given)
-    assert tile.tokens * tile.words * dtype.itemsize <= max(TILE_BYTES["cuda"], given.nbytes)
-    assert tile.words < vocabulary or tile.tokens <= ENOUGH_TOKENS[1]
+    run = tile_tokens(vocabulary, given)
+    assert run * vocabulary * dtype.itemsize <= max(TILE_BYTES["cuda"], given.nbytes)
+    assert run <= ENOUGH_TOKENS[1]
 
 
 def test_a_tile_on_a_gpu_grows_with_the_tokens_it_may_hold() -> None:
     def tokens_of(tokens: int, vocabulary: int) -> int:
-        return choose_tile(vocabulary, hidden(tokens, "cuda")).tokens
+        return tile_tokens(vocabulary, hidden(tokens, "cuda"))
 
     assert [tokens_of(tokens, 32000) for tokens in (1 << 14, 3 << 14, 1 << 16, 1 << 18)] == [4096, 6144, 8192, 8192]
     # Of 128256 words, 1 GiB holds 4185 tokens' logits; 2 GiB, of 256K hidden states, hold 8371.
     assert [tokens_of(tokens, 128256) for tokens in (1 << 14, 1 << 16, 1 << 18)] == [4096, 4185, 8192]
 
 
-def test_the_vocabulary_is_tiled_only_where_too_few_tokens_would_be_left() -> None:
-    on_gpu, on_cpu = hidden(1 << 14, "cuda"), hidden(1 << 14, "cpu")
-    assert choose_tile(1 << 20, on_gpu) == LogitTile(tokens=512, words=1 << 20)
-    assert choose_tile((1 << 20) + 1, on_gpu) == LogitTile(tokens=16384, words=16384)
-    assert choose_tile(262144, on_cpu) == LogitTile(tokens=64, words=262144)
-    assert choose_tile(262145, on_cpu) == LogitTile(tokens=4096, words=4096)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_token_is_a_tile_where_its_logits_take_more(device) -> None:
+    assert tile_tokens(1 << 30, hidden(1 << 10, device)) == 1
 
 
-@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
-def test_an_empty_tile_is_refused(size) -> None:
-    with pytest.raises(ValueError, match="holds no logit; give at least 1 x 1"):
-        LogitTile(tokens=size[0], words=size[1])
-
-
-def test_a_number_of_tiles_divides_the_tokens_and_not_the_vocabulary() -> None:
-    assert choose_tile(1000, hidden(100, "cpu"), 8) == LogitTile(tokens=13, words=1000)
-    assert choose_tile(1000, hidden(100, "cpu"), 1) == LogitTile(tokens=100, words=1000)
-    assert choose_tile(1000, hidden(3, "cpu"), 8) == LogitTile(tokens=1, words=1000)
+def test_a_number_of_tiles_divides_the_tokens() -> None:
+    assert tile_tokens(1000, hidden(100, "cpu"), 8) == 13
+    assert tile_tokens(1000, hidden(100, "cpu"), 1) == 100
+    assert tile_tokens(1000, hidden(3, "cpu"), 8) == 1

@@ -16,7 +16,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json, to
 from harness.metrics.flops import work_of
 from harness.spec.methods import method_named
 from harness.spec.trial import id_of
-from harness.verify import formulas
+from tests.harness import second_formulas as formulas
 
 LLAMA = ModelShape(name="m", layers=5, hidden=24, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=257)
 FEATURES: dict[str, dict[str, Any]] = {

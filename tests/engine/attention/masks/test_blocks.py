@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.attention.geometry.layout import LAYOUTS, Segment
 from engine.attention.geometry.tile_table import MAX_TILES
-from engine.attention.geometry.tiles import Band, Tile, band_area, without_upper_bands
+from engine.attention.geometry.tiles import Tile, band_area
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -23,10 +23,9 @@ from engine.attention.masks import (
     Strided,
     parse_mask,
     rank_areas,
-    rank_pair_tiles,
 )
-from engine.attention.masks.pairs import pair_table
-from tests.positions import shard_positions
+from engine.attention.masks.pairs import pair_table, tiles_of_all_keys
+from tests.positions import rank_pair_tiles, shard_positions
 
 SEQ_LEN = 24  # splits into 1, 2, 3 and 4 ranks under every layout
 CP_SIZES = (1, 2, 3, 4)
@@ -86,7 +85,7 @@ def painted(tiles: tuple[Tile, ...], rows: int, columns: int) -> list[list[int]]
             visible = [j for j in range(tile.columns) if (lo is None or j - i >= lo) and (hi is None or j - i <= hi)]
             assert visible, "a row of a tile sees no key"
             for j in visible:
-                counts[tile.q_start + i][tile.k_start + j] += 1
+                counts[tile.q.start + i][tile.k.start + j] += 1
         assert tile.band.kind != "causal" or tile.rows == tile.columns
     return counts
 
@@ -118,10 +117,22 @@ def test_the_area_of_each_rank_is_that_of_its_tiles(mask) -> None:
         assert mask.area(SEQ_LEN) == sum(areas)
 
 
-@pytest.mark.parametrize("mask", BLOCK_MASKS, ids=str)
+@pytest.mark.parametrize("mask", [*BLOCK_MASKS, Causal()], ids=str)
 def test_block_masks_need_no_kernel_with_windows(mask) -> None:
     for layout, cp_size in product(LAYOUTS.values(), CP_SIZES):
         assert pair_table(mask, layout, SEQ_LEN, cp_size).kinds <= {"full", "causal"}
+        if layout.name != "striped":  # whose shards are not gathered
+            assert tiles_of_all_keys(mask, layout, SEQ_LEN, cp_size).kinds <= {"full", "causal"}
+
+
+@pytest.mark.parametrize("mask", BLOCK_MASKS, ids=str)
+def test_tiles_against_all_keys_cover_exactly_the_visible_pairs_once(mask) -> None:
+    for layout, cp_size in product((LAYOUTS["contiguous"], LAYOUTS["zigzag"]), CP_SIZES):
+        table = tiles_of_all_keys(mask, layout, SEQ_LEN, cp_size)
+        for rank in range(cp_size):
+            queries = shard_positions(layout, SEQ_LEN, cp_size, rank)
+            expected = [[int(sees(mask, q, k)) for k in range(SEQ_LEN)] for q in queries]
+            assert painted(table.tiles(rank), len(queries), SEQ_LEN) == expected
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-30, 30), st.integers(-30, 30), st.integers(1, 5))
@@ -149,7 +160,7 @@ def test_runs_of_full_blocks_become_one_rectangle() -> None:
     full = BlockSparse([[True] * 8] * 8, 4)
     assert full.tiles(whole(32), whole(32)) == Full().tiles(whole(32), whole(32))
     quarter = [[row < 4 and column >= 4 for column in range(8)] for row in range(8)]
-    assert BlockSparse(quarter, 4).tiles(whole(32), whole(32)) == (Tile(0, 16, 16, 32),)
+    assert BlockSparse(quarter, 4).tiles(whole(32), whole(32)) == (Tile(slice(0, 16), slice(16, 32)),)
 
 
 def test_hidden_future_keys_do_not_break_rectangles() -> None:
@@ -178,16 +189,6 @@ def test_steps_between_chunks_without_common_documents_have_no_tiles() -> None:
     documents = Documents((16, 16, 16, 16))
     for q_rank, k_rank in product(range(4), repeat=2):
         assert bool(rank_pair_tiles(documents, LAYOUTS["contiguous"], 64, 4, q_rank, k_rank)) == (q_rank == k_rank)
-
-
-@pytest.mark.parametrize("hi", range(0, 9))
-@pytest.mark.parametrize("rows", [3, 6])
-def test_a_diagonal_above_is_cut_into_full_and_square_causal_tiles(rows, hi) -> None:
-    columns = min(9, rows + hi)
-    tile = Tile(2, 2 + rows, 5, 5 + columns, Band(None, None if hi >= columns - 1 else hi))
-    parts = tuple(without_upper_bands(tile))
-    assert {part.band.kind for part in parts} <= {"full", "causal"}
-    assert painted(parts, 20, 20) == painted((tile,), 20, 20)
 
 
 def test_grids_may_be_lists_tuples_or_tensors_and_are_then_one_mask() -> None:

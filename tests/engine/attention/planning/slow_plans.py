@@ -10,7 +10,8 @@ from typing import Any
 from engine.attention.accumulate.accumulators import WAITING_PARTS
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.masks import Mask, rank_pair_tiles
+from engine.attention.masks import Mask
+from tests.positions import rank_pair_tiles
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Scores(TorchDispatchMode):
     def _of(q_BNLD: torch.Tensor, k_BNMD: torch.Tensor, *, causal: bool) -> int:
         """Scores of one call of the op, which skips what lies beyond its own diagonal and nothing else."""
         rows, columns = q_BNLD.shape[2], k_BNMD.shape[2]
-        return HEADS * Tile(0, rows, 0, columns, CAUSAL if causal else FULL).area()
+        return HEADS * Tile(slice(0, rows), slice(0, columns), CAUSAL if causal else FULL).area()
 
 
 def attend(mask, kernel: str, seq_len: int) -> None:
@@ -93,7 +93,7 @@ def test_a_band_of_any_place_and_width_costs_its_visible_pairs(name, band) -> No
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM) for tokens in (rows, columns, columns))
     with Scores() as scores:
         kernel_named(name).forward(q, k, v, band, 1.0)
-    formed, visible = scores.count / HEADS / FORWARD, Tile(0, rows, 0, columns, band).area()
+    formed, visible = scores.count / HEADS / FORWARD, Tile(slice(0, rows), slice(0, columns), band).area()
     assert visible <= formed <= visible + 2 * GRANULARITY * rows
 
 

@@ -21,11 +21,11 @@ from engine.attention.masks import (
     SlidingWindow,
     Strided,
     TooManyTiles,
-    rank_pair_tiles,
 )
 from engine.attention.masks.mask import FirstRows
 from engine.attention.masks.pairs import pair_table
 from tests.engine.attention.planning.slow_plans import slow_plan
+from tests.positions import rank_pair_tiles
 from tests.slow import slow
 
 SIZES = (1, 2, 3, 4, 6, 8, 12)
@@ -117,7 +117,7 @@ def test_plans_from_tables_equal_plans_formed_pair_by_pair(seed: int) -> None:
                 raise AssertionError(case) from error
         pairs = [(q, k) for q in range(size) for k in range(size)]
         tiles = [rank_pair_tiles(mask, layout, seq_len, size, *pair) for pair in pairs]
-        assert reach(mask, layout, size, seq_len) == max((t.k_stop for each in tiles for t in each), default=0), case
+        assert reach(mask, layout, size, seq_len) == max((t.k.stop for each in tiles for t in each), default=0), case
         table = pair_table(mask, layout, seq_len, size)
         exact = {tile.band.kind for each in tiles for tile in each}
         assert exact <= table.kinds, case

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.records.record import Record, Round
 from harness.report.results import row_of
-from harness.verify.formulas import COLUMNS, figures_of
-from harness.verify.pairs import visible_pairs
+from tests.harness import second_formulas
+from tests.harness.second_formulas import COLUMNS, figures_of, visible_pairs
 from tests.harness.synthetic_records import H200, LARGE, measurement, record
+from tests.published import stored_records
 
 S = 24
 
@@ -201,3 +204,21 @@ def test_both_sets_of_formulas_agree_on_the_interval_of_rounds(rounds: int) -> N
 def test_a_trial_without_figures_has_none() -> None:
     found = figures_of(record(status="oom"))
     assert {name for name in COLUMNS if found[name] is not None} == {"dp_size", "nodes"}
+
+
+def test_both_sets_of_formulas_agree_on_every_published_record() -> None:
+    assert {f"{run}: {one.place}": found for run, one in stored_records() if (found := differing(one.record()))} == {}
+
+
+def test_a_formula_that_changed_is_found_by_the_second_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.metrics.throughput.GIB", 1000**3)
+    assert "peak_rss_gib" in differing(record())
+    monkeypatch.setattr("tests.harness.second_formulas.visible_pairs", lambda mask, seq_len, rows: rows * seq_len)
+    assert "tflops_per_gpu" in differing(record(mask="causal"))
+
+
+def test_the_second_set_uses_nothing_of_the_first() -> None:
+    tree = ast.parse(Path(second_formulas.__file__).read_text(encoding="utf-8"))
+    ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} - {"__future__"}
+    first = {name for name in ours if name and name.startswith(("harness.", "engine."))}
+    assert first == {"engine.settings", "harness.metrics.hardware", "harness.records.record"}
