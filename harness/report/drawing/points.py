@@ -12,9 +12,9 @@ from itertools import chain
 from typing import TypeVar
 
 from harness.base.lengths import format_length
-from harness.metrics.ceilings import OWN_GEMMS
 from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import Interval, TwoRounds
+from harness.metrics.throughput import OWN_GEMMS
 from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
 from harness.report.results import UPSTREAM, Row, grouped, setting_names, spread_of
