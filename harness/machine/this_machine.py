@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cluster.inventory.checkout import code_digest
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from engine.memory.gpu_state import query_gpus, visible_gpus
 from harness.base.errors import UsageError
 from harness.records.provenance import PROJECT_ROOT, commit
@@ -156,7 +156,7 @@ def machine_of(description: dict[str, object]) -> Machine:
     return Machine(**cast(dict[str, Any], description["machine"]))
 
 
-def ranks_of(node: Node, description: dict[str, object]) -> int:
+def ranks_of(node: InventoryNode, description: dict[str, object]) -> int:
     """Ranks of one trial that a node takes: the site's number, else one per GPU, or one where there is none.
 
     Raises ValueError for GPUs that cannot be used, and for more ranks than GPUs.

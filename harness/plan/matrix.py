@@ -66,13 +66,9 @@ def plan(
     Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
     before any is formed when there are too many.
     """
-    _check_count(experiment)
     given = _given(experiment)
-    settings = dict.fromkeys(
-        settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
-    )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
-    for asked in settings:
+    for asked in asked_for(experiment):
         each, planned = _with_plan(asked, machine, earlier, hardware)
         trial = Trial(
             experiment=experiment.name,
@@ -88,6 +84,14 @@ def plan(
         )
         one_of_each.setdefault(trial.id, trial)
     return tuple(one_of_each.values())
+
+
+def asked_for(experiment: Experiment) -> list[TrialSettings]:
+    """The settings of all trials as the experiment gives them, before the planner chooses what it leaves open."""
+    _check_count(experiment)
+    return list(
+        dict.fromkeys(settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude))
+    )
 
 
 def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:

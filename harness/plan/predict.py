@@ -15,8 +15,9 @@ from engine.measurement import Forecast
 from engine.method import method_unsupported_reason
 from engine.settings import TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
-from harness.metrics.hardware import Hardware, hardware_for, speeds_of
+from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB
+from harness.predict.attention import LayerAttention, attention_problem, context_ranks_of_node, layer_attention
 from harness.predict.step import StepTime, step_time
 from harness.spec.methods import is_native, method_named
 
@@ -78,16 +79,34 @@ def time_or_reason(
     settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
 ) -> tuple[StepTime | None, str]:
     """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: see `ranks_per_node`."""
+    attention, reason = attention_or_reason(settings, hardware, node_ranks=node_ranks)
+    if attention is None:
+        return None, reason
+    ranks = ranks_per_node(settings, hardware, node_ranks)
+    try:
+        return step_time(settings, _speeds(settings, hardware), node_ranks=ranks, attention=attention), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def attention_or_reason(
+    settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
+) -> tuple[LayerAttention | None, str]:
+    """What the ranks of a trial resolve to, or None and one sentence why it has no time. Nothing is simulated."""
     if reason := method_unsupported_reason(method_named(settings.method), settings):
         return None, reason
     if settings.dtype != "bf16":
         return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"
     ranks = ranks_per_node(settings, hardware, node_ranks)
-    kernel = None if settings.kernel == "auto" else settings.kernel
     try:
-        return step_time(settings, speeds_of(hardware, kernel), node_ranks=ranks), ""
+        problem = attention_problem(settings, context_ranks_of_node(settings, ranks))
+        return layer_attention(settings, problem, _speeds(settings, hardware)), ""
     except ValueError as error:
         return None, str(error)
+
+
+def _speeds(settings: TrialSettings, hardware: Hardware) -> HardwareSpeeds:
+    return speeds_of(hardware, None if settings.kernel == "auto" else settings.kernel)
 
 
 def step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None = None) -> float | None:
