@@ -21,7 +21,7 @@ from typing import Literal
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import cache_folder
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.transport.fleet import on_each
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed, Connect, Runner, Unreachable
@@ -132,7 +132,7 @@ def find_image(runner: Runner, engine: Engine, name: str, seconds: float = ASK_S
     raise _failed(engine, done, f"{engine} does not answer", "start it, or let this user use it")
 
 
-def targets_of(nodes: Sequence[Node], *, image: str | None, engine: Engine | None) -> list[Target]:
+def targets_of(nodes: Sequence[InventoryNode], *, image: str | None, engine: Engine | None) -> list[Target]:
     """One target per node: `image` and `engine`, or its site's. Raises UsageError for a node without an image."""
     targets = []
     for node in nodes:
@@ -145,7 +145,7 @@ def targets_of(nodes: Sequence[Node], *, image: str | None, engine: Engine | Non
     return targets
 
 
-def images_here(nodes: Sequence[Node], targets: Sequence[Target]) -> dict[tuple[Engine, str], Image]:
+def images_here(nodes: Sequence[InventoryNode], targets: Sequence[Target]) -> dict[tuple[Engine, str], Image]:
     """The targets' images on this machine, by engine and name.
 
     Raises UsageError for one that is absent here, or that is not the one whose id a site names; ImageFailed for an

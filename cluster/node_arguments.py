@@ -13,7 +13,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float =
         nargs="*",
         metavar="INVENTORY|NODE",
         help="an inventory file, then names of its nodes for only these; or [user@]host[:port]; ranges as gpu[01-04]; "
-        "slurm: the nodes of the Slurm job around; none: this machine",
+        "none: this machine",
     )
     parser.add_argument("--site", type=Path, metavar="FILE", help="a site file, instead of the inventory's own")
     parser.add_argument(

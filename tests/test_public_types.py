@@ -1,4 +1,5 @@
-"""Public signatures say what they take and give: no `Any`, but where the reason is written here."""
+"""Public signatures say what they take and give: no `Any`, but where the reason is written here. A class has a name of
+its own."""
 
 from __future__ import annotations
 
@@ -100,6 +101,15 @@ def test_a_package_ships_its_types(package: str) -> None:
 )
 def test_any_is_found_wherever_a_caller_sees_it(source: str, names: list[str]) -> None:
     assert list(untyped(source)) == names
+
+
+def test_a_class_name_means_one_thing_in_all_packages() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (path for package in PACKAGES for path in sources(package)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and _is_public(node.name):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def sources(package: str) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.active.judge import Pair, Speed, judge_pairs, judge_speeds, rounds, second_pass, worked
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
 from cluster.profiles import Profiles
@@ -45,7 +45,7 @@ class Findings:
     pairs: Mapping[Pair, Speed]
 
 
-def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
+def run_active(nodes: Sequence[InventoryNode], plan: Plan) -> Findings:
     """Load these nodes, which must be free."""
     by_name = {node.name: node for node in nodes}
     plan.say(f"active tests: {'1 node by itself' if len(nodes) == 1 else f'{len(nodes)} nodes by themselves'}")
@@ -80,7 +80,7 @@ def worker_command(site: Site, *arguments: str) -> list[str]:
     return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments, "--attended"]
 
 
-def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
+def _measure(plan: Plan, node: InventoryNode) -> NodeSpeeds | Unavailable:
     if node.site.container.engine != "none":
         return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
     command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
@@ -91,13 +91,13 @@ def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
     return read_speeds(done.stdout) or Unavailable(reason=_why(done.stdout, done.stderr))
 
 
-def _exchange_all(plan: Plan, by_name: Mapping[str, Node], group: Sequence[Pair]) -> dict[Pair, Speed]:
+def _exchange_all(plan: Plan, by_name: Mapping[str, InventoryNode], group: Sequence[Pair]) -> dict[Pair, Speed]:
     """One round: all its pairs side by side."""
     answers = on_each(group, partial(exchange, plan, by_name), plan.pair_seconds + _START_SECONDS)
     return {pair: answer if isinstance(answer, float) else str(answer) for pair, answer in answers}
 
 
-def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> Speed:
+def exchange(plan: Plan, by_name: Mapping[str, InventoryNode], pair: Pair) -> Speed:
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     conversation = Conversation(
@@ -118,7 +118,7 @@ class Conversation:
     both_answer: bool = True  # False: the opener only listens, and is ended when the caller has answered
 
 
-def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
+def converse(plan: Plan, one: InventoryNode, other: InventoryNode, conversation: Conversation) -> dict[str, Any] | str:
     """The caller's answer, or the reason why there is none; `one` opens, `other` calls."""
     common = ("--device", plan.device, "--seconds", f"{conversation.seconds:g}")
     with (
@@ -195,7 +195,7 @@ def _open_stdin() -> Iterator[Iterable[bytes]]:
         left.set()
 
 
-def _address(node: Node) -> str:
+def _address(node: InventoryNode) -> str:
     return node.host.address or "127.0.0.1"
 
 

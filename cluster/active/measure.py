@@ -100,7 +100,7 @@ def _block_seconds(work: Callable[[], object], used: list[torch.device], sizes: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Team:
+class _DeviceRanks:
     """Processes that measure together, one for each device, of one node or of two."""
 
     kind: Device
@@ -163,9 +163,9 @@ class _Team:
             dist.destroy_process_group()
 
 
-def _report(answers: multiprocessing.Queue[float | str], team: _Team, rank: int, local: int) -> None:
+def _report(answers: multiprocessing.Queue[float | str], group: _DeviceRanks, rank: int, local: int) -> None:
     try:
-        answers.put(team.rank(rank, local))
+        answers.put(group.rank(rank, local))
     except Exception as error:  # noqa: BLE001 - any failure of a rank is a measurement that says why
         answers.put(f"rank {rank}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
@@ -180,7 +180,9 @@ def all_reduce_gb_per_second(kind: Device, seconds: float) -> float | None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         store = ("file", os.path.join(folder, "store"), 0)
-        return min(_Team(kind=kind, operation="all_reduce", store=store, ranks=count, seconds=seconds).speeds(0, count))
+        return min(
+            _DeviceRanks(kind=kind, operation="all_reduce", store=store, ranks=count, seconds=seconds).speeds(0, count)
+        )
 
 
 def exchange_gb_per_second(kind: Device, address: str, port: int, node: int, seconds: float) -> float:
@@ -189,8 +191,10 @@ def exchange_gb_per_second(kind: Device, address: str, port: int, node: int, sec
     `node` is 0 or 1; the store must already listen at `address` and `port`.
     """
     local = torch.cuda.device_count() if kind == "cuda" else EMULATED - 1
-    team = _Team(kind=kind, operation="exchange", store=("tcp", address, port), ranks=2 * local, seconds=seconds)
-    return sum(team.speeds(node * local, local))
+    group = _DeviceRanks(
+        kind=kind, operation="exchange", store=("tcp", address, port), ranks=2 * local, seconds=seconds
+    )
+    return sum(group.speeds(node * local, local))
 
 
 def _all_reduce(device: torch.device, ranks: int, sizes: Sizes) -> float:

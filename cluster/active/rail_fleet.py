@@ -15,7 +15,7 @@ from cluster.discovery.facts import NodeFacts, Port
 from cluster.discovery.hcas import choose_hcas, common_depth
 from cluster.discovery.read import read_node
 from cluster.files.errors import counted
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict, ok, unknown, warn
 from cluster.profiles import NodeLimits
@@ -34,10 +34,10 @@ class RailSpeed:
     speed: Speed | None  # None: that node has no adapter to measure it with
 
 
-def find_rails(nodes: Sequence[Node], connect: Connect, seconds: float) -> dict[str, tuple[Rail, ...]]:
+def find_rails(nodes: Sequence[InventoryNode], connect: Connect, seconds: float) -> dict[str, tuple[Rail, ...]]:
     """Rails by node; a node that does not answer has none."""
 
-    def work(node: Node) -> tuple[Rail, ...]:
+    def work(node: InventoryNode) -> tuple[Rail, ...]:
         with connect(node.host, seconds) as runner:
             facts = read_node(node.name, runner, node.site, head=None, deadline_seconds=seconds)
         return rails_of(facts, node.site)
@@ -68,7 +68,7 @@ def _nearest_gpu(facts: NodeFacts, port: Port, taken: Sequence[int | None]) -> i
     return min(range(len(facts.gpus)), key=farness, default=None)
 
 
-def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
+def run_rails(nodes: Sequence[InventoryNode], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
     """A verdict for each of these nodes that has rails. They must be free."""
     able = [node.name for node in nodes if rails.get(node.name)]
     if not able:
@@ -93,7 +93,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
 
 
 def _measure_pair(
-    plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
+    plan: Plan, by_name: Mapping[str, InventoryNode], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
 ) -> list[tuple[str, RailSpeed]] | str:
     """Speeds of the rails of two nodes, each with its node's name; or the reason why there are none."""
     one, other = pair

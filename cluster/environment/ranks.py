@@ -16,39 +16,39 @@ from typing import Literal
 
 from cluster.discovery.facts import Setting
 from cluster.discovery.hcas import HcaChoice, InterfaceChoice
-from cluster.environment.value import Value, shown
+from cluster.environment.value import Variable, shown
 from cluster.inventory.software import USAGE_REPORTS
 
 DEFAULT_METHOD = "burst"
 BLACKWELL = 10.0  # first compute capability of the family
 
 
-def socket_values(choice: InterfaceChoice) -> Iterable[Value]:
+def socket_values(choice: InterfaceChoice) -> Iterable[Variable]:
     """Interface of NCCL's bootstrap and of Gloo; nothing where no interface could be found."""
     if not choice.name:
         return
     if choice.name != "lo":  # on one host NCCL needs none; loopback would fail in a file that is later used on two
-        yield Value(
+        yield Variable(
             name="NCCL_SOCKET_IFNAME",
             value=f"={choice.name}",  # a bare name is a prefix: eth1 also matches eth10
             reason=choice.reason,
             origin=choice.origin,
         )
-    yield Value(name="GLOO_SOCKET_IFNAME", value=choice.name, reason=choice.reason, origin=choice.origin)
+    yield Variable(name="GLOO_SOCKET_IFNAME", value=choice.name, reason=choice.reason, origin=choice.origin)
 
 
-def adapter_values(choice: HcaChoice, *, gid_index: int | None = None) -> Iterable[Value]:
+def adapter_values(choice: HcaChoice, *, gid_index: int | None = None) -> Iterable[Variable]:
     """The adapters NCCL may use, by exact names; or none, stated once instead of discovered by every rank."""
     if choice.kept:
         counted = f"{len(choice.kept)} of the {len(choice.ports)} ports"
-        yield Value(
+        yield Variable(
             name="NCCL_IB_HCA",
             value="=" + ",".join(choice.kept),  # without '=' names are prefixes: mlx5_1 also matches mlx5_10
             reason=f"{counted}: named by the site file" if choice.origin == "site" else f"{counted}: those near GPUs",
             origin=choice.origin,
         )
         if gid_index is not None:
-            yield Value(name="NCCL_IB_GID_INDEX", value=str(gid_index), reason="set by the site file", origin="site")
+            yield Variable(name="NCCL_IB_GID_INDEX", value=str(gid_index), reason="set by the site file", origin="site")
         return
     if choice.origin == "site":
         reason = "the site uses no adapter"
@@ -57,7 +57,7 @@ def adapter_values(choice: HcaChoice, *, gid_index: int | None = None) -> Iterab
     else:
         reason = "this node has no RDMA adapter"
     # NCCL_NET=Socket would do it as well, but would also rule out network plugins, such as the one for EFA.
-    yield Value(
+    yield Variable(
         name="NCCL_IB_DISABLE",
         value="1",
         reason=f"{reason}; all nodes then use sockets or a plugin, and none waits for another kind",
@@ -72,7 +72,7 @@ def process_values(
     ranks: int,
     method: str = DEFAULT_METHOD,
     compute_capability: float | None = None,
-) -> tuple[Value, ...]:
+) -> tuple[Variable, ...]:
     """Values for the ranks of one host, `ranks` of them on `cores` cores. `compute_capability` None: unknown."""
     share = max(1, cores // ranks)
     shared = f"{cores} cores shared by {ranks} rank{'s' if ranks > 1 else ''}"
@@ -104,11 +104,11 @@ _ON_GPU: tuple[_Row, ...] = (
 )
 
 
-def _values(rows: Iterable[_Row]) -> tuple[Value, ...]:
-    return tuple(Value(name=name, value=str(value), reason=reason) for name, value, reason in rows)
+def _values(rows: Iterable[_Row]) -> tuple[Variable, ...]:
+    return tuple(Variable(name=name, value=str(value), reason=reason) for name, value, reason in rows)
 
 
-def connections(method: str, compute_capability: float | None) -> Value | None:
+def connections(method: str, compute_capability: float | None) -> Variable | None:
     """CUDA_DEVICE_MAX_CONNECTIONS of a method, or None where the foreign system's own launcher decides.
 
     Hardware queues between host and GPU; CUDA reads it when the process first touches the driver, so it cannot be set
@@ -117,7 +117,7 @@ def connections(method: str, compute_capability: float | None) -> Value | None:
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if not method.endswith("_upstream"):
-        return Value(
+        return Variable(
             name=name,
             value="32",
             reason="with fewer queues than streams, one that waits for a peer can hold up one that feeds it",
@@ -127,12 +127,12 @@ def connections(method: str, compute_capability: float | None) -> Value | None:
         return None
     if compute_capability is not None and compute_capability >= BLACKWELL:
         reason = "Megatron-LM needs a single queue only before Blackwell, and FSDP2 many"
-        return Value(name=name, value="32", reason=reason, origin="method")
+        return Variable(name=name, value="32", reason=reason, origin="method")
     reason = "Megatron-LM starts its communication before computation by sharing one queue"
-    return Value(name=name, value="1", reason=reason, origin="method")
+    return Variable(name=name, value="1", reason=reason, origin="method")
 
 
-def trial_values(directory: str) -> tuple[Value, ...]:
+def trial_values(directory: str) -> tuple[Variable, ...]:
     """Files below `directory`, which must exist and be the trial's own; %h and %p are filled in by NCCL."""
     return _values(
         (
@@ -202,13 +202,13 @@ LEFT_ALONE: tuple[LeftAlone, ...] = (
 )  # fmt: skip
 
 
-def configured(settings: Sequence[Setting], values: Sequence[Value]) -> tuple[tuple[Value, ...], list[str]]:
+def configured(settings: Sequence[Setting], values: Sequence[Variable]) -> tuple[tuple[Variable, ...], list[str]]:
     """The values that NCCL takes from its files, and a warning for each line that another value replaces.
 
     `settings` in NCCL's order: of two lines for one name the first counts, and `values` of the environment win.
     """
     ours = {value.name: value for value in values}
-    taken: dict[str, Value] = {}
+    taken: dict[str, Variable] = {}
     warnings = []
     for setting in settings:
         place = f"line {setting.line} of {setting.file}"
@@ -221,7 +221,7 @@ def configured(settings: Sequence[Setting], values: Sequence[Value]) -> tuple[tu
             if taken[setting.name].value != setting.value:
                 warnings.append(f"{place} says {text}, but {taken[setting.name].reason} comes first")
         elif rival is None:
-            taken[setting.name] = Value(name=setting.name, value=setting.value, reason=place, origin="file")
+            taken[setting.name] = Variable(name=setting.name, value=setting.value, reason=place, origin="file")
     return tuple(taken.values()), warnings
 
 

@@ -23,7 +23,7 @@ from cluster.environment.ranks import (
     socket_values,
     trial_values,
 )
-from cluster.environment.value import Value, overlaid, shown, variables
+from cluster.environment.value import Variable, overlaid, shown, variables
 from cluster.inventory.site import Site
 from cluster.inventory.software import USAGE_REPORTS
 from cluster.probing.probe import printable
@@ -35,10 +35,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
 class NodeEnvironment:
     """Everything `burst env` shows about one node."""
 
-    values: tuple[Value, ...]
+    values: tuple[Variable, ...]
     network: NodeNetwork
     warnings: tuple[str, ...]
-    configured: tuple[Value, ...] = ()  # what NCCL takes from its own files, which env.sh need not repeat
+    configured: tuple[Variable, ...] = ()  # what NCCL takes from its own files, which env.sh need not repeat
 
     @property
     def left_alone(self) -> list[LeftAlone]:
@@ -150,7 +150,7 @@ def _rows(rows: Sequence[tuple[str, str, str, str]]) -> Iterable[str]:
 def as_json(environment: NodeEnvironment) -> dict[str, object]:
     """Everything known about the node's environment; keys are only ever added."""
 
-    def described(value: Value) -> dict[str, str]:
+    def described(value: Variable) -> dict[str, str]:
         return {"name": value.name, "value": shown(value.name, value.value)}
 
     return {

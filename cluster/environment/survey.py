@@ -18,7 +18,7 @@ from cluster.environment.ranks import DEFAULT_METHOD
 from cluster.environment.rendering import NodeEnvironment, as_json, env_sh, render_node
 from cluster.environment.value import is_secret
 from cluster.files.errors import UsageError
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.probing.probe import Output
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Runner, Unreachable
@@ -26,7 +26,7 @@ from cluster.transport.transfer import TransferFailed, put
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class SurveyOptions:
     """The options of a survey, the same on all nodes."""
 
     head: str | None = None  # IPv4 address of the head node; None: this machine alone
@@ -59,17 +59,17 @@ class Survey:
         return {"nodes": nodes, "drift": self.drift, "silent": self.silent}
 
 
-def survey(nodes: Sequence[Node], connect: Connect, wish: Wish, seconds: float) -> Survey:
-    """Read every node's facts, within `seconds` each, and install env.sh where `wish` has a path for it."""
+def survey(nodes: Sequence[InventoryNode], connect: Connect, options: SurveyOptions, seconds: float) -> Survey:
+    """Read every node's facts, within `seconds` each, and install env.sh where `options` has a path for it."""
 
-    def work(node: Node) -> tuple[NodeEnvironment, Installed | Unreachable | None]:
+    def work(node: InventoryNode) -> tuple[NodeEnvironment, Installed | Unreachable | None]:
         with connect(node.host, seconds) as runner:
-            facts = read_node(node.name, runner, node.site, head=wish.head, deadline_seconds=seconds)
-            rendered = render_node(facts, node.site, method=wish.method, ranks=wish.ranks, logs=wish.logs)
-            if wish.install is None:
+            facts = read_node(node.name, runner, node.site, head=options.head, deadline_seconds=seconds)
+            rendered = render_node(facts, node.site, method=options.method, ranks=options.ranks, logs=options.logs)
+            if options.install is None:
                 return rendered, None
             try:
-                return rendered, install(runner, rendered, wish.install, deadline_seconds=seconds)
+                return rendered, install(runner, rendered, options.install, deadline_seconds=seconds)
             except Unreachable as error:
                 return rendered, error
 
@@ -88,7 +88,7 @@ def survey(nodes: Sequence[Node], connect: Connect, wish: Wish, seconds: float) 
     return Survey(environments=tuple(environments), installed=installed, silent=silent)
 
 
-def head_address(named: str | None, nodes: Sequence[Node]) -> str | None:
+def head_address(named: str | None, nodes: Sequence[InventoryNode]) -> str | None:
     """IPv4 address of the head: `named`, else the first node's; None on this machine alone. Raises UsageError."""
     name = named if named is not None else nodes[0].host.address
     if not name:

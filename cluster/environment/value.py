@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Value:
+class Variable:
     """A variable of the environment."""
 
     name: str
@@ -30,7 +30,9 @@ class Value:
         assert "\0" not in self.value, self.name
 
 
-def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, origin: Origin) -> tuple[Value, ...]:
+def overlaid(
+    values: Iterable[Variable], variables: Mapping[str, str], *, by: str, origin: Origin
+) -> tuple[Variable, ...]:
     """The values with `variables` over them; a replaced one keeps its place, and its reason names what it replaced.
 
     `by` names their origin, as in "set by the site file".
@@ -41,11 +43,11 @@ def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, 
         instead = (
             "" if ours is None or ours.value == text else f", instead of {shown(name, ours.value)} ({ours.reason})"
         )
-        result[name] = Value(name=name, value=text, reason=f"{by}{instead}", origin=origin)
+        result[name] = Variable(name=name, value=text, reason=f"{by}{instead}", origin=origin)
     return tuple(result.values())
 
 
-def variables(values: Iterable[Value]) -> dict[str, str]:
+def variables(values: Iterable[Variable]) -> dict[str, str]:
     """Name to value, for a process."""
     return {value.name: value.value for value in values}
 

@@ -13,7 +13,7 @@ from cluster.checks import Check, conclude
 from cluster.checks.gpu import gpus
 from cluster.inventory.checkout import difference, own_versions
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe, parse_outputs, parse_times, render_script
 from cluster.probing.verdict import Action, Level, Verdict, ok, strongest_action, unknown, warn, worst_level
@@ -81,7 +81,7 @@ class NodeReport:
 
 
 def check_nodes(
-    nodes: Sequence[Node],
+    nodes: Sequence[InventoryNode],
     connect: Connect,
     checks: Mapping[str, Check],
     timeout_seconds: float,
@@ -102,7 +102,7 @@ def check_nodes(
 
 
 def check_node(
-    node: Node,
+    node: InventoryNode,
     connect: Connect,
     checks: Mapping[str, Check],
     profiles: Profiles,
@@ -230,6 +230,6 @@ def judge_clock(reading: ClockReading, warn_seconds: float) -> Verdict:
     return ok(f"within {max(abs(offset), uncertainty):.2f} s of this machine", facts=facts)
 
 
-def _unreachable(node: Node, summary: str, seconds: float) -> NodeReport:
+def _unreachable(node: InventoryNode, summary: str, seconds: float) -> NodeReport:
     verdicts = {REACHABILITY: unknown(summary, "monitor")}
     return NodeReport(host=node.host, verdicts=verdicts, seconds=seconds, site=_site_name(node.site))

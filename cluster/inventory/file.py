@@ -29,11 +29,9 @@ from typing import TypeVar
 
 from cluster.files import reader
 from cluster.files.errors import UsageError, nearest
-from cluster.files.reader import Node as Value
-from cluster.files.reader import merge, read_yaml
-from cluster.inventory.allocation import ALLOCATED, SLURM, allocated_hosts, allotted, hosts_of
+from cluster.files.reader import Node, merge, read_yaml
 from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts, this_machine
-from cluster.inventory.nodes import Inventory, Node, from_hosts, opened_by, reached
+from cluster.inventory.nodes import Inventory, InventoryNode, from_hosts, opened_by, reached
 from cluster.inventory.site import Site, load_site
 
 T = TypeVar("T")
@@ -42,22 +40,19 @@ _SECTIONS = tuple(field.name for field in dataclasses.fields(Site) if field.name
 
 
 @dataclass(kw_only=True, slots=True)
-class _Member:
+class _NodeDraft:
     """One node while its file is read: its target, and the site sections given for it so far."""
 
     host: Host
     place: str
-    layers: list[Value]
+    layers: list[Node]
 
 
 def read_inventory(path: Path, site_file: Path | None = None) -> Inventory:
-    """An inventory of either form: YAML by its ending, any other file is a plain list of targets; the word `slurm` is
-    the nodes of the Slurm job that this program runs in.
+    """An inventory of either form: YAML by its ending, any other file is a plain list of targets.
 
     `site_file` replaces the site that the file names. Raises ValueError with file and line.
     """
-    if str(path) == SLURM:
-        return from_hosts(allocated_hosts(), load_site(site_file) if site_file else ALLOCATED, SLURM)
     if path.suffix in (".yaml", ".yml"):
         return load_inventory(path, site_file)
     return from_hosts(read_hosts(path), load_site(site_file) if site_file else Site(), path.name)
@@ -71,7 +66,7 @@ def load_inventory(path: Path, site_file: Path | None = None) -> Inventory:
     if "nodes" not in top:
         raise UsageError(f"{path}: the inventory lacks nodes; add a list such as nodes: ['gpu[01-04]']")
     name = _text(top["name"], "name") if "name" in top else path.stem
-    members: dict[str, _Member] = {}
+    members: dict[str, _NodeDraft] = {}
     for group in top["nodes"].items():
         for member in _members(group):
             earlier = members.setdefault(member.host.name, member)
@@ -88,9 +83,9 @@ def load_inventory(path: Path, site_file: Path | None = None) -> Inventory:
     return Inventory(name=name, nodes=nodes)
 
 
-def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_file: Path | None) -> Value:
+def _base(top: Mapping[str, Node], root: Node, path: Path, name: str, site_file: Path | None) -> Node:
     """The sections of all nodes: those of the site file or mapping, with the inventory's own over them."""
-    base = Value({"name": Value(name, root.place)}, root.place)
+    base = Node({"name": Node(name, root.place)}, root.place)
     site = top.get("site")
     if site_file:
         base = merge(base, read_yaml(site_file, "site file"))
@@ -105,10 +100,10 @@ def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_fil
     return merge(base, _sections(top, root.place))
 
 
-def _members(group: Value) -> list[_Member]:
+def _members(group: Node) -> list[_NodeDraft]:
     """The nodes of one item of `nodes`: a target, or a mapping with hosts and their sections."""
     if not isinstance(group.value, dict):
-        return [_Member(host=host, place=group.place, layers=[]) for host in _hosts(group)]
+        return [_NodeDraft(host=host, place=group.place, layers=[]) for host in _hosts(group)]
     entries = group.value
     _check_keys(entries, ("hosts", "exclude", "address"), "")
     if "hosts" not in entries:
@@ -123,14 +118,14 @@ def _members(group: Value) -> list[_Member]:
             )
         hosts = [dataclasses.replace(host, address=address) for host, address in zip(hosts, addresses, strict=True)]
     layers = [_sections(entries, group.place)]
-    members = {host.name: _Member(host=host, place=group.place, layers=list(layers)) for host in hosts}
+    members = {host.name: _NodeDraft(host=host, place=group.place, layers=list(layers)) for host in hosts}
     if len(members) < len(hosts):
         raise UsageError(f"{entries['hosts'].place}: hosts names a node twice; name every node once")
     _exclude(members, entries)
     return list(members.values())
 
 
-def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> None:
+def _override(members: Mapping[str, _NodeDraft], pattern: str, override: Node) -> None:
     """Lay the sections of one override over those its nodes have so far."""
     entries = override.mapping(f"overrides.{pattern}")
     _check_keys(entries, ("address",), f"overrides.{pattern}.")
@@ -148,7 +143,7 @@ def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> 
             members[name].host = dataclasses.replace(members[name].host, address=addresses[at])
 
 
-def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
+def _exclude(members: dict[str, _NodeDraft], entries: Mapping[str, Node]) -> None:
     """Remove the nodes that `exclude` names. An unknown name is an error: a mistyped one would leave a node in."""
     if "exclude" in entries:
         for item in entries["exclude"].items():
@@ -156,7 +151,7 @@ def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
                 del members[name]
 
 
-def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
+def _nodes(base: Node, members: Iterable[_NodeDraft]) -> tuple[InventoryNode, ...]:
     """Finished nodes; those with the same sections share one site."""
     sites: dict[tuple[int, ...], Site] = {}
     nodes = []
@@ -167,12 +162,11 @@ def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
             for layer in member.layers:
                 merged = merge(merged, layer)
             sites[said] = reader.build(Site, merged)
-        host = reached(member.host, sites[said])
-        nodes.append(Node(host=host, site=allotted(host, sites[said])))
+        nodes.append(InventoryNode(host=reached(member.host, sites[said]), site=sites[said]))
     return tuple(nodes)
 
 
-def _check_different(nodes: Iterable[Node], members: Mapping[str, _Member]) -> None:
+def _check_different(nodes: Iterable[InventoryNode], members: Mapping[str, _NodeDraft]) -> None:
     """Two names for one machine would give it twice the ranks."""
     seen: dict[tuple[object, ...], str] = {}
     for node in nodes:
@@ -185,32 +179,32 @@ def _check_different(nodes: Iterable[Node], members: Mapping[str, _Member]) -> N
             )
 
 
-def _sections(entries: Mapping[str, Value], place: str) -> Value:
+def _sections(entries: Mapping[str, Node], place: str) -> Node:
     """The entries that are sections of a site."""
-    return Value({key: entry for key, entry in entries.items() if key in _SECTIONS}, place)
+    return Node({key: entry for key, entry in entries.items() if key in _SECTIONS}, place)
 
 
-def _check_keys(entries: Mapping[str, Value], own: Collection[str], prefix: str) -> None:
+def _check_keys(entries: Mapping[str, Node], own: Collection[str], prefix: str) -> None:
     known = (*own, *_SECTIONS)
     for key, entry in entries.items():
         if key not in known:
             raise UsageError(f"{entry.place}: unknown key {prefix}{key}; {nearest(key, known)}")
 
 
-def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str]:
+def _names(pattern: str, place: str, members: Mapping[str, _NodeDraft]) -> list[str]:
     """Names of the nodes a pattern stands for. Raises UsageError for a wrong range and for an unknown name."""
-    names = [pattern] if pattern in members else _at(Value(pattern, place), expand, "the name")
+    names = [pattern] if pattern in members else _at(Node(pattern, place), expand, "the name")
     for name in names:
         if name not in members:
             raise UsageError(f"{place}: {name} is no node named above; {nearest(name, members)}")
     return names
 
 
-def _hosts(target: Value) -> list[Host]:
-    return _at(target, hosts_of, "a node")
+def _hosts(target: Node) -> list[Host]:
+    return _at(target, parse_hosts, "a node")
 
 
-def _at(node: Value, read: Callable[[str], T], what: str) -> T:
+def _at(node: Node, read: Callable[[str], T], what: str) -> T:
     """A text parsed by `read`; an error names the text's place."""
     text = _text(node, what)
     try:
@@ -219,7 +213,7 @@ def _at(node: Value, read: Callable[[str], T], what: str) -> T:
         raise UsageError(f"{node.place}: {error}") from None
 
 
-def _text(node: Value, what: str) -> str:
+def _text(node: Node, what: str) -> str:
     if isinstance(node.value, str):
         return node.value
     hint = "; a range in a list is written in quotes, 'gpu[01-04]'" if isinstance(node.value, list) else ""
@@ -244,16 +238,15 @@ def named_nodes(arguments: argparse.Namespace) -> Inventory:
 def _inventory(targets: Sequence[str], site_file: Path | None) -> Inventory:
     site = load_site(site_file) if site_file else Site()
     if not targets:
-        return Inventory(name="this machine", nodes=(Node(host=this_machine(), site=site),))
+        return Inventory(name="this machine", nodes=(InventoryNode(host=this_machine(), site=site),))
     first, *others = targets
     if _is_inventory(first):
         inventory = read_inventory(Path(first), site_file)
         return inventory.select(others) if others else inventory
     if misplaced := next(filter(_is_inventory, others), None):
-        what = "the allocation" if misplaced == SLURM else "a file"
-        raise UsageError(f"{misplaced} is {what} behind hosts; give one inventory, then the names of nodes in it")
+        raise UsageError(f"{misplaced} is a file behind hosts; give one inventory, then the names of nodes in it")
     return from_hosts([host for target in targets for host in parse_hosts(target)], site)
 
 
 def _is_inventory(target: str) -> bool:
-    return target == SLURM or target.endswith((".yaml", ".yml")) or Path(target).is_file()
+    return target.endswith((".yaml", ".yml")) or Path(target).is_file()

@@ -22,10 +22,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults.
-
-    A node of a Slurm job is reached by the job's steps, and user, port, key and jump are not used.
-    """
+    """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults."""
 
     name: str  # its name in tables and `--free`
     address: str = ""  # DNS name or IP address
@@ -34,8 +31,6 @@ class Host:
     key: Path | None = None  # private key file
     known_hosts: Path | None = None  # file with the key it must show
     jump: Host | None = None  # the host to go through
-    slurm_job: str | None = None  # number of the Slurm job that it is allocated to
-    ranks: int | None = None  # of one trial, by its allocation
 
     @property
     def is_local(self) -> bool:

@@ -22,7 +22,6 @@ from urllib.parse import quote
 from cluster.files import reader
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import state_folder, try_lock
-from cluster.inventory.allocation import slurm_run
 from cluster.inventory.hosts import Host
 
 SCHEMA = 2
@@ -73,9 +72,8 @@ class ClusterState:
 
 
 def default_directory() -> Path:
-    """The default folder for state; in a Slurm job one of its own, because many jobs share a home directory."""
-    run = slurm_run()
-    return state_folder("cluster") if run is None else state_folder("slurm") / run
+    """The default folder for state."""
+    return state_folder("cluster")
 
 
 class StateDirectory:

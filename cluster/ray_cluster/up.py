@@ -25,7 +25,7 @@ from cluster.files.errors import UsageError
 from cluster.health.nodes import SOFTWARE, check_nodes
 from cluster.inventory import checkout
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Inventory, Node
+from cluster.inventory.nodes import Inventory, InventoryNode
 from cluster.inventory.site import RayPorts
 from cluster.ray_cluster.commands import (
     MAX_DIRECTORY_CHARACTERS,
@@ -89,7 +89,7 @@ def start_cluster(
             names = {node.name for node in kept}
             lost = tuple(node for node in old.nodes if node.name not in names)
             old = dataclasses.replace(old, nodes=tuple(kept), left=(*lost, *old.left))
-        return _Start(inventory, states, old, connect, seconds, say).run()
+        return _StartingCluster(inventory, states, old, connect, seconds, say).run()
 
 
 def _kept(state: ClusterState, states: StateDirectory, connect: Connect, seconds: float, say: Say) -> list[StartedNode]:
@@ -122,7 +122,7 @@ def _answers(state: ClusterState) -> bool:
     return False
 
 
-class _Start:
+class _StartingCluster:
     """One attempt at what `state` lacks. A node that fails a step is left out, the others go on."""
 
     def __init__(
@@ -322,7 +322,7 @@ class _Start:
         self.state = dataclasses.replace(self.state, nodes=(*self.kept, *started))
         self.states.save(self.state)
 
-    def _intended(self, node: Node) -> StartedNode:
+    def _intended(self, node: InventoryNode) -> StartedNode:
         """The record of a node before anything is read from it."""
         mark = self.states.mark(node.name)
         base = (node.site.ray.temp_dir or "/tmp").rstrip("/")  # noqa: S108 - a new folder of mode 0700 is made in it
@@ -347,7 +347,7 @@ class _Start:
 _PROGRAM = Path(checkout.__file__).read_text(encoding="utf-8")
 
 
-def unfit_nodes(nodes: Sequence[Node], connect: Connect, seconds: float, say: Say) -> dict[str, str]:
+def unfit_nodes(nodes: Sequence[InventoryNode], connect: Connect, seconds: float, say: Say) -> dict[str, str]:
     """One sentence for every node that no run may use, by name. `say` gets one for what is not known of the others."""
     unfit: dict[str, str] = {}
     for report in check_nodes(nodes, connect, checks.discover(), seconds):

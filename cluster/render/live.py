@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.health.nodes import NodeReport
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.probing.verdict import Level
 from cluster.render.text import headline
 
@@ -20,7 +20,7 @@ _STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "unknown": "magent
 
 
 @contextlib.contextmanager
-def live_table(nodes: Sequence[Node]) -> Iterator[Show]:
+def live_table(nodes: Sequence[InventoryNode]) -> Iterator[Show]:
     """Yields a function to call with each report. It shows nothing where stdout is no terminal or rich is not
     installed.
 
@@ -46,7 +46,7 @@ def live_table(nodes: Sequence[Node]) -> Iterator[Show]:
         yield show
 
 
-def progress_table(nodes: Sequence[Node], reports: dict[str, NodeReport]) -> Table:
+def progress_table(nodes: Sequence[InventoryNode], reports: dict[str, NodeReport]) -> Table:
     """One row per node: its verdict when it has answered, a placeholder until then."""
     from rich import box
     from rich.table import Table

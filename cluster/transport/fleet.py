@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cluster.transport.runner import Unreachable
 
-Node = TypeVar("Node")
+Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 GRACE_SECONDS = 2.0  # so that a node's own deadline passes before ours
@@ -22,8 +22,8 @@ AT_ONCE = 256
 
 
 def on_each(
-    nodes: Sequence[Node], work: Callable[[Node], Answer], seconds: float, at_once: int = AT_ONCE
-) -> Iterator[tuple[Node, Answer | Unreachable]]:
+    nodes: Sequence[Item], work: Callable[[Item], Answer], seconds: float, at_once: int = AT_ONCE
+) -> Iterator[tuple[Item, Answer | Unreachable]]:
     """Answers as they arrive; `Unreachable` for a node without one `seconds`, and a little grace, after its start.
 
     At most `at_once` nodes are active; a node's time begins with its turn. Each has a daemon thread, so a name server

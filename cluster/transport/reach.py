@@ -1,4 +1,4 @@
-"""How hosts are reached: this machine by subprocesses, the nodes of a Slurm job by its steps, all others over SSH."""
+"""How hosts are reached: this machine by subprocesses, all others over SSH."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import Connect, LocalProcess, Reader, Runner, RunningCommand, StreamRunner, drain_all
-from cluster.transport.slurm import connect_steps
 
 
 class LocalRunner(StreamRunner):
@@ -45,13 +44,11 @@ def connect_local(host: Host, seconds: float) -> Iterator[Runner]:
 
 def address_of(host: Host) -> str:
     """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
-    if host.slurm_job:
-        return host.address
     try:
         from cluster.transport.ssh_files import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
         return host.address
-    return SshConfig().way(host).address
+    return SshConfig().settings(host).address
 
 
 def connection(
@@ -62,8 +59,8 @@ def connection(
     `known_hosts` None is each host's own, or SSH's default. paramiko is imported only for a host that SSH reaches;
     raises UsageError when it is not installed.
     """
-    if not any(_over_ssh(host) for host in hosts):
-        return _without_ssh
+    if all(host.is_local for host in hosts):
+        return connect_local
     try:
         from cluster.transport.ssh import SshOptions, connector
     except ModuleNotFoundError as error:
@@ -73,14 +70,6 @@ def connection(
     over_ssh = connector(SshOptions(known_hosts=known_hosts, accept_new_host_keys=accept_new_host_keys))
 
     def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
-        return (over_ssh if _over_ssh(host) else _without_ssh)(host, seconds)
+        return (connect_local if host.is_local else over_ssh)(host, seconds)
 
     return connect
-
-
-def _over_ssh(host: Host) -> bool:
-    return not host.is_local and host.slurm_job is None
-
-
-def _without_ssh(host: Host, seconds: float) -> AbstractContextManager[Runner]:
-    return (connect_local if host.is_local else connect_steps)(host, seconds)

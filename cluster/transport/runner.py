@@ -1,4 +1,4 @@
-"""Running a command somewhere: one interface for this machine, a host over SSH and the nodes of a Slurm job."""
+"""Running a command somewhere: one interface for this machine and for a host over SSH."""
 
 from __future__ import annotations
 

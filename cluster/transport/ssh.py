@@ -39,8 +39,8 @@ from cluster.transport.ssh_files import (
     HostKey,
     KnownHosts,
     SshConfig,
+    SshSettings,
     UnusableKeyFile,
-    Way,
     candidates,
     usual_files,
 )
@@ -109,34 +109,36 @@ class _Opener:
     def opened(self, host: Host, seconds: float) -> Iterator[paramiko.Transport]:
         """A connection that is logged in, closed on leaving. Raises Unreachable."""
         seconds = min(seconds, CONNECT_SECONDS)
-        way = self._config.way(host)
-        path = (self._options.known_hosts or way.known_hosts or Path("~/.ssh/known_hosts")).expanduser()
+        settings = self._config.settings(host)
+        path = (self._options.known_hosts or settings.known_hosts or Path("~/.ssh/known_hosts")).expanduser()
         with self._lock:
             new = KnownHosts(_SYSTEM_KNOWN_HOSTS, path, accept_new=self._options.accept_new_host_keys)
             known = self._known.setdefault(path, new)
         with ExitStack() as stack:
             try:
                 ends_at = time.monotonic() + seconds
-                connection = self._reach(way, ends_at, stack)
+                connection = self._reach(settings, ends_at, stack)
                 _wait_for_greeting(connection, ends_at)
                 with self._turns:
                     ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
-                    transport = stack.enter_context(_transport(connection, known, way.known_as, ends_at))
-                    _log_in(transport, way, ends_at)
+                    transport = stack.enter_context(_transport(connection, known, settings.known_as, ends_at))
+                    _log_in(transport, settings, ends_at)
             except _FAILURES as error:
-                raise Unreachable(_sentence(error, way, seconds, path)) from None
+                raise Unreachable(_sentence(error, settings, seconds, path)) from None
             transport.set_keepalive(KEEPALIVE_SECONDS)
             yield transport
 
-    def _reach(self, way: Way, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
+    def _reach(self, settings: SshSettings, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
         """Bytes to and from the host's sshd."""
-        if way.jump is None:
-            direct = stack.enter_context(socket.create_connection((way.address, way.port), _left(ends_at)))
+        if settings.jump is None:
+            direct = stack.enter_context(socket.create_connection((settings.address, settings.port), _left(ends_at)))
             _notice_death(direct)
             return direct
-        through = self.jump(way.jump, _left(ends_at))
+        through = self.jump(settings.jump, _left(ends_at))
         origin = ("127.0.0.1", 0)  # unused, but the protocol requires one
-        channel = through.open_channel("direct-tcpip", (way.address, way.port), origin, timeout=_left(ends_at))
+        channel = through.open_channel(
+            "direct-tcpip", (settings.address, settings.port), origin, timeout=_left(ends_at)
+        )
         return stack.enter_context(closing(Tunnel(channel)))
 
     def jump(self, host: Host, seconds: float) -> paramiko.Transport:
@@ -237,14 +239,14 @@ class _SlowLogin(TimeoutError):
     """The host answered, but the login did not end in time. The host did not refuse it."""
 
 
-def _log_in(transport: paramiko.Transport, way: Way, ends_at: float) -> None:
+def _log_in(transport: paramiko.Transport, settings: SshSettings, ends_at: float) -> None:
     """Offer one key after the other until the host accepts one. Raises one of `_FAILURES`.
 
     Of several refusals the problem of a key file is raised, which explains more than the refusal of the other keys.
     """
     refusals: list[Exception] = [paramiko.AuthenticationException("the agent and ~/.ssh hold no key to offer")]
     with closing(paramiko.Agent()) as agent:
-        for candidate in candidates(agent, way):
+        for candidate in candidates(agent, settings):
             if isinstance(candidate, Exception):
                 refusals.append(candidate)
                 continue
@@ -252,7 +254,7 @@ def _log_in(transport: paramiko.Transport, way: Way, ends_at: float) -> None:
                 raise _SlowLogin
             try:
                 transport.auth_timeout = ends_at - time.monotonic()
-                wants_more = transport.auth_publickey(way.user, candidate)
+                wants_more = transport.auth_publickey(settings.user, candidate)
             except paramiko.AuthenticationException as error:
                 # paramiko's exception for a refusal is also its exception for no answer.
                 if time.monotonic() >= ends_at:
@@ -322,9 +324,9 @@ def _feed(channel: paramiko.Channel, stdin: str | Iterable[bytes]) -> None:
 _FAILURES = (paramiko.SSHException, OSError, EOFError, BadHostKey)
 
 
-def _sentence(error: Exception, way: Way, seconds: float, known_hosts: Path) -> str:
+def _sentence(error: Exception, settings: SshSettings, seconds: float, known_hosts: Path) -> str:
     """The sentence for one of `_FAILURES`. `seconds` is the host's deadline."""
-    where, why = f"{way.address} port {way.port}", _why(error)
+    where, why = f"{settings.address} port {settings.port}", _why(error)
     match error:
         case BadHostKey(found=found, revoked=True):
             return (
@@ -349,14 +351,14 @@ def _sentence(error: Exception, way: Way, seconds: float, known_hosts: Path) -> 
                 "name a private key file that you can read with ssh.key or --key"
             )
         case paramiko.AuthenticationException():
-            return f"{where} refuses user {way.user} ({why}); give the right user@ and --key, or use ssh-agent"
+            return f"{where} refuses user {settings.user} ({why}); give the right user@ and --key, or use ssh-agent"
         case paramiko.ChannelException():
             return f"{where} cannot be reached from the jump host ({why}); check that its sshd listens there"
         case socket.gaierror():
-            return f"{way.address} is no host name known here ({why}); check the spelling or DNS"
+            return f"{settings.address} is no host name known here ({why}); check the spelling or DNS"
         case _SlowLogin():
             return (
-                f"{where} did not finish the login of {way.user} within {quantity(seconds)} s; "
+                f"{where} did not finish the login of {settings.user} within {quantity(seconds)} s; "
                 "look at the node's load and where it looks its users up"
             )
         case TimeoutError():

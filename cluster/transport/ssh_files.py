@@ -32,7 +32,7 @@ def usual_files() -> tuple[Path, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class SshSettings:
     """How one host is reached, with nothing left open."""
 
     address: str
@@ -62,7 +62,7 @@ class SshConfig:
         self._parsed: paramiko.SSHConfig | None = None
         self._lock = threading.Lock()
 
-    def way(self, host: Host) -> Way:
+    def settings(self, host: Host) -> SshSettings:
         """The host's own settings, else those of the files, else SSH's defaults. Raises Unreachable for bad files."""
         try:
             with self._lock:
@@ -72,7 +72,7 @@ class SshConfig:
             if host.jump is None and "proxyjump" not in found and found.get("proxycommand"):
                 raise ValueError("ProxyCommand is not supported; use ProxyJump there, or ssh.jump in the inventory")
             files = [Path(name).expanduser() for name in found.get("identityfile", ()) if name.lower() != "none"]
-            return Way(
+            return SshSettings(
                 address=found["hostname"],
                 port=host.port or int(found.get("port", SSH_PORT)),
                 user=host.user or found.get("user") or getpass.getuser(),
@@ -293,23 +293,24 @@ def private_key(path: Path) -> paramiko.PKey:
     raise UnusableKeyFile(path, "it holds no private key of a kind known here: ed25519, ecdsa or rsa")
 
 
-def candidates(agent: paramiko.Agent, way: Way) -> Iterator[paramiko.PKey | Exception]:
+def candidates(agent: paramiko.Agent, settings: SshSettings) -> Iterator[paramiko.PKey | Exception]:
     """The user's keys in the order they are offered; an exception stands in place of a file that cannot be used.
 
-    With `way.key`, that one, from its file or, when the file needs a passphrase, from the agent; then the agent's other
-    keys. Without, the agent's keys and the files. `way.key_files_only` leaves all other keys of the agent out.
+    With `settings.key`, that one, from its file or, when the file needs a passphrase, from the agent; then the agent's
+    other keys. Without, the agent's keys and the files. `settings.key_files_only` leaves all other keys of the agent
+    out.
     """
     held = {held.asbytes(): held for held in agent.get_keys()}
     offered: set[bytes] = set()
-    if way.key is None and not way.key_files_only:
+    if settings.key is None and not settings.key_files_only:
         offered |= held.keys()
         yield from held.values()
     usual = [Path.home() / ".ssh" / name for name in _USUAL_NAMES]
-    for path in [way.key] if way.key else usual if way.key_files is None else way.key_files:
+    for path in [settings.key] if settings.key else usual if settings.key_files is None else settings.key_files:
         try:
             loaded = private_key(path.expanduser())
         except FileNotFoundError:
-            if way.key:
+            if settings.key:
                 yield UnusableKeyFile(path, "there is no such file")
             continue
         except paramiko.SSHException as error:
@@ -318,7 +319,7 @@ def candidates(agent: paramiko.Agent, way: Way) -> Iterator[paramiko.PKey | Exce
         if loaded.asbytes() not in offered:
             offered.add(loaded.asbytes())
             yield loaded
-    if way.key and not way.key_files_only:
+    if settings.key and not settings.key_files_only:
         yield from (agent_key for blob, agent_key in held.items() if blob not in offered)
 
 

@@ -70,7 +70,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     add_cluster_arguments(
         parser,
         nodes_help=f"inventory or list of hosts: {what} on those of them that burst cluster up has started, "
-        "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
+        "or, where no cluster is up, on one started for this run",
     )
 
 

@@ -37,7 +37,7 @@ class EnvCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.environment.rendering import table
-        from cluster.environment.survey import Wish, head_address, survey
+        from cluster.environment.survey import SurveyOptions, head_address, survey
         from cluster.inventory.file import named_nodes
         from cluster.transport.reach import connection
         from harness.spec.methods import method_named
@@ -54,14 +54,14 @@ class EnvCommand:
             known_hosts=arguments.known_hosts,
             accept_new_host_keys=arguments.accept_new_host_keys,
         )
-        wish = Wish(
+        options = SurveyOptions(
             head=head_address(arguments.head, inventory.nodes),
             method=arguments.method,
             ranks=arguments.ranks,
             logs=arguments.logs,
             install=arguments.install,
         )
-        found = survey(inventory.nodes, connect, wish, arguments.timeout)
+        found = survey(inventory.nodes, connect, options, arguments.timeout)
         if arguments.json:
             print(json.dumps(found.as_json(), indent=1, allow_nan=False))
         else:

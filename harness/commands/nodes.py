@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.inventory.hosts import Host
-    from cluster.inventory.nodes import Inventory, Node
+    from cluster.inventory.nodes import Inventory, InventoryNode
 
 
 class NodesCommand:
@@ -61,7 +61,7 @@ class NodesCommand:
         print(render_inventory(import_hosts(arguments.source), str(arguments.source)), end="")
 
 
-def _as_json(node: Node) -> dict[str, Any]:
+def _as_json(node: InventoryNode) -> dict[str, Any]:
     """All fields of a node. Of the environment only the names: values may be secrets."""
     from dataclasses import asdict
 
@@ -111,7 +111,7 @@ def _print_table(inventory: Inventory) -> None:
     console.print(Text(f"{inventory.name}: {counted(len(inventory.nodes), 'node')}, site {', '.join(sites)}"))
 
 
-def _row(node: Node) -> tuple[str, ...]:
+def _row(node: InventoryNode) -> tuple[str, ...]:
     """One line of the table; a cell without a value is empty."""
     site = node.site
     count = "any" if site.gpus.count is None else str(site.gpus.count)

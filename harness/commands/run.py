@@ -43,14 +43,13 @@ class RunCommand:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
-        from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
         from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import RunContext
-        from harness.run.bounds import Bounds, stop_time
+        from harness.run.bounds import Bounds, job_end, stop_time
         from harness.run.execution import ExecutionOptions, Resume
         from harness.run.experiment import run_experiment
         from harness.run.progress import view_for
@@ -200,7 +199,7 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.terminal import terminal_table
+    from harness.report.tables.trials import terminal_table
 
     out, rows = stdout_console(), records.rows()
     print_table(out, terminal_table(rows[:PRINTED_TRIALS]))

@@ -15,8 +15,7 @@ from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import engine_memory, fits_gpu
-from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
+from harness.plan.predict import engine_memory, fits_gpu, ranks_of_node, ranks_per_node, time_or_reason
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare_times

@@ -40,8 +40,7 @@ from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
 from harness.plan.forecast import forecast, plan_words
-from harness.plan.predict import gpu_room
-from harness.plan.times import ranks_of_node
+from harness.plan.predict import gpu_room, ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
 from harness.spec.experiment import Experiment

@@ -23,11 +23,10 @@ from engine.measurement import UpstreamRun
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.intervals import Interval, TwoRounds, medians_of_two
 from harness.metrics.throughput import GIB, metrics_of
-from harness.records.caveats import caveats_of
 from harness.records.forecasts import outcome_in_words
 from harness.records.judging import ERROR, ERROR_AT
 from harness.records.record import Record
-from harness.records.stated import NOTHING_STATED, StatedProvenance
+from harness.records.stated import NOTHING_STATED, StatedProvenance, caveats_of
 from harness.spec.table import EQUAL, MAY_FILL
 
 Row = dict[str, Any]

@@ -17,8 +17,7 @@ from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_o
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast, knows_system, machine_of
 from harness.plan.matrix import asked_for, plan, unsupported_reason
-from harness.plan.predict import memory_is_modelled
-from harness.plan.times import attention_or_reason
+from harness.plan.predict import attention_or_reason, memory_is_modelled
 from harness.predict.published import Configuration, configuration_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from harness.base.errors import UsageError
 from harness.records.record import Status
@@ -109,6 +111,52 @@ def stop_time(
     if ahead is not None:
         times.append(ahead)
     return min(times, key=lambda time: time.at, default=None)
+
+
+_SQUEUE_SECONDS = 30.0  # for slurmctld to answer
+_NO_LIMIT = ("NONE", "N/A", "UNLIMITED", "INVALID", "")
+
+
+def job_end(
+    say: Callable[[str], None],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    otherwise: str = "--max-hours ends the run before it",
+) -> datetime | None:
+    """The time at which Slurm ends the job that this program runs in; None outside a job and in one without a limit.
+
+    squeue also knows a limit that was changed after the start. Without an answer of squeue, SLURM_JOB_END_TIME counts,
+    which Slurm 23.02 and newer set. Without both, the result is None, and `say` is called with one sentence; it ends
+    with `otherwise`, which names what the user can do. Source of the variables: sbatch(1), "OUTPUT ENVIRONMENT
+    VARIABLES".
+    """
+    job = environment.get("SLURM_JOB_ID", "")
+    if not (job.isascii() and job.isdecimal()):
+        return None
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%A %e"],
+            env={**environment, "SLURM_TIME_FORMAT": "standard"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SQUEUE_SECONDS,
+        )
+        problem = " ".join(done.stderr.split())[:200] or f"squeue exited with {done.returncode}"
+        if done.returncode == 0:
+            # The number of an array's last task, or of a job's first component, also names the whole array or job.
+            ends = dict(line.strip().partition(" ")[::2] for line in done.stdout.splitlines())
+            if job in ends:
+                end = ends[job].strip()
+                return None if end in _NO_LIMIT else datetime.fromisoformat(end).astimezone()
+            problem = "squeue does not list it"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        problem = " ".join(str(error).split())[:200]
+    seconds = environment.get("SLURM_JOB_END_TIME", "")
+    if seconds.isascii() and seconds.isdecimal():
+        return datetime.fromtimestamp(int(seconds), UTC).astimezone()
+    say(f"the end of Slurm's job {job} is not known ({problem}); {otherwise}")
+    return None
 
 
 def ahead_of_allocation(end: datetime | None, reserve: TimeReserve, started: datetime | None = None) -> StopTime | None:

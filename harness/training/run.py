@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-from cluster.transport.slurm.limit import job_end
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
 from engine.measurement import Forecast, write_json
@@ -32,7 +31,7 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
-from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation
+from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation, job_end
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering

@@ -28,7 +28,7 @@ from cluster import checks
 from cluster.health.nodes import check_nodes
 from cluster.inventory.file import load_inventory
 from cluster.inventory.hosts import Host, this_machine
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed, Runner
 from tests.cluster.gpu_outputs import BUSES, install_node
@@ -157,7 +157,7 @@ def recorded_answer(folder: Path) -> str:
         return nullcontext(_Recorder(printed))
 
     install_node(_nvidia_smi_in(folder / "gpus"), "h200")
-    list(check_nodes([Node(host=this_machine(), site=here.site)], connect, checks.discover(), 120.0))
+    list(check_nodes([InventoryNode(host=this_machine(), site=here.site)], connect, checks.discover(), 120.0))
     said = [line.partition(" ")[2] for line in printed[0].splitlines()]
     lines = [line for line in said if line.partition(" ")[0] not in ("@begin", "@end", *GPU_NODE)]
     lines += [f"{name} {line}" for name, shown in GPU_NODE.items() for line in (*shown, "exit 0")]

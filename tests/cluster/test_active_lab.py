@@ -8,7 +8,7 @@ import pytest
 
 from cluster.active.fleet import Plan, exchange
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.profiles import default_profiles
 from cluster.transport.ssh import SshOptions, connector
@@ -19,10 +19,10 @@ if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 
-def node(lab: Lab, host: LabHost, **network: str) -> Node:
+def node(lab: Lab, host: LabHost, **network: str) -> InventoryNode:
     login = Host(name=host.name, address=host.address, user="root", key=lab.key)
     threads = {"OMP_NUM_THREADS": "1"}
-    return Node(host=login, site=Site(network=NetworkExpectation(**network), environment=threads))  # type: ignore[arg-type]
+    return InventoryNode(host=login, site=Site(network=NetworkExpectation(**network), environment=threads))  # type: ignore[arg-type]
 
 
 def received_bytes(lab: Lab, host: LabHost) -> int:

@@ -16,7 +16,7 @@ from cluster.active.fleet import Plan
 from cluster.active.rail_fleet import RailSpeed, facing_rails, find_rails, judge_rails, rails_of, run_rails
 from cluster.active.rails import Rail, parse_rails
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.profiles import default_profiles
 from cluster.transport.reach import connect_local
@@ -67,8 +67,8 @@ def perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def nodes(*names: str) -> list[Node]:
-    return [Node(host=Host(name=name), site=Site()) for name in names]
+def nodes(*names: str) -> list[InventoryNode]:
+    return [InventoryNode(host=Host(name=name), site=Site()) for name in names]
 
 
 def plan() -> Plan:

@@ -19,7 +19,7 @@ from cluster.active.fleet import Plan, run_active, worker_command
 from cluster.active.measurement import found, line
 from cluster.cli import main
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
 from cluster.transport.reach import connect_local
@@ -36,8 +36,8 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def local(name: str, site: Site | None = None) -> Node:
-    return Node(host=Host(name=name), site=site or Site())
+def local(name: str, site: Site | None = None) -> InventoryNode:
+    return InventoryNode(host=Host(name=name), site=site or Site())
 
 
 def plan(connect: Callable[[Host, float], AbstractContextManager[Runner]] = connect_local) -> Plan:

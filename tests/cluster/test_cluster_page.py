@@ -1,18 +1,31 @@
-"""The look-up tables of docs/cluster.md are those of the code: checks with thresholds, exit codes, ports, sections."""
+"""docs/cluster.md: its look-up tables are those of the code, and its six commands are all that three hosts need."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
+import yaml
 
 from cluster.checks import discover
 from cluster.inventory.site import Site
 from cluster.probing.verdict import EXIT_CODES
 from cluster.profiles import load_profiles
 from harness.launch.ports import usable_ports
+from harness.records.record import read_record
+from tests import lab as lab_module
+from tests.lab import Lab, open_lab
+from tests.patience import AMPLE
+from tests.processes import command_of
+from tests.programs import shell_program
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 OF_ALL_NODES = {"reachability", "clock", "drift", "history"}  # judged apart from the files in cluster/checks
 
 
@@ -76,3 +89,77 @@ def test_ports_on_the_page_are_the_defaults() -> None:
     free = usable_ports("32768 60999", "")  # Linux' own range of ports
     above = next(port for port in free if port > 60999)
     assert f"{free[0]} to 32767 or {above} to {free[-1]}" in table
+
+
+@pytest.mark.slow
+def test_a_newcomer_types_the_six_commands_of_the_page_on_three_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    if reason := lab_module.unavailable():
+        pytest.skip(reason)
+    inventory, commands = blocks("Six commands")[1:]
+    lines = commands.splitlines()
+    assert len(lines) == 6
+    with open_lab(3, tmp_path) as lab:
+        folder = tmp_path / "newcomer"
+        (folder / "home").mkdir(parents=True)
+        (folder / "experiments").symlink_to(ROOT / "experiments")
+        (folder / "lab.yaml").write_text(yaml.safe_dump(of_these_hosts(yaml.safe_load(inventory), lab)))
+        shell_program(folder / "burst", f'exec {sys.executable} -m harness "$@"')
+        environment = os.environ | {
+            "HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+            "COLUMNS": "200",
+        }  # fmt: skip
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+            environment.pop(name, None)
+
+        def typed(line: str) -> tuple[int, str]:
+            done = subprocess.run(
+                ["sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=3 * AMPLE
+            )
+            assert "Traceback" not in done.stderr, done.stderr
+            return done.returncode, done.stdout + done.stderr
+
+        nodes, check, up, run, status, down = lines
+        code, said = typed(nodes)
+        assert code == 0, said
+        assert all(f"root@{host.address}" in said for host in lab.hosts), said
+        code, said = typed(check)
+        assert code in (EXIT_CODES["ok"], EXIT_CODES["warn"]), said  # this machine may have a fault of its own
+        assert "3 nodes of lab" in said, said
+        assert "3 usable" in said, said
+        code, said = typed(up)
+        assert (code, "3 nodes are up, head lab1" in said) == (0, True), said
+        code, said = typed(run)
+        assert code == 0, said
+        records = [read_record(path) for path in folder.glob("results/runs/quickstart/trials/*/record.json")]
+        ran = [record for record in records if record.status == "ok"]
+        assert {len(record.hosts) for record in ran} == {1, 2}, said  # four ranks are more than these hosts have
+        assert {record.status for record in records} <= {"ok", "refused"}, said
+        assert (folder / "results/runs/quickstart/report.html").stat().st_size > 1000
+        code, said = typed(status)
+        assert (code, f"{len(ran)} ok" in said) == (0, True), said
+        code, said = typed(down)
+        assert (code, "3 nodes ended; no process or file of burst is left" in said) == (0, True), said
+        left = [command_of(pid) for host in lab.hosts for pid in lab.processes(host)]
+        assert [line for line in left if line and not line.startswith("sshd")] == []
+    assert lab.left_behind() == []
+
+
+def blocks(title: str) -> list[str]:
+    """The indented blocks of a section, as it shows them."""
+    return re.findall(r"^```\w*\n(.*?)\n```$", section(title), re.DOTALL | re.MULTILINE)
+
+
+def of_these_hosts(inventory: dict[str, object], lab: Lab) -> dict[str, object]:
+    """The inventory of the page, its values replaced by those of the lab, key by key."""
+    ours: dict[str, object] = {
+        "site": {
+            "name": "lab", "host_memory": {"warn_percent": 100}, "ray": {"object_store_gib": 0.1},
+            "disks": [{"path": "/", "warn_percent": 99.5, "fail_percent": 99.5}],
+        },
+        "ssh": {"user": "root", "key": str(lab.key)},
+        "software": {"python": sys.executable, "folder": str(ROOT)},
+        "nodes": [{"hosts": host.name, "address": host.address} for host in lab.hosts],
+    }  # fmt: skip
+    assert list(ours) == list(inventory)
+    return ours

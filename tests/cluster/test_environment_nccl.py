@@ -12,7 +12,7 @@ from cluster.discovery.drift import network_drift
 from cluster.discovery.facts import Gpu, NodeFacts, Setting
 from cluster.environment.ranks import LEFT_ALONE, concern, configured
 from cluster.environment.rendering import as_json, env_sh, render_node, table
-from cluster.environment.value import Value
+from cluster.environment.value import Variable
 from cluster.inventory.site import Site, Software
 from tests.cluster.fake_node import FakeNode, h100
 
@@ -161,6 +161,6 @@ def test_known_problems_of_what_users_set_are_told(setting: str, problem: str) -
 
 def test_a_secret_in_a_file_stays_one() -> None:
     secret = Setting(file="/etc/nccl.conf", line=1, name="NCCL_TOKEN", value="abc")
-    taken, warnings = configured([secret], [Value(name="NCCL_TOKEN", value="xyz", reason="set by the site file")])
+    taken, warnings = configured([secret], [Variable(name="NCCL_TOKEN", value="xyz", reason="set by the site file")])
     assert (taken, "abc" in str(warnings), "xyz" in str(warnings)) == ((), False, False)
     assert os.linesep not in warnings[0]

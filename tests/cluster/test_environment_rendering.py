@@ -10,7 +10,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice, InterfaceChoice
 from cluster.environment.ranks import adapter_values, connections, socket_values
 from cluster.environment.rendering import NodeEnvironment, env_sh, render_node
-from cluster.environment.value import Value, is_secret, overlaid, redact, shown
+from cluster.environment.value import Variable, is_secret, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
@@ -195,7 +195,7 @@ def test_no_value_breaks_out_of_its_quotes(tmp_path):
 
 
 def test_no_reason_breaks_out_of_its_comment():
-    own = overlaid([Value(name="A", value="x\ntouch HACKED", reason="r")], {"A": "1"}, by="theirs", origin="site")
+    own = overlaid([Variable(name="A", value="x\ntouch HACKED", reason="r")], {"A": "1"}, by="theirs", origin="site")
     text = env_sh(NodeEnvironment(values=own, network=render_node(NodeFacts(node="n"), Site()).network, warnings=()))
     assert text.splitlines()[2:] == ["# site: theirs, instead of x?touch HACKED (r)", "export A=1"]
 
@@ -290,7 +290,9 @@ def test_what_operators_need_is_not_hidden(name, value):
 
 
 def test_what_replaces_a_secret_does_not_tell_it():
-    (value,) = overlaid([Value(name="A_TOKEN", value="hidden", reason="r")], {"A_TOKEN": "new"}, by="b", origin="user")
+    (value,) = overlaid(
+        [Variable(name="A_TOKEN", value="hidden", reason="r")], {"A_TOKEN": "new"}, by="b", origin="user"
+    )
     assert value.reason == "b, instead of <redacted> (r)"
 
 

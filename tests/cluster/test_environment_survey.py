@@ -9,10 +9,10 @@ import pytest
 
 from cluster.discovery.facts import NodeFacts
 from cluster.environment.rendering import env_sh, render_node, table
-from cluster.environment.survey import Wish, head_address, install, survey
+from cluster.environment.survey import SurveyOptions, head_address, install, survey
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host, this_machine
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Unreachable
@@ -82,7 +82,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, name, complaint):
 
 def test_this_machine_is_read_for_real(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which nproc would believe
-    found = survey([Node(host=this_machine(), site=Site())], connect_local, Wish(), AMPLE)
+    found = survey([InventoryNode(host=this_machine(), site=Site())], connect_local, SurveyOptions(), AMPLE)
     (environment,) = found.environments
     assert found.silent == {}
     assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
@@ -96,10 +96,10 @@ def test_nodes_over_ssh_are_read_and_written_to_and_a_silent_one_is_named(sshd, 
         Host(name="lost", address="127.0.0.2", port=1, key=sshd.key),
     ]
     site = Site(network=NetworkExpectation(interface="lo"), environment={"HF_TOKEN": "abc"})
-    nodes = [Node(host=host, site=site) for host in hosts]
+    nodes = [InventoryNode(host=host, site=site) for host in hosts]
     path = tmp_path / "it's $HOME; here" / "env.sh"
-    wish = Wish(head=head_address(None, nodes), install=str(path))
-    found = survey(nodes, connector(SshOptions(known_hosts=sshd.known_hosts)), wish, AMPLE)
+    options = SurveyOptions(head=head_address(None, nodes), install=str(path))
+    found = survey(nodes, connector(SshOptions(known_hosts=sshd.known_hosts)), options, AMPLE)
     assert list(found.silent) == ["lost"]
     assert found.installed["one"].what == "written"
     done = subprocess.run(
@@ -112,16 +112,16 @@ def test_nodes_over_ssh_are_read_and_written_to_and_a_silent_one_is_named(sshd, 
 
 
 def test_a_node_that_cannot_be_written_to_is_named_and_still_shown(tmp_path):
-    node = Node(host=Host(name="here"), site=Site())
-    found = survey([node], connect_local, Wish(install=str(tmp_path)), AMPLE)
+    node = InventoryNode(host=Host(name="here"), site=Site())
+    found = survey([node], connect_local, SurveyOptions(install=str(tmp_path)), AMPLE)
     assert "is a folder" in found.silent["here"]
     assert len(found.environments) == 1
 
 
 def test_the_head_is_the_first_node_unless_named():
-    nodes = [Node(host=Host(name="a", address="127.0.0.3"), site=Site())]
+    nodes = [InventoryNode(host=Host(name="a", address="127.0.0.3"), site=Site())]
     assert head_address(None, nodes) == "127.0.0.3"
     assert head_address("10.0.0.1", nodes) == "10.0.0.1"
-    assert head_address(None, [Node(host=this_machine(), site=Site())]) is None
+    assert head_address(None, [InventoryNode(host=this_machine(), site=Site())]) is None
     with pytest.raises(UsageError, match="give --head the address"):
         head_address("no.such.host.invalid", nodes)

@@ -12,7 +12,7 @@ import pytest
 from cluster.checks import check, discover
 from cluster.health.nodes import ClockReading, NodeReport, check_nodes, judge_clock
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
@@ -23,7 +23,7 @@ from cluster.transport.runner import Runner
 from tests.patience import AMPLE, scaled
 
 LOCAL = Host(name="here")
-HERE = Node(host=LOCAL, site=Site())
+HERE = InventoryNode(host=LOCAL, site=Site())
 
 
 def report(*verdicts: Verdict) -> NodeReport:
@@ -134,7 +134,7 @@ def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_
         yield LocalRunner()
 
     monkeypatch.setattr(fleet, "GRACE_SECONDS", 0.1)
-    nodes = [Node(host=Host(name=name), site=Site()) for name in ("stuck", "well")]
+    nodes = [InventoryNode(host=Host(name=name), site=Site()) for name in ("stuck", "well")]
     reports = {one.host.name: one for one in check_nodes(nodes, connect, {}, scaled(0.5))}
     never.set()
     assert {name: one.level for name, one in reports.items()} == {"stuck": "unknown", "well": "ok"}

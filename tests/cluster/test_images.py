@@ -11,7 +11,7 @@ import pytest
 from cluster.checks import discover
 from cluster.images import build_command, find_image, tagged, targets_of
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Container, GpuExpectation, Site
 from cluster.probing.probe import Output
 from cluster.transport.reach import LocalRunner
@@ -312,7 +312,7 @@ def test_what_podman_prints_is_read_as_docker_would_print_it(docker):
 
 def test_the_engine_of_a_push_is_the_sites_unless_another_is_named():
     sites = [Site(container=Container(engine="podman", image="a")), Site()]
-    nodes = [Node(host=Host(name=f"n{number}"), site=site) for number, site in enumerate(sites)]
+    nodes = [InventoryNode(host=Host(name=f"n{number}"), site=site) for number, site in enumerate(sites)]
     found = targets_of(nodes, image="b", engine=None)
     assert [(target.engine, target.image) for target in found] == [("podman", "b:latest"), ("docker", "b:latest")]
     assert {target.engine for target in targets_of(nodes, image="b", engine="podman")} == {"podman"}

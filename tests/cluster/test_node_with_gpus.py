@@ -13,7 +13,7 @@ from cluster.active.measurement import NodeSpeeds, read_speeds
 from cluster.checks import select
 from cluster.health.nodes import check_nodes
 from cluster.inventory.hosts import this_machine
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.profiles import load_profiles
 from cluster.transport.reach import LocalRunner, connect_local
@@ -29,7 +29,9 @@ def test_the_drivers_report_is_understood() -> None:
     if load_profiles().find(torch.cuda.get_device_name(0)) is None:
         pytest.skip(f"{torch.cuda.get_device_name(0)} has no profile, so its checks are unknown by design")
     readable = ("gpus", "gpu_ecc", "gpu_rows", "gpu_recovery", "gpu_clocks", "gpu_thermal", "gpu_versions", "nvlink")
-    (report,) = check_nodes([Node(host=this_machine(), site=Site())], connect_local, select(readable, ()), 120.0)
+    (report,) = check_nodes(
+        [InventoryNode(host=this_machine(), site=Site())], connect_local, select(readable, ()), 120.0
+    )
     unknown = {name: verdict.summary for name, verdict in report.verdicts.items() if verdict.level == "unknown"}
     assert unknown == {}
     # Not torch's count: CUDA_VISIBLE_DEVICES hides GPUs from torch, the driver lists all of them.

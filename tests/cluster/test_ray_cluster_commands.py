@@ -13,7 +13,7 @@ import pytest
 from cluster.files.errors import UsageError
 from cluster.inventory.checkout import mismatch
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Inventory, Node
+from cluster.inventory.nodes import Inventory, InventoryNode
 from cluster.inventory.site import Container, Mount, RayPorts, Site
 from cluster.ray_cluster import commands, down, up
 from cluster.ray_cluster.down import cluster_status, end_cluster, interpreter
@@ -107,7 +107,7 @@ def test_a_difference_in_versions_names_what_and_where():
 )
 def test_ranks_of_a_node_are_its_gpus_or_what_the_site_says(gpus, said, expected):
     machine = Machine(hostname="n", device="cuda" if gpus else "cpu", cores=8, memory_gib=64, gpu_count=gpus)
-    node = Node(host=Host(name="n"), site=Site(ranks_per_node=said))
+    node = InventoryNode(host=Host(name="n"), site=Site(ranks_per_node=said))
     description = {"machine": {name: getattr(machine, name) for name in Machine.__dataclass_fields__}}
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
@@ -219,7 +219,8 @@ def test_without_its_head_no_node_is_up(tmp_path, monkeypatch, head, states):
 
 
 INVENTORY = Inventory(
-    name="two", nodes=tuple(Node(host=Host(name=name, address=name), site=Site()) for name in ("gpu01", "gpu02"))
+    name="two",
+    nodes=tuple(InventoryNode(host=Host(name=name, address=name), site=Site()) for name in ("gpu01", "gpu02")),
 )
 
 

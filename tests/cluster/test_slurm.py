@@ -106,7 +106,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_each_task_of_an_array_knows_its_own_end(site):
     """The number of the last task is also the array's, for which squeue lists all tasks."""
     script = site.folder / "array.sh"
-    program = "from cluster.transport.slurm.limit import job_end; print(job_end(print).isoformat())"
+    program = "from harness.run.bounds import job_end; print(job_end(print).isoformat())"
     script.write_text(f'#!/bin/sh\nexec "$PYTHON" -c "{program}"\n')
     output = f"--output={site.folder}/array%a.out"
     job = site.submit("array", output, "--array=0-1", "--nodes=1", "--time=30", str(script))
@@ -150,5 +150,5 @@ def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
     assert site.ended(job, "lost") == "FAILED", site.output("lost")  # and not NODE_FAIL
     assert {record["status"] for record in site.records("lost")} == {"node_lost"}
     assert "lab2 was lost" in site.output("lost")
-    assert "2 hosts are needed but 1 of 2 can be used" in site.output("lost")
+    assert "2 hosts are needed but 1 can be used now" in site.output("lost")
     assert (site.folder / "lost" / "report.html").exists()

@@ -28,25 +28,26 @@ def test_a_host_is_reached_as_the_file_says(tmp_path):
         "Host gpu*\n  HostName %h.cluster\n  User ops\n  Port 2222\n  IdentityFile ~/keys/ops\n  IdentitiesOnly yes\n"
         "  ProxyJump admin@bastion:22022\n  HostKeyAlias farm\nHost *\n  User someone\n  Port 7\n",
     )
-    way = read.way(Host(name="gpu01", address="gpu01"))
-    assert (way.address, way.user, way.port, way.known_as) == ("gpu01.cluster", "ops", 2222, "farm")
-    assert (way.key, way.key_files, way.key_files_only) == (None, (Path.home() / "keys" / "ops",), True)
-    assert way.jump == parse_hosts("admin@bastion:22022")[0]
-    assert read.way(Host(name="other", address="other")).user == "someone"
+    found = read.settings(Host(name="gpu01", address="gpu01"))
+    assert (found.address, found.user, found.port, found.known_as) == ("gpu01.cluster", "ops", 2222, "farm")
+    assert (found.key, found.key_files, found.key_files_only) == (None, (Path.home() / "keys" / "ops",), True)
+    assert found.jump == parse_hosts("admin@bastion:22022")[0]
+    assert read.settings(Host(name="other", address="other")).user == "someone"
 
 
 def test_target_and_site_win_over_the_file(tmp_path):
     read = config(tmp_path, "Host *\n  User ops\n  Port 2222\n  IdentityFile /keys/ops\n  ProxyJump bastion\n")
     jump = Host(name="gate", address="gate")
-    way = read.way(Host(name="a", address="a", user="root", port=22, key=Path("/k"), jump=jump))
-    assert (way.user, way.port, way.key, way.jump) == ("root", 22, Path("/k"), jump)
-    assert read.way(Host(name="bastion", address="bastion")).jump is None  # not through itself
+    found = read.settings(Host(name="a", address="a", user="root", port=22, key=Path("/k"), jump=jump))
+    assert (found.user, found.port, found.key, found.jump) == ("root", 22, Path("/k"), jump)
+    assert read.settings(Host(name="bastion", address="bastion")).jump is None  # not through itself
 
 
 def test_without_a_file_ssh_has_its_defaults(tmp_path):
-    way = SshConfig([tmp_path / "absent"]).way(Host(name="a", address="a"))
-    assert (way.address, way.port, way.key_files, way.key_files_only, way.jump) == ("a", 22, None, False, None)
-    assert [way.known_as, replace(way, port=2222).known_as] == ["a", "[a]:2222"]
+    found = SshConfig([tmp_path / "absent"]).settings(Host(name="a", address="a"))
+    assert (found.address, found.port, found.jump) == ("a", 22, None)
+    assert (found.key_files, found.key_files_only) == (None, False)
+    assert [found.known_as, replace(found, port=2222).known_as] == ["a", "[a]:2222"]
 
 
 def test_included_files_hold_within_the_block_that_includes_them(tmp_path):
@@ -56,13 +57,13 @@ def test_included_files_hold_within_the_block_that_includes_them(tmp_path):
     read = config(
         tmp_path, "Include more.d/1.conf\nHost old*\n  Include more.d/2.conf\n  User old\nHost *\n  User new\n"
     )
-    ways = {name: read.way(Host(name=name, address=name)) for name in ("gpu02", "old1", "gpu03")}
-    assert {name: (way.port, way.user) for name, way in ways.items()} == {
+    ways = {name: read.settings(Host(name=name, address=name)) for name in ("gpu02", "old1", "gpu03")}
+    assert {name: (found.port, found.user) for name, found in ways.items()} == {
         "gpu02": (22022, "new"), "old1": (23, "old"), "gpu03": (22, "new")
     }  # fmt: skip
     endless = config(tmp_path, "Include config\n")
     with pytest.raises(Unreachable, match="is included more than 16 files deep"):
-        endless.way(Host(name="a", address="a"))
+        endless.settings(Host(name="a", address="a"))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_included_files_hold_within_the_block_that_includes_them(tmp_path):
 )
 def test_a_file_that_cannot_be_kept_is_one_sentence(tmp_path, text, said):
     with pytest.raises(Unreachable) as caught:
-        config(tmp_path, text).way(Host(name="a", address="a"))
+        config(tmp_path, text).settings(Host(name="a", address="a"))
     assert str(caught.value).startswith("the SSH configuration for a cannot be used (")
     assert said in str(caught.value)
     assert str(tmp_path / "config") in str(caught.value)

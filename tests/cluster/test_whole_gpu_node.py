@@ -14,7 +14,7 @@ from cluster.checks import discover, select
 from cluster.files.errors import UsageError
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.transport.reach import connect_local
 from tests.cluster.gpu_outputs import MODELS, Install, install_node, setting
@@ -26,7 +26,7 @@ GPU_CHECKS = ("gpus", "gpu_memory", "gpu_ecc", "gpu_rows", "gpu_recovery", "gpu_
 
 
 def check(site: Site, *only: str) -> NodeReport:
-    node = Node(host=Host(name="gpu01"), site=site)
+    node = InventoryNode(host=Host(name="gpu01"), site=site)
     (found,) = check_nodes([node], connect_local, select(only or GPU_CHECKS, ()), 120.0)
     return found
 

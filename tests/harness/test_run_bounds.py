@@ -11,10 +11,11 @@ import pytest
 
 from harness.base.errors import UsageError
 from harness.records.record import read_record
-from harness.run.bounds import Bounds, StopTime, stop_time
+from harness.run.bounds import Bounds, StopTime, job_end, stop_time
 from harness.run.execution import Resume
 from tests.harness.test_run_experiment import Runner, trial
 from tests.patience import AMPLE, wait_until
+from tests.programs import shell_program
 
 PROJECT = Path(__file__).parents[2]
 NOON = datetime(2026, 12, 24, 12, 0, tzinfo=UTC)
@@ -200,3 +201,34 @@ def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
         assert (record.status, record.reason) == (
             "interrupted", "stopped by --max-hours 0.004; --resume runs it again"
         )  # fmt: skip
+
+
+@pytest.fixture
+def sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What is said of a job's end, where only the programs of the test can be found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return []
+
+
+def test_without_squeue_the_end_of_a_job_is_the_variables(sentences):
+    assert job_end(sentences.append, {}) is None
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "x", "SLURM_JOB_END_TIME": "1800000000"}) is None
+    end = job_end(sentences.append, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"})
+    assert end is not None
+    assert end.timestamp() == 1_800_000_000
+    assert sentences == []
+
+
+def test_the_end_of_a_task_is_read_where_its_number_also_names_the_whole_array(sentences, tmp_path):
+    shell_program(tmp_path / "squeue", "echo '8 2026-11-22T10:00:00'; echo '7 2026-11-22T12:00:00'; echo '9 N/A'")
+    ends = [job_end(sentences.append, {"SLURM_JOB_ID": job, "PATH": str(tmp_path)}) for job in ("7", "8", "9")]
+    assert [end and end.hour for end in ends] == [12, 10, None]
+    assert sentences == []
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "6", "PATH": str(tmp_path)}) is None
+    assert "job 6 is not known (squeue does not list it)" in sentences[0]
+
+
+def test_an_end_that_nobody_knows_is_said(sentences):
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "7"}) is None
+    (said,) = sentences
+    assert said.startswith("the end of Slurm's job 7 is not known")

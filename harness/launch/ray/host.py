@@ -20,7 +20,7 @@ from cluster.environment.rendering import render_node
 from cluster.environment.value import overlaid
 from cluster.inventory.checkout import own_versions
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.transport.reach import LocalRunner, connect_local
 from harness.launch.launcher import Job
@@ -97,7 +97,7 @@ class HostActor:
             return f"{machine.gpu_count} of its {self._described.gpu_count} GPUs answer{problem}"
         if machine.device == "cpu" or self._supervisor.has_ranks:  # ranks that wait for another trial are ours
             return ""
-        node = Node(host=Host(name=self._name), site=self._site)
+        node = InventoryNode(host=Host(name=self._name), site=self._site)
         decisive = {name: check for name, check in checks.discover().items() if name in DECISIVE}
         for report in check_nodes([node], connect_local, decisive, CHECK_SECONDS):
             for verdict in report.verdicts.values():

@@ -20,7 +20,7 @@ from typing import Any
 from cluster.files.errors import counted
 from cluster.inventory.checkout import difference, own_versions
 from cluster.inventory.hosts import Host as InventoryHost
-from cluster.inventory.nodes import Node
+from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from engine.measurement import write_json
 from harness.base.errors import UsageError
@@ -115,7 +115,7 @@ class RayLauncher:
 
     name = "ray"
 
-    def __init__(self, connection: RayConnection, say: Say, nodes: Mapping[str, Node] | None = None) -> None:
+    def __init__(self, connection: RayConnection, say: Say, nodes: Mapping[str, InventoryNode] | None = None) -> None:
         """`nodes` are those to use, by address, with their sites; None: all of the cluster. Reserves them until
         `close`. Raises UsageError when none can be used."""
         self._connection = connection
@@ -328,7 +328,9 @@ class RayLauncher:
         try:
             site = self._site(address)
             if site.ranks_per_node or machine.gpu_count or machine.gpu_problem:
-                ranks = ranks_of(Node(host=InventoryHost(name=name), site=site), {"machine": described.machine})
+                ranks = ranks_of(
+                    InventoryNode(host=InventoryHost(name=name), site=site), {"machine": described.machine}
+                )
             else:
                 ranks = int(node["Resources"]["CPU"])
         except ValueError as error:
