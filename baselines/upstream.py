@@ -1,8 +1,8 @@
 """Methods that run a compared system as its authors ship it: a foreign program in an environment of its own.
 
 An adapter says which settings the system cannot run (`refuse`), writes the command, environment and files of one trial
-(`render`), reads what the program printed (`parse`) and compares an installation with its pin (`verify`). The launcher
-starts `baselines.drive` for each rank, which starts the program. Throughput follows from our formula and the step times
+(`render`) and reads what the program printed (`parse`). The launcher starts `baselines.drive` for each rank, which
+starts the program. Throughput follows from our formula and the step times
 that the system printed; its own figures stay beside them, in `extra`.
 """
 
@@ -22,7 +22,6 @@ from engine.reader import from_json, read_json
 
 if TYPE_CHECKING:
     from baselines.install.places import InstallPlace
-    from baselines.install.verify import InstallCheck
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
@@ -189,12 +188,6 @@ class Upstream:
                 f"real one beside torch, then {place.install_command} --anew"
             )
         return None
-
-    def verify(self, place: InstallPlace) -> InstallCheck:
-        """Whether the installation is the pinned system, unchanged."""
-        from baselines.install.verify import verify
-
-        return verify(place)
 
     def command(self, trial_dir: Path) -> list[str]:
         return [sys.executable, "-m", "baselines.drive", str(trial_dir)]

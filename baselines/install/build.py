@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,9 +24,8 @@ from baselines.install.interpreter import (
     make_environment,
     this_interpreter,
 )
-from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
-from baselines.install.packages import fetch, install, install_folder
-from baselines.install.places import BORROWED, STATE_FILE, Installation, InstallPlace, beside_torch, locked
+from baselines.install.packages import OtherBuild, fetch, install, install_folder, unpack
+from baselines.install.places import BORROWED, STATE_FILE, InstallPlace, beside_torch, locked
 from baselines.install.verify import InstallCheck, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
@@ -88,16 +88,8 @@ def install_system(
                 f"{place.system} ({place.flavour}) was installed and is not as its pin says: {verdict.problems[0]}; "
                 f"correct that, then {place.install_command} --anew"
             )
-        state = Installation(
-            pin=pinned.digest,
-            python=verdict.python,
-            torch=verdict.torch,
-            cuda=verdict.cuda,
-            packages=verdict.packages,
-            borrowed=borrowed,
-            builds=other,
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        finished_at = datetime.now(UTC).isoformat(timespec="seconds")
+        state = replace(verdict.found, borrowed=borrowed, builds=other, finished_at=finished_at)
         write_json(place.folder / STATE_FILE, to_json(state))
         say(f"{place.system} ({place.flavour}) is installed: Python {state.python}, torch {state.torch}")
         return verdict
@@ -136,7 +128,6 @@ def _build(
     install(own, wheels, place.python, pinned.environment)
     if other:
         say(f"  another build of {', '.join(other)}")
-        write_files(other, place.folder / _BUILDS, place)
         for unpacked in (place.folder / _BUILDS).iterdir():
             unpacked.rename(place.packages / unpacked.name)
     for path in pinned.folders:
@@ -154,9 +145,6 @@ def _unpacked(builds: Sequence[OtherBuild], place: InstallPlace) -> dict[str, st
     """Unpacked before anything is fetched, so that a wrong archive is refused at once."""
     folder = place.folder / _BUILDS
     shutil.rmtree(folder, ignore_errors=True)
-    (place.folder / FILES).unlink(missing_ok=True)
-    if not builds:
-        return {}
     folder.mkdir()
     return unpack(builds, place.pinned, folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from collections.abc import Collection
@@ -11,8 +10,7 @@ from typing import Any
 
 from baselines.checkout import compared
 from baselines.install.interpreter import clean_environment
-from baselines.install.other_build import changed_files, read_files
-from baselines.install.places import InstallPlace
+from baselines.install.places import Installation, InstallPlace
 from baselines.pin import Flavour, allows, canonical, without
 from baselines.programs import PROGRAMS
 
@@ -24,17 +22,13 @@ _MARK = "BASELINE "
 class InstallCheck:
     """What was found in an environment, and everything that is not as the pin says."""
 
-    python: str
-    torch: str
-    cuda: str
-    packages: dict[str, str]
+    found: Installation
     problems: list[str]
 
 
 def verify(place: InstallPlace, borrowed: Collection[str] | None = None) -> InstallCheck:
     """Compare an installation with its pin: git's hashes of the source, versions and hashes of the packages,
-    imports. `borrowed` packages are not its own; by default those that `installed.json` names. Other builds are
-    compared with the archive they came from."""
+    imports. `borrowed` packages are not its own; by default those that `installed.json` names."""
     pinned = place.pinned
     if borrowed is None:
         state = place.state()
@@ -44,26 +38,20 @@ def verify(place: InstallPlace, borrowed: Collection[str] | None = None) -> Inst
     if pinned.checkout is not None:
         problems += [f"source: {one}" for one in compared(pinned.checkout, place.folder)]
     if not problem:
-        builds = read_files(place)
-        problems += _package_problems(pinned, found, {*borrowed}, {canonical(name) for name in builds})
-        problems += changed_files(builds, place)
+        problems += _package_problems(pinned, found, {*borrowed})
         problems += [f"{module} cannot be imported ({error})" for module, error in found["errors"].items()]
         for name, versions in (("python", pinned.python), ("torch", pinned.torch)):
             if not allows(versions, found[name]):
                 problems.append(f"{name} is {found[name] or 'absent'}, the pin says {versions}")
+    facts = {name: found.get(name, "") for name in ("python", "torch", "cuda")}
     return InstallCheck(
-        python=found.get("python", ""),
-        torch=found.get("torch", ""),
-        cuda=found.get("cuda", ""),
-        packages=found.get("packages", {}),
-        problems=problems,
+        found=Installation(pin=pinned.digest, packages=found.get("packages", {}), **facts), problems=problems
     )
 
 
-def _package_problems(pinned: Flavour, found: dict[str, Any], borrowed: set[str], builds: set[str]) -> list[str]:
+def _package_problems(pinned: Flavour, found: dict[str, Any], borrowed: set[str]) -> list[str]:
     installed = {canonical(name): version for name, version in found["packages"].items()}
-    changed = {name: lines for name, lines in found["changed"].items() if canonical(name) not in builds}
-    problems = [f"{line}: it is not as its wheel was" for line in sorted(itertools.chain(*changed.values()))]
+    problems = [f"{line}: it is not as it was installed" for line in sorted(found["changed"])]
     for package in without({**pinned.build, **pinned.packages}, borrowed):
         name, _, version = package.partition("==")
         has = installed.get(canonical(name))

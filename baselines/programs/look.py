@@ -47,7 +47,7 @@ def main():
         "torch": str(getattr(torch, "__version__", "")),
         "cuda": str(getattr(getattr(torch, "version", None), "cuda", None) or ""),
         "packages": {d.metadata["Name"]: d.version for d in own},
-        "changed": {d.metadata["Name"]: sorted(changed_files(d)) for d in own},
+        "changed": [line for d in own for line in changed_files(d)],
         "errors": errors,
     }
     print(MARK + json.dumps(found), flush=True)

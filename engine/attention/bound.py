@@ -8,7 +8,7 @@ from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_s
 from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
-from engine.attention.masks import kept_share, parse_mask
+from engine.attention.masks import kept_share, parse_mask, recompute_share
 from engine.attention.prepared import PreparedAttention, prepare_attention
 from engine.attention.resolve import Choices
 from engine.settings import TrialSettings
@@ -66,7 +66,7 @@ class BoundAttention:
         plan = self._last_plan()
         if plan is None:
             return None
-        call = plan.sent_bytes(gathered=not self._choices.recompute)
+        call = plan.choice.sent(plan.cp.rank, gathered=not self._choices.recompute)
         return call.forward + call.backward
 
     def _last_plan(self) -> AttentionPlan | None:
@@ -79,8 +79,9 @@ class BoundAttention:
         checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
         if self._settings.task != "train" or not checkpoint.layers_again(self._settings.model.layers):
             return {}
-        cut = tail_cut(checkpoint.tail, seq_len, self._cp.size)
+        cut, division = tail_cut(checkpoint.tail, seq_len, self._cp.size), plan.choice.division
+        again = recompute_share(plan.mask, division.layout, seq_len, division.ring.cp_size, cut)
         return {
             "kept_share": f"{kept_share(self._cp.layout, seq_len, self._cp.size, cut):.4f}",
-            "recompute_share": f"{plan.recompute_share(cut):.4f}",
+            "recompute_share": f"{again:.4f}",
         }

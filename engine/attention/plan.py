@@ -85,7 +85,6 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     if choice.schedule == ALL_GATHER:
         return AllGatherPlan(
             cp=cp,
-            mask=mask,
             choice=choice,
             gather=cp.comms.gather(),
             token_runs=_token_runs(problem, range(cp.size)),
@@ -100,7 +99,6 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     inner = cp.ring_of(division)
     ring = RingPlan(
         cp=inner,
-        mask=mask,
         choice=choice,
         comms=cp.comms.ring(division.ring, division.ring_ranks(cp.rank), inner.rank, choice.exchange),
         kernel=kernel,
@@ -114,6 +112,9 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     return UlyssesPlan(
         cp=cp,
         choice=choice,
+        kernel=kernel,
+        scale=scale,
+        link=link,
         all_to_all=all_to_all,
         token_runs=_token_runs(problem, members),
         inner=ring,

@@ -94,7 +94,7 @@ class BaselinesCommand:
         place = _place(arguments)
         if arguments.action == "install":
             from baselines.install.build import install_system
-            from baselines.install.other_build import parse
+            from baselines.install.packages import other_builds
 
             install_system(
                 place,
@@ -102,7 +102,7 @@ class BaselinesCommand:
                 given=arguments.given,
                 anew=arguments.anew,
                 borrow=arguments.borrow,
-                builds=parse(arguments.build, arguments.build_note),
+                builds=other_builds(arguments.build, arguments.build_note),
             )
             return ALL_WELL
         from baselines.install.bundle import make_bundle

@@ -131,7 +131,7 @@ def _tables(arguments: argparse.Namespace) -> int:
     page = arguments.out is not None
     runs = runs_in()
     _say_bad(runs)
-    figures = _all_figures(runs) if page or arguments.figure is None else []
+    figures = _all_figures(runs, drawn=page) if page or arguments.figure is None else []
     predictor = predictor_words(hardware_named(PAPER_HARDWARE))
     sentences: list[str] = []
     if arguments.figure == AUDIT:
@@ -160,16 +160,16 @@ def _tables(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, str]]:
-    """Every figure with its numbers, and the words on what is predicted."""
+def _all_figures(runs: Sequence[MeasuredRun], *, drawn: bool) -> list[tuple[FigureComparison, str]]:
+    """Every figure with its numbers, and the words on what is predicted; where it is `drawn`, with predicted values."""
     from harness.reproduce.comparison import beside
     from harness.reproduce.figures import paper_figures
     from harness.reproduce.predicted import predicted_for_paper, predicted_words
 
     found = []
     for figure in paper_figures().values():
-        predicted = predicted_for_paper(figure)
-        found.append((beside(figure, runs, predicted), predicted_words(figure, predicted)))
+        predicted = predicted_for_paper(figure) if drawn else []
+        found.append((beside(figure, runs, predicted), predicted_words(figure)))
     return found
 
 

@@ -13,7 +13,7 @@ from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for, speeds_of
 from harness.metrics.throughput import TERA
-from harness.plan.times import step_seconds
+from harness.plan.predict import step_seconds
 from harness.records.forecasts import NO_CORRECTION, Correction
 
 # GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.

@@ -15,12 +15,10 @@ from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import engine_memory, fits_gpu
-from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
-from harness.predict.published_rows import TRAINING
+from harness.plan.predict import engine_memory, fits_gpu, ranks_of_node, ranks_per_node, time_or_reason
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
-from harness.predict.validation import HELD_OUT, compare
+from harness.predict.validation import HELD_OUT, compare_times
 
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
 START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
@@ -98,21 +96,26 @@ def forecast(
     )  # fmt: skip
 
 
+def knows_system(settings: TrialSettings, hardware: Hardware) -> bool:
+    """Whether the memory of a trial in the published system is known: of training, on a GPU type with which its
+    software was fitted."""
+    return settings.task == "train" and settings.method in SYSTEM_OF and hardware.waiting_layers is not None
+
+
 def _system_gib(settings: TrialSettings, hardware: Hardware, time: StepTime | None) -> float | None:
-    """Of training in the published system, on a GPU type with which its software was fitted."""
-    system = SYSTEM_OF.get(settings.method)
-    if system is None or time is None or hardware.waiting_layers is None or settings.task != "train":
+    """Of training in the published system, where it is known and has a time."""
+    if time is None or not knows_system(settings, hardware):
         return None
-    return system_memory(settings, system, time.attention, hardware.waiting_layers) / GIB
+    waiting_layers = hardware.waiting_layers or 0.0
+    return system_memory(settings, SYSTEM_OF[settings.method], time.attention, waiting_layers) / GIB
 
 
 @cache
 def held_out_width(training: bool) -> float:
     """The factor within which nine of ten held-out published configurations were predicted: of training, or of
     attention alone."""
-    errors = sorted(
-        abs(math.log1p(row.error)) for row in compare() if row.side == HELD_OUT and (row.metric == TRAINING) == training
-    )
+    held_out = (row for row in compare_times() if row.side == HELD_OUT and row.training == training)
+    errors = sorted(abs(math.log1p(row.error)) for row in held_out if row.error is not None)
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
 

@@ -40,8 +40,7 @@ from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
 from harness.plan.forecast import forecast, plan_words
-from harness.plan.predict import gpu_room
-from harness.plan.times import ranks_of_node
+from harness.plan.predict import gpu_room, ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
 from harness.spec.experiment import Experiment
@@ -67,13 +66,9 @@ def plan(
     Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
     before any is formed when there are too many.
     """
-    _check_count(experiment)
     given = _given(experiment)
-    settings = dict.fromkeys(
-        settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
-    )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
-    for asked in settings:
+    for asked in asked_for(experiment):
         each, planned = _with_plan(asked, machine, earlier, hardware)
         trial = Trial(
             experiment=experiment.name,
@@ -89,6 +84,14 @@ def plan(
         )
         one_of_each.setdefault(trial.id, trial)
     return tuple(one_of_each.values())
+
+
+def asked_for(experiment: Experiment) -> list[TrialSettings]:
+    """The settings of all trials as the experiment gives them, before the planner chooses what it leaves open."""
+    _check_count(experiment)
+    return list(
+        dict.fromkeys(settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude))
+    )
 
 
 def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:

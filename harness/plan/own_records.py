@@ -16,7 +16,7 @@ from engine.settings import CudaGraph, Kernel, TrialSettings
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
-from harness.predict.validation_table import write_block, write_table
+from harness.predict.validation import write_block, write_table
 from harness.records.record import Record, refuse_bad
 from harness.records.stored import StoredRecord, StoredRun, read_all, runs_below, stored_run
 from harness.spec.methods import is_native, method_named

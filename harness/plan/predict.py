@@ -12,10 +12,13 @@ from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from engine.measurement import Forecast
+from engine.method import method_unsupported_reason
 from engine.settings import TrialSettings, size_in_bytes
-from harness.metrics.hardware import Hardware
+from harness.machine.this_machine import Machine
+from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB
-from harness.plan.times import time_or_reason
+from harness.predict.attention import LayerAttention, attention_problem, context_ranks_of_node, layer_attention
+from harness.predict.step import StepTime, step_time
 from harness.spec.methods import is_native, method_named
 
 
@@ -70,3 +73,59 @@ def fits_gpu(gpu_gib: float, settings: TrialSettings, hardware: Hardware, plan: 
     planner chose (`plan`) and found nothing that fits."""
     planned = plan is None or plan.fits
     return planned and (1 + ALLOCATED_WITHIN) * gpu_gib <= gpu_room(settings, hardware)
+
+
+def time_or_reason(
+    settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
+) -> tuple[StepTime | None, str]:
+    """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: see `ranks_per_node`."""
+    attention, reason = attention_or_reason(settings, hardware, node_ranks=node_ranks)
+    if attention is None:
+        return None, reason
+    ranks = ranks_per_node(settings, hardware, node_ranks)
+    try:
+        return step_time(settings, _speeds(settings, hardware), node_ranks=ranks, attention=attention), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def attention_or_reason(
+    settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
+) -> tuple[LayerAttention | None, str]:
+    """What the ranks of a trial resolve to, or None and one sentence why it has no time. Nothing is simulated."""
+    if reason := method_unsupported_reason(method_named(settings.method), settings):
+        return None, reason
+    if settings.dtype != "bf16":
+        return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"
+    ranks = ranks_per_node(settings, hardware, node_ranks)
+    try:
+        problem = attention_problem(settings, context_ranks_of_node(settings, ranks))
+        return layer_attention(settings, problem, _speeds(settings, hardware)), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _speeds(settings: TrialSettings, hardware: Hardware) -> HardwareSpeeds:
+    return speeds_of(hardware, None if settings.kernel == "auto" else settings.kernel)
+
+
+def step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None = None) -> float | None:
+    """Seconds of a step on this machine as `burst predict` says; None where it says nothing. `hardware`: by default
+    that of the machine's GPU's name."""
+    hardware = hardware or hardware_for(machine.gpu_name)
+    if hardware is None:
+        return None
+    ranks = min(ranks_of_node(settings, machine) or settings.world_size, hardware.gpus_per_node)
+    time, _ = time_or_reason(settings, hardware, node_ranks=ranks)
+    return time.seconds if time else None
+
+
+def ranks_per_node(settings: TrialSettings, hardware: Hardware, most: int | None = None) -> int:
+    """Ranks of a trial on one node of such GPUs: at most `most`, by default as many as the hardware file says."""
+    return min(most or hardware.gpus_per_node, settings.world_size)
+
+
+def ranks_of_node(settings: TrialSettings, machine: Machine | None) -> int | None:
+    """Ranks of a trial on each of these hosts; None where there are none, or the ranks do not spread evenly."""
+    nodes = machine.nodes_for(settings.world_size) if machine else None
+    return settings.world_size // nodes if nodes else None

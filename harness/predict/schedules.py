@@ -33,7 +33,7 @@ from engine.attention.resolve import recomputes_attention
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
 from harness.predict.attention import attention_problem, context_ranks_of_node
-from harness.predict.validation_table import write_block, write_table
+from harness.predict.validation import write_block, write_table
 from harness.records.record import Record
 from harness.records.stored import read_records, run_named
 

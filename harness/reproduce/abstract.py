@@ -12,11 +12,11 @@ from typing import Any
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import imbalance, parse_mask
 from harness.base.lengths import format_length
+from harness.predict.published import MEMORY, SPEED, only, published_rows
 from harness.report.results import Row
 from harness.report.variants import OWN_METHOD, on_cpu
 from harness.reproduce.checks import ClaimedNumber, Evidence, Rows, about, real_nodes, records_of
 from harness.reproduce.comparison import Verdict
-from harness.reproduce.published import MEMORY, SPEED, only, published_rows
 
 _STEP = "step_seconds_median"
 _BALANCED = 1.02  # the busiest rank's work over the mean

@@ -18,10 +18,10 @@ from engine.settings import ModelShape, TrialSettings
 from harness.base.lengths import format_length
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named
+from harness.predict.published import SPEED, Published, published_rows
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
 from harness.reproduce.figure_points import model_text
-from harness.reproduce.published import SPEED, Published, published_rows
 from harness.spec.references import PAPER_DIR
 
 SYSTEMS_FILE = "systems.yaml"

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.settings import ModelShape
 from harness.base.lengths import format_length
+from harness.predict.published import MEMORY, SPEED, Published, only, published_rows
 from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.ideal import share_of_ideal
@@ -19,7 +20,6 @@ from harness.report.variants import OWN_METHOD, on_cpu
 from harness.reproduce.comparison import Verdict
 from harness.reproduce.computed import FP32, backward_bytes, shape
 from harness.reproduce.figure_points import gpu_text
-from harness.reproduce.published import MEMORY, SPEED, Published, only, published_rows
 
 ENOUGH = 0.95  # of a claimed gain or speed, as single samples are published without a spread
 ABOUT = 0.02  # between a claimed "about 25%" and a share of bytes

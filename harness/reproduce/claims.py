@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from cluster.files.reader import Node, build, check_keys, convert, read_yaml
 from harness.base.errors import UsageError, nearest
+from harness.predict.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.records.record import RecordPlace
 from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.abstract import PARTS
@@ -30,7 +31,6 @@ from harness.reproduce.checks import (
     too_far,
 )
 from harness.reproduce.comparison import VERDICTS, Verdict
-from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from cluster.files.errors import counted
 from harness.base.lengths import format_length
+from harness.predict.published import ARTIFACT
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
 from harness.reproduce.figure_points import (
@@ -21,7 +22,6 @@ from harness.reproduce.figure_points import (
 )
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.measured import MeasuredRun, is_smoke, rows_for
-from harness.reproduce.published import ARTIFACT
 
 Verdict = Literal["reproduced", "partly", "not", "not comparable", "not run"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable", "not run")

@@ -14,9 +14,9 @@ from functools import cache
 from engine.settings import BYTES_OF, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
+from harness.predict.published import Published
 from harness.reproduce.figure_points import PUBLISHED_ROWS, FigurePoint, model_text
 from harness.reproduce.figures import PaperFigure
-from harness.reproduce.published import Published
 from harness.spec.models import named_model
 
 BF16, FP32 = BYTES_OF["bf16"], BYTES_OF["fp32"]

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from harness.base.lengths import format_length
+from harness.predict.published import ARTIFACT
 from harness.report.drawing.charts import Bar, Bars, paint_bars
 from harness.report.drawing.looks import method_colour
 from harness.report.drawing.points import SeriesPoint, number_text, whisker_note
 from harness.report.drawing.sheet import Sheet
 from harness.reproduce.comparison import FigureComparison
 from harness.reproduce.figure_points import PUBLISHED_ROWS, UNIT_OF, FigurePoint, Origin, gpu_text
-from harness.reproduce.published import ARTIFACT
 
 MAX_BARS = 60
 _HATCH: Mapping[Origin, str] = {"measured": "", "published": "////", "computed": "xxxx", "predicted": ""}

@@ -14,11 +14,11 @@ from typing import Literal
 
 from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
+from harness.predict.published import Published
 from harness.records.record import RecordPlace
 from harness.report.results import ONE_RANK, Row, flatten
 from harness.report.variants import OWN_METHOD
 from harness.reproduce.figures import PaperFigure
-from harness.reproduce.published import Published
 
 Origin = Literal["published", "computed", "measured", "predicted"]
 ORIGINS: tuple[Origin, ...] = ("published", "computed", "measured", "predicted")

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from cluster.files.reader import build, read_yaml
 from harness.base.errors import UsageError, nearest
-from harness.reproduce.published import Published, published_rows
+from harness.predict.published import Published, published_rows
 from harness.spec.references import PAPER_DIR, paper_experiments
 
 T = TypeVar("T")

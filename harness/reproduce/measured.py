@@ -11,8 +11,7 @@ from pathlib import Path
 
 from harness.records.record import BadRecord, RecordPlace
 from harness.records.stored import runs_below
-from harness.report.results import Row
-from harness.report.run_records import RunRecords
+from harness.report.results import Row, RunRecords
 from harness.report.variants import on_cpu
 from harness.reproduce.figures import PaperFigure
 

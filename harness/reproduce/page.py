@@ -32,7 +32,7 @@ def plots_of(found: FigureComparison) -> list[Plot]:
     """A drawing for each metric of the figure that some number has."""
     plots = []
     for metric in found.figure.shows:
-        drawn = draw_reproduction(found, metric, PREDICTOR.name)
+        drawn = draw_reproduction(found, metric, PREDICTOR)
         if drawn is not None:
             table = f"reproduction_{found.figure.name}"
             plots.append(Plot(name=f"{table}-{metric}", title=found.figure.title, setup=UNIT_OF[metric], figure=drawn))

@@ -1,25 +1,24 @@
-"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory as the system holds it
+"""What is predicted for the points of a figure: times of the simulated schedule, and memory as the system holds it
 whose settings a trial has as published, otherwise the engine's.
 
-Another predictor takes its place by setting PREDICTOR: a name and one function from settings and hardware.
+The published points come first, each with its own set-up, then trials of a scale of the figure's experiment. A list of
+figures needs to know how many values there are and none of them, so a value is computed when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
 from harness.metrics.throughput import GIB
-from harness.plan.forecast import forecast, machine_of
-from harness.plan.matrix import plan
-from harness.plan.predict import Prediction
-from harness.predict.published_memory import system_of_row
-from harness.predict.published_rows import RowSaysTooLittle, configuration_of_row
+from harness.plan.forecast import forecast, knows_system, machine_of
+from harness.plan.matrix import asked_for, plan, unsupported_reason
+from harness.plan.predict import attention_or_reason, memory_is_modelled
+from harness.predict.published import Configuration, configuration_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
 from harness.reproduce.figure_points import FigurePoint, gpu_text, predicted_entry, published_points
@@ -28,6 +27,10 @@ from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 
 PAPER_HARDWARE, PAPER_SCALE = "a800", "paper"
+# What a figure calls the predicted values.
+PREDICTOR = (
+    "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
+)
 SHORT = {
     "tokens_per_gpu_per_second": "speeds",
     "peak_memory_gib": "memory",
@@ -36,29 +39,40 @@ SHORT = {
 }
 
 
-class Predictor(Protocol):
-    """Time and memory of a trial on given GPUs; None where it predicts nothing."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictable:
+    """A point of a figure of which something is predicted: a trial, or the configuration of a published point."""
 
-    name: str  # what a figure calls its values
+    point: FigurePoint  # without values
+    metrics: Sequence[str]  # of the figure that are predicted
+    settings: TrialSettings
+    hardware: Hardware
+    configuration: Configuration | None = None  # None of a trial
 
-    def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
+    def predicted(self) -> FigurePoint:
+        """The point with its values."""
+        seconds, gib = self._published() if self.configuration else predicted_trial(self.settings, self.hardware)
+        values = _values(self.settings, seconds, gib)
+        return replace(self.point, values={name: values[name] for name in self.metrics})
+
+    def _published(self) -> tuple[float, float]:
+        """Seconds and GiB in the program that was published."""
+        configuration = self.configuration
+        assert configuration is not None, "asked of published points alone"
+        seconds = predicted_time(configuration, speeds_of(self.hardware)).seconds
+        waiting_layers = self.hardware.waiting_layers or 0.0
+        return seconds, system_memory(
+            self.settings, configuration.system, configuration.attention, waiting_layers
+        ) / GIB
 
 
-class SimulationPredictor:
-    """The times and the memory of docs/plan.md."""
-
-    name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
-
-    def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
-        found = forecast(settings, hardware)
-        gib = found.gpu_gib
-        if settings.settings == "as_published" and found.system_gib is not None:
-            gib = found.system_gib
-        seconds = found.time.seconds if found.time else None
-        return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
-
-
-PREDICTOR: Predictor = SimulationPredictor()
+def predicted_trial(settings: TrialSettings, hardware: Hardware) -> tuple[float | None, float | None]:
+    """Seconds of a step or call of a trial, and GiB of the fullest GPU; None where nothing is predicted."""
+    found = forecast(settings, hardware)
+    gib = found.gpu_gib
+    if settings.settings == "as_published" and found.system_gib is not None:
+        gib = found.system_gib
+    return found.time.seconds if found.time else None, gib
 
 
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
@@ -67,76 +81,88 @@ def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial
     return list(plan(load_experiment(figure.experiment, scale), machine_of(hardware), hardware=hardware))
 
 
-def predicted_entries(
-    figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
-) -> list[FigurePoint]:
+def predicted_entries(figure: PaperFigure, scale: str, hardware: Hardware) -> list[FigurePoint]:
     """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
-    predictor, hardware = predictor or PREDICTOR, replace(hardware, gpus_per_node=GPUS_PER_NODE)
-    entries = []
-    for trial in trials_of(figure, scale, hardware):
-        if trial.unsupported_reason is None and (
-            values := _values(figure, trial.settings, predictor.predict(trial.settings, hardware))
-        ):
-            entries.append(predicted_entry(figure, trial.settings, hardware.title, values))
-    return entries
+    settings = (trial.settings for trial in trials_of(figure, scale, hardware) if trial.unsupported_reason is None)
+    return [one.predicted() for one in _of_trials(figure, settings, hardware)]
 
 
 def predicted_for_paper(figure: PaperFigure) -> list[FigurePoint]:
-    """What is drawn beside the published points: of each with a number its own set-up, as results/paper/predicted.csv
-    has it, and trials of the figure's scale `paper`. Of trials with settings as published those are left out that a
-    published set-up stands for already."""
-    rows = list(_of_published_points(figure))
-    known = {(entry.series, entry.setup) for entry in rows}
-    trials = predicted_entries(figure, PAPER_SCALE, hardware_named(PAPER_HARDWARE))
-    return rows + [one for one in trials if one.settings == "equal" or (one.series, one.setup) not in known]
+    """What is drawn beside the published points, with values."""
+    trials = trials_of(figure, PAPER_SCALE, hardware_named(PAPER_HARDWARE))
+    settings = (trial.settings for trial in trials if trial.unsupported_reason is None)
+    return [one.predicted() for one in _for_paper(figure, settings)]
 
 
-def _of_published_points(figure: PaperFigure) -> Iterator[FigurePoint]:
-    """The simulated time of each published point whose source says enough, and the memory of its system."""
-    for point, row in published_points(figure):
-        if not point.values or row.gpu_model not in HARDWARE:
-            continue
-        try:
-            configuration = configuration_of_row(row.cells)
-        except RowSaysTooLittle:
-            continue
-        settings, hardware = configuration.settings, hardware_named(HARDWARE[row.gpu_model])
-        gib = None
-        if hardware.waiting_layers is not None and settings.task == "train":
-            system = system_of_row(row.method, True)
-            gib = system_memory(settings, system, configuration.attention, hardware.waiting_layers) / GIB
-        seconds = predicted_time(configuration, speeds_of(hardware)).seconds
-        found = Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
-        if values := _values(figure, settings, found):
-            yield replace(
-                point, origin="predicted", hardware=hardware.title, values=values, status="ok", note=""
-            )  # fmt: skip
-
-
-def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> dict[str, float]:
-    values = {}
-    if found.seconds:
-        gpu_seconds = found.seconds * settings.world_size
-        values = {
-            "tokens_per_gpu_per_second": tokens_per_step(settings) / gpu_seconds,
-            "tflops_per_gpu": counted_flops(settings, work_of(settings)) / gpu_seconds / 1e12,
-            "forward_backward_ms": found.seconds * 1e3,
-        }
-    if found.gpu_gib:
-        values["peak_memory_gib"] = found.gpu_gib
-    return {name: value for name, value in values.items() if name in figure.shows}
-
-
-def predicted_words(figure: PaperFigure, found: Sequence[FigurePoint]) -> str:
-    """How many values a predictor gives for a figure, by metric."""
-    counts = {name: sum(name in entry.values for entry in found) for name in figure.shows}
+def predicted_words(figure: PaperFigure) -> str:
+    """How many values are predicted for a figure, by metric. What the planner would choose changes none of them."""
+    hardware = replace(hardware_named(PAPER_HARDWARE), gpus_per_node=GPUS_PER_NODE)
+    machine = machine_of(hardware)
+    asked = asked_for(load_experiment(figure.experiment, PAPER_SCALE))
+    found = _for_paper(figure, (each for each in asked if unsupported_reason(each, machine) is None))
+    counts = {name: sum(name in one.metrics for one in found) for name in figure.shows}
     given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]
     return ", ".join(given) or ("none needed" if figure.computed else "none")
 
 
+def _for_paper(figure: PaperFigure, settings: Iterable[TrialSettings]) -> list[Predictable]:
+    """Of each published point with a number its own set-up, as results/paper/predicted.csv has it, and trials of the
+    figure's scale `paper`. Of trials with settings as published those are left out that a published set-up stands for
+    already."""
+    rows = list(_of_published_points(figure))
+    known = {(one.point.series, one.point.setup) for one in rows}
+    return rows + [
+        one for one in _of_trials(figure, settings, hardware_named(PAPER_HARDWARE))
+        if one.point.settings == "equal" or (one.point.series, one.point.setup) not in known
+    ]  # fmt: skip
+
+
+def _of_trials(figure: PaperFigure, trials: Iterable[TrialSettings], hardware: Hardware) -> Iterator[Predictable]:
+    hardware = replace(hardware, gpus_per_node=GPUS_PER_NODE)
+    for settings in trials:
+        timed = attention_or_reason(settings, hardware)[0] is not None
+        as_published = settings.settings == "as_published" and timed and knows_system(settings, hardware)
+        held = memory_is_modelled(settings) or as_published
+        if metrics := _shown(figure, timed, held):
+            point = predicted_entry(figure, settings, hardware.title, {})
+            yield Predictable(point=point, metrics=metrics, settings=settings, hardware=hardware)
+
+
+def _of_published_points(figure: PaperFigure) -> Iterator[Predictable]:
+    """The simulated time of each published point whose source says enough, and the memory of its system."""
+    for point, row in published_points(figure):
+        configuration, _ = configuration_of(row)
+        if not point.values or row.gpu_model not in HARDWARE or configuration is None:
+            continue
+        hardware, settings = hardware_named(HARDWARE[row.gpu_model]), configuration.settings
+        held = hardware.waiting_layers is not None and settings.task == "train"
+        if metrics := _shown(figure, True, held):
+            point = replace(point, origin="predicted", hardware=hardware.title, values={}, status="ok", note="")
+            yield Predictable(
+                point=point, metrics=metrics, settings=settings, hardware=hardware, configuration=configuration
+            )
+
+
+def _shown(figure: PaperFigure, timed: bool, held: bool) -> list[str]:
+    """Metrics of the figure that follow from a time and from memory, where these are predicted."""
+    return [name for name in figure.shows if name in SHORT and (held if name == "peak_memory_gib" else timed)]
+
+
+def _values(settings: TrialSettings, seconds: float | None, gib: float | None) -> dict[str, float]:
+    values = {"peak_memory_gib": gib} if gib is not None else {}
+    if seconds is not None:
+        gpu_seconds = seconds * settings.world_size
+        values |= {
+            "tokens_per_gpu_per_second": tokens_per_step(settings) / gpu_seconds,
+            "tflops_per_gpu": counted_flops(settings, work_of(settings)) / gpu_seconds / 1e12,
+            "forward_backward_ms": seconds * 1e3,
+        }
+    return values
+
+
 def predictor_words(hardware: Hardware) -> str:
     """What the predicted values are, on which hardware, and why there is no speed where there is none."""
-    words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR.name})."
+    words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR})."
     if missing := assumed(hardware):
         words += f" experiments/hardware/{hardware.name}.yaml lacks {', '.join(missing)}: common values stand for them."
     return words

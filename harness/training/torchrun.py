@@ -34,8 +34,7 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
-from harness.machine.addresses import route_towards
-from harness.machine.this_machine import Machine, discover, together
+from harness.machine.this_machine import Machine, discover, route_towards, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing, refuse_no_run
 from harness.training.file import TrainingFile

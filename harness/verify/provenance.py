@@ -7,10 +7,17 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.provenance import DIRTY, HOME, PROJECT_ROOT, private_in, secret_variables
 from harness.records.record import Record
-from harness.records.stated import About, FailureReason, MachineOfRounds, StatedProvenance, TypedCommand
+from harness.records.stated import (
+    ONE_ROUND,
+    ONE_STEP,
+    About,
+    FailureReason,
+    MachineOfRounds,
+    StatedProvenance,
+    TypedCommand,
+)
 from harness.verify.finding import Failure, Gap
 
 _SOFTWARE = ("python", "torch")

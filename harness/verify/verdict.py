@@ -12,8 +12,7 @@ from harness.metrics.intervals import median_ratio
 from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
 from harness.records.stored import RUN_FILE, StoredRun, run_named, runs_below, stored_run
-from harness.report.results import Row
-from harness.report.run_records import RunRecords
+from harness.report.results import Row, RunRecords
 from harness.verify.finding import Failure, RowComparison, RunVerification
 from harness.verify.products import RESULTS_FILE, read_results, report_failures, results_failures
 from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements

@@ -22,7 +22,7 @@ import yaml
 from baselines.install.build import check_space, install_system
 from baselines.install.bundle import make_bundle
 from baselines.install.interpreter import Interpreter, clean_environment, look_at
-from baselines.install.other_build import parse
+from baselines.install.packages import other_builds
 from baselines.install.places import Installation, InstallPlace
 from baselines.install.verify import verify
 from cluster.files.errors import UsageError
@@ -151,7 +151,7 @@ def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[I
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
     module.write_text("RING = 'patched'\n")
     (place.source / "train.py").write_text("patched\n")
-    assert verify(place).problems == ["source: train.py differs", "somering.py differs: it is not as its wheel was"]
+    assert verify(place).problems == ["source: train.py differs", "somering.py differs: it is not as it was installed"]
     assert install_system(place, given=given, say=quiet).problems == []
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
     assert module.read_text() == "RING = 'flat'\n"
@@ -243,7 +243,7 @@ def test_common_packages_come_from_beside_torch_where_asked(place: InstallPlace,
     assert done.stdout.strip() == state.borrowed["numpy"]
 
 
-def packed(folder: Path, version: str = "1.2") -> Path:
+def packed(folder: Path, version: str = "1.2", *, left_out: str = "") -> Path:
     """An archive of package somering as it would lie in an environment, with other content than its wheel."""
     wheel(folder / "other", "somering", version, "RING = 'built elsewhere'\n")
     [path] = (folder / "other").glob("*.whl")
@@ -251,7 +251,7 @@ def packed(folder: Path, version: str = "1.2") -> Path:
         archive.extractall(folder / "unpacked")
     out = folder / "somering.tar.xz"
     with tarfile.open(out, "w:xz") as archive:
-        for part in (folder / "unpacked").iterdir():
+        for part in (path for path in (folder / "unpacked").iterdir() if path.name != left_out):
             archive.add(part, arcname=part.name)
     return out
 
@@ -261,7 +261,7 @@ def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
 ) -> None:
     archive = packed(tmp_path)
     (given / "somering-1.2-py3-none-any.whl").unlink()
-    [build] = parse([f"somering={archive}"], "compiled at night")
+    [build] = other_builds([f"somering={archive}"], "compiled at night")
     install_system(place, given=given, builds=[build], say=quiet)
     state = place.state()
     assert state is not None
@@ -270,7 +270,7 @@ def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
     assert module.read_text() == "RING = 'built elsewhere'\n"
     assert verify(place).problems == []
     module.write_text("RING = 'patched'\n")
-    assert verify(place).problems == ["somering.py: it is not as its archive had it"]
+    assert verify(place).problems == ["somering.py differs: it is not as it was installed"]
 
 
 @pytest.mark.parametrize(
@@ -282,16 +282,19 @@ def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
         ("otherring=ARCHIVE", "x", "has otherring absent, the pin says no such package"),
         ("somering=NEWER", "x", "has somering 1.3, the pin says 1.2; give a build of the pinned packages"),
         ("somering=pin.yaml", "x", "cannot be unpacked"),
+        ("somering=PART", "x", "files of somering-1.2.dist-info are not as its RECORD lists them"),
     ],
 )
 def test_a_build_that_is_no_build_of_the_pin_is_refused(
     place: InstallPlace, given: Path, tmp_path: Path, words: str, note: str, expected: str
 ) -> None:
-    (tmp_path / "newer").mkdir()
+    for name in ("newer", "part"):
+        (tmp_path / name).mkdir()
+    words = words.replace("PART", str(packed(tmp_path / "part", left_out="somering.py")))
     words = words.replace("ARCHIVE", str(packed(tmp_path))).replace("NEWER", str(packed(tmp_path / "newer", "1.3")))
     words = words.replace("pin.yaml", str(place.base / "some" / "pin.yaml"))
     with pytest.raises(UsageError, match=expected):
-        install_system(place, given=given, builds=parse([words], note), say=quiet)
+        install_system(place, given=given, builds=other_builds([words], note), say=quiet)
 
 
 def test_a_bundle_is_made_for_another_python_and_from_a_clone(place: InstallPlace, given: Path, tmp_path: Path) -> None:

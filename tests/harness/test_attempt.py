@@ -20,9 +20,8 @@ from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.launcher import Outcome
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
-from harness.records.caveats import caveats_of
 from harness.records.record import Record, Status
-from harness.records.stated import NOTHING_STATED
+from harness.records.stated import NOTHING_STATED, caveats_of
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext, completed, measured
 from harness.run.directory import RunDirectory

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.counts import matmul_parameters
 from engine.settings import TrialSettings
 from engine.tasks.products import DIRECTIONS, matrix_products
-from harness.metrics.ceilings import kernel_bound_seconds, own_gemm_tflops
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import all_hardware
-from harness.metrics.throughput import FORMULAS, metrics_of
+from harness.metrics.throughput import FORMULAS, kernel_bound_seconds, metrics_of, own_gemm_tflops
 from harness.records.record import Record
 from harness.report.results import row_of
 from tests.harness.synthetic_records import H200, LARGE, SMALL, record
@@ -39,7 +37,7 @@ def all_at(speed: float) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 def test_the_products_hold_every_weight_that_the_flops_count(model) -> None:
     weights = sum(product.weights for product in matrix_products(model))
-    assert weights == model.layers * matmul_parameters(model) + model.vocab * model.hidden
+    assert weights == model.layers * model.layer_matrices + model.vocab * model.hidden
     work = work_of(TrialSettings(task="train", method="burst", model=model, seq_len=1024))
     assert 2 * 1024 * weights == work.layers + work.head
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from engine.measurement import NOT_FINITE, UNCHECKED, Measurement
-from harness.records.caveats import caveats_of
 from harness.records.judging import bound_of, judged, worse_errors
 from harness.records.record import RECORD_FILE, Record, read_record, write_record
-from harness.records.stated import NOTHING_STATED
+from harness.records.stated import NOTHING_STATED, caveats_of
 from harness.run.rounds import alone, with_round
 from tests.harness import synthetic_records
 from tests.harness.test_rounds import attempt

@@ -20,7 +20,7 @@ from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.launch.verdict import Exit, Watched, judge
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
-from harness.plan.times import step_seconds
+from harness.plan.predict import step_seconds
 from harness.records.provenance import PROJECT_ROOT
 from harness.run.attempt import RunContext, job_of
 from harness.spec.experiment import load_experiment

@@ -24,9 +24,9 @@ from harness.plan.own_records import (
     summary,
     table_rows,
 )
-from harness.predict.validation_table import PAGE, marks
+from harness.predict.validation import PAGE, marks
 from harness.records.stored import StoredRecord
-from harness.reproduce.predicted import PREDICTOR
+from harness.reproduce.predicted import predicted_trial
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -130,8 +130,8 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         hardware = hardware_for(record.gpu)
         assert hardware is not None
         settings = settings_that_ran(record, hardware)
-        drawn, planned = PREDICTOR.predict(settings, hardware), forecast(settings, hardware)
+        (seconds, gib), planned = predicted_trial(settings, hardware), forecast(settings, hardware)
         assert planned.time is not None
-        assert drawn.seconds == planned.time.seconds
-        assert f"{drawn.seconds:.4g}" == row["predicted_seconds"], row["record"]
-        assert f"{drawn.gpu_gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]
+        assert seconds == planned.time.seconds
+        assert f"{seconds:.4g}" == row["predicted_seconds"], row["record"]
+        assert f"{gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]

@@ -8,9 +8,8 @@ import pytest
 
 from engine.measurement import ALLOCATION_RETRIES, GpuState
 from harness.base.errors import UsageError
-from harness.records.caveats import caveats_of
 from harness.records.record import Round, write_record
-from harness.records.stated import NOTHING_STATED, stated_in
+from harness.records.stated import NOTHING_STATED, caveats_of, stated_in
 from harness.report.page import read_runs
 from tests.harness.synthetic_records import record
 

@@ -10,41 +10,28 @@ Shape letters as in `engine.attention.op`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
-from engine.attention.algorithms.saved import Saved
+from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
-from engine.attention.comm_volume import CallBytes
-from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import Tile
-from engine.attention.kernels import BackwardInputs, Kernel
-from engine.attention.masks import Mask, imbalance, recompute_share
-from engine.attention.masks.mask import FirstRows
+from engine.attention.kernels import BackwardInputs
 from engine.attention.masks.pairs import tiles_of_all_keys
-from engine.attention.resolve import Resolved
 from engine.cuda.alternate import ONE_STREAM, Streams
 from engine.ops.autograd import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherPlan:
-    """Attention over gathered keys among several ranks: an `engine.attention.algorithms.saved.AttentionPlan`."""
+class AllGatherPlan(AttentionPlan):
+    """Attention over gathered keys among several ranks."""
 
-    cp: ContextParallel
-    mask: Mask
-    choice: Resolved
     gather: GroupGather
     token_runs: tuple[TokenRun, ...]  # of all ranks, in order of position
-    kernel: Kernel
-    scale: float
     streams: Streams = ONE_STREAM  # that the tiles of a forward use in turn
-    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
-
-    one_call = None  # of several ranks, K and V always come from others
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -53,7 +40,6 @@ class AllGatherPlan:
         return table.tiles(self.cp.rank)
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
         saved = Saved((q_BLND, k_BLKD, v_BLKD))
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
         if self.cut is not None:
@@ -73,7 +59,6 @@ class AllGatherPlan:
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
         dtype, deterministic = q_BLND.dtype, self.choice.choices.deterministic
@@ -102,27 +87,3 @@ class AllGatherPlan:
         by_rank = whole_BSKD.new_empty(self.cp.size, batch, tokens // self.cp.size, *heads)
         write_by_member(by_rank, whole_BSKD, self.token_runs)
         return by_rank
-
-    def before(self, cut: int) -> AllGatherPlan:
-        """The forward of the queries before global position `cut` alone: this rank's first rows."""
-        return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
-
-    def recompute_share(self, cut: int) -> float:
-        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        return recompute_share(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, cut)
-
-    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
-        """What this rank sends in a whole forward and its backward; `gathered` makes no difference."""
-        return self.choice.sent(self.cp.rank, gathered=gathered)
-
-    def resolved(self) -> dict[str, str]:
-        """What each `auto` became, for the record."""
-        return {
-            "kernel": self.kernel.name,
-            "layout": self.cp.layout.name,
-            "schedule": self.choice.schedule,
-            "backward": self.choice.backward,
-            "exchange": self.choice.exchange,
-            "mask": str(self.mask),
-            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size):.4f}",
-        }

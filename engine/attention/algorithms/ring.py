@@ -20,23 +20,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
-from engine.attention.algorithms.saved import Saved
+from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
-from engine.attention.comm.link_speed import Link
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.comm_volume import CallBytes
-from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Kernel
-from engine.attention.masks import Mask, imbalance, recompute_share
-from engine.attention.masks.mask import FirstRows
-from engine.attention.resolve import Resolved
+from engine.attention.kernels import BackwardInputs
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -45,40 +39,21 @@ QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingPlan:
-    """Everything about ring attention but its tensors: an `engine.attention.algorithms.saved.AttentionPlan`."""
+class RingPlan(AttentionPlan):
+    """Everything about ring attention but its tensors. For the first rows alone (`cut`), only keys that they see are
+    sent, and the tensors may be no more than those rows need."""
 
-    cp: ContextParallel
-    mask: Mask
-    choice: Resolved
     comms: RingComms
-    kernel: Kernel
-    scale: float
-    link: Link | None = None  # between nodes, when a choice rests on its speed
-    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
         return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
 
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
-
-    def before(self, cut: int) -> RingPlan:
-        """The forward of the queries before global position `cut` alone: this rank's first rows.
-
-        Only keys that they see are sent. Its tensors may be those of the whole shard or no more than it needs of them.
-        """
-        return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
-
-    def recompute_share(self, cut: int) -> float:
-        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        return recompute_share(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size, cut)
 
     def comm_plan(self, sends_queries: bool) -> CommPlan:
         """What this rank does when the query side is sent, or the key side."""
@@ -98,31 +73,11 @@ class RingPlan:
 
     @cached_property
     def one_call(self) -> Band | None:
-        """The band of the one kernel call that is the whole problem: a single rank, every query and key in one tile."""
+        """Of a single rank with every query and key in one tile."""
         if self.cp.size > 1 or self.cut is not None:
             return None
         tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.choice.problem.seq_len)
         return tiles[0].band if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
-
-    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
-        """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
-        return self.choice.sent(self.cp.rank, gathered=gathered)
-
-    def resolved(self) -> dict[str, str]:
-        """What each `auto` became, for the record."""
-        choice = self.choice
-        found = {"estimate": str(choice.estimate)} if choice.estimate else {}
-        if self.link is not None:
-            found["link"] = str(self.link)
-        return found | {
-            "kernel": self.kernel.name,
-            "layout": self.cp.layout.name,
-            "schedule": choice.schedule,
-            "backward": choice.backward,
-            "exchange": choice.exchange,
-            "mask": str(self.mask),
-            "imbalance": f"{imbalance(self.mask, self.cp.layout, choice.problem.seq_len, self.cp.size):.4f}",
-        }
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,18 +6,21 @@ its position, so saving the outputs of the last tokens avoids the most recomputa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from engine.attention.comm_volume import CallBytes
+from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.geometry.tiles import Band
 from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
+from engine.attention.masks import Mask, imbalance
+from engine.attention.masks.mask import FirstRows
 from engine.attention.resolve import Resolved
 
 SAVED_PER_CHUNK = 4  # Q, K, V and LSE of a gathered chunk
@@ -39,71 +42,70 @@ class Saved(NamedTuple):
         return self._replace(tensors=tuple(tensors))
 
 
-class AttentionPlan(Protocol):
-    """One algorithm with every choice made: how (out, LSE) and the gradients come from this rank's shards."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """One algorithm with every choice made: how (out, LSE) and the gradients come from this rank's shards. A subclass
+    computes."""
 
-    @property
-    def cp(self) -> ContextParallel:
-        """The ranks that share the sequence."""
-        ...
-
-    @property
-    def kernel(self) -> Kernel:
-        """Computes tiles."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        ...
-
-    @property
-    def choice(self) -> Resolved:
-        """What every `auto` became."""
-        ...
+    cp: ContextParallel  # the ranks that share the sequence
+    choice: Resolved  # what every `auto` became
+    kernel: Kernel  # computes tiles
+    scale: float  # of the scores
+    link: Link | None = None  # between nodes, when a choice rests on its speed
+    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
     @property
     def one_call(self) -> Band | None:
         """The band of the one kernel call that is the whole problem; None where there are more, or other ranks."""
-        ...
+        return None
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence.
+        """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence; of those before `cut`, its first
+        rows, where there is one.
 
         `save`: received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds
         the given shards only.
         """
-        ...
+        raise NotImplementedError
 
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
-        ...
+        raise NotImplementedError
 
-    def before(self, cut: int) -> FirstRowsPlan:
-        """The forward of the queries before global position `cut` alone: this rank's first rows."""
-        ...
+    def before(self, cut: int) -> Self:
+        """The plan of a forward of the queries before global position `cut` alone, from the tensors of the whole
+        shards."""
+        return replace(self, cut=cut)
 
-    def recompute_share(self, cut: int) -> float:
-        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        ...
-
-    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
-        """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
-        ...
+    @cached_property
+    def mask(self) -> Mask:
+        """What the computed rows see."""
+        mask = self.choice.problem.mask
+        return mask if self.cut is None else FirstRows(mask, self.cut)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""
-        ...
-
-
-class FirstRowsPlan(Protocol):
-    """The forward of this rank's first rows."""
-
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved) of those rows; the tensors are those of the whole shard."""
-        ...
+        choice, division = self.choice, self.choice.division
+        backward, exchange = choice.backward, choice.exchange
+        found = {"estimate": str(choice.estimate)} if choice.estimate else {}
+        if self.link is not None:
+            found["link"] = str(self.link)
+        if choice.head_exchange is not None:
+            found["num_head_chunks"] = str(choice.num_head_chunks)
+            heads = choice.head_exchange
+            backward, exchange = (heads, heads) if exchange == "none" else (backward, f"{heads} + {exchange}")
+        share = imbalance(choice.problem.mask, division.layout, choice.problem.seq_len, division.ring.cp_size)
+        return found | {
+            "kernel": self.kernel.name,
+            "layout": choice.layout,
+            "schedule": choice.schedule,
+            "backward": backward,
+            "exchange": exchange,
+            "mask": str(choice.problem.mask),
+            "imbalance": f"{share:.4f}",
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,72 +14,73 @@ Shape letters as in `engine.attention.op`, with T for the group's tokens and H f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.saved import SAVED_PER_CHUNK, Saved
+from engine.attention.algorithms.saved import SAVED_PER_CHUNK, AttentionPlan, Saved
 from engine.attention.comm.collectives import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.comm_plan import reach
-from engine.attention.comm_volume import CallBytes
-from engine.attention.context import ContextParallel
-from engine.attention.geometry.layout import Segment, rows_before, split_at
+from engine.attention.geometry.layout import rows_before, split_at
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import Kernel
-from engine.attention.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
-class UlyssesPlan:
-    """Attention of some heads over more tokens between two all-to-alls: an
-    `engine.attention.algorithms.saved.AttentionPlan`."""
+class UlyssesPlan(AttentionPlan):
+    """Attention of some heads over more tokens between two all-to-alls.
 
-    cp: ContextParallel  # all ranks, as they are before the all-to-all
-    choice: Resolved
+    The first rows alone (`cut`) are what selective checkpointing computes again. Where every rank holds equally many of
+    them, and they see no later keys, only those tokens are exchanged. Otherwise all tokens are exchanged, because an
+    all-to-all sends the same number from every rank, and only attention computes less.
+    """
+
     all_to_all: AllToAll
     token_runs: tuple[TokenRun, ...]
-    inner: RingPlan  # over one head chunk
-
-    @property
-    def kernel(self) -> Kernel:
-        return self.inner.kernel
-
-    @property
-    def scale(self) -> float:
-        return self.inner.scale
+    inner: RingPlan  # over one head chunk, among the ranks as they are after the all-to-all
 
     @property
     def one_call(self) -> Band | None:
         return self.inner.one_call if self.cp.size == 1 and self.choice.num_head_chunks == 1 else None
 
+    def before(self, cut: int) -> Self:
+        return replace(self, cut=cut, inner=self.inner.before(cut))
+
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence. With `save`, Q, K and V are saved as
-        they were received, so that backward receives only dO and delta."""
+        """With `save`, Q, K and V are saved as they were received, so that backward receives only dO and delta."""
+        shards, runs, rows = (q_BLND, k_BLKD, v_BLKD), self.token_runs, None
+        if self.cut is not None:
+            rows = self.cp.rows_before(self.cut, self.choice.problem.seq_len)
+            if first_runs := self._runs_before(self.cut):
+                shards, runs = (q_BLND[:, :rows], k_BLKD[:, :rows], v_BLKD[:, :rows]), first_runs
         gathered: list[Tensor] = []
 
         def attend(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
             if save:
                 gathered.extend(chunk.save())
+            tokens = chunk.tensors[0].shape[1]
             out_BTHD, lse_BHT, _ = self.inner.forward(*chunk.tensors, save=False)
             if save:
                 gathered.append(lse_BHT)
+            if (others := tokens - out_BTHD.shape[1]) > 0:  # rows that are not computed are sent as zeros
+                out_BTHD, lse_BHT = F.pad(out_BTHD, (0, 0, 0, 0, 0, others)), F.pad(lse_BHT, (0, others))
             return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
 
-        out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
-        saved = (
-            Saved(tuple(gathered), gathered=True, heads=self._chunk_heads) if save else Saved((q_BLND, k_BLKD, v_BLKD))
-        )
-        return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous(), saved
+        out_BLND, lse_BLN = self._exchanged(shards, attend, runs)
+        out_BLND, lse_BNL = out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous()
+        if rows is not None:
+            out_BLND, lse_BNL = out_BLND[:, :rows], lse_BNL[:, :, :rows]
+        saved = Saved(tuple(gathered), gathered=True, heads=self._chunk_heads) if save else Saved(shards)
+        return out_BLND, lse_BNL, saved
 
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype: complete sums, which the all-to-all
-        returns without adding to them."""
+        """The all-to-all returns complete sums, without adding to them."""
 
         def from_gathered(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
             dout, delta_BTH = chunk.tensors
@@ -92,17 +93,22 @@ class UlyssesPlan:
             return self.inner.backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BHT)
 
         if saved.gathered:
-            dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), from_gathered)
+            dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), from_gathered, self.token_runs)
         else:
             rows_BLN2 = torch.stack((lse_BNL, delta_BNL), dim=-1).transpose(1, 2)
-            dq, dk, dv = self._exchanged((*saved.tensors, dout_BLND, rows_BLN2), from_shards)
+            dq, dk, dv = self._exchanged((*saved.tensors, dout_BLND, rows_BLN2), from_shards, self.token_runs)
         return dq, dk, dv
 
-    def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _exchanged(
+        self,
+        tensors: tuple[Tensor, ...],
+        compute: Callable[..., tuple[Tensor, ...]],
+        token_runs: tuple[TokenRun, ...],
+    ) -> tuple[Tensor, ...]:
         """`compute(index, chunk)` of each head chunk over the group's tokens; its results, all heads together again,
         for this rank's tokens."""
         chunks = self.choice.num_head_chunks
-        exchange = self.all_to_all.begin(self.token_runs, chunks, alternate=self.inner.cp.size > 1)
+        exchange = self.all_to_all.begin(token_runs, chunks, alternate=self.inner.cp.size > 1)
         receive = exchange.send(tensors, 0)
         for index in range(chunks):
             with exchange.stream(index):
@@ -123,71 +129,13 @@ class UlyssesPlan:
         first = self.choice.division.members(self.cp.rank).index(self.cp.rank) * chunks * heads
         return tuple(slice(first + index * heads, first + (index + 1) * heads) for index in range(chunks))
 
-    def before(self, cut: int) -> UlyssesFirstRows:
-        """The forward of the queries before global position `cut` alone: this rank's first rows."""
-        return UlyssesFirstRows(plan=self, cut=cut)
-
-    def recompute_share(self, cut: int) -> float:
-        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
-        return self.inner.recompute_share(cut)
-
-    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
-        """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
-        return self.choice.sent(self.cp.rank, gathered=gathered)
-
-    def resolved(self) -> dict[str, str]:
-        """What each `auto` became, for the record."""
-        choice, inner = self.choice, self.inner.resolved()
-        name, alone = str(choice.head_exchange), choice.exchange == "none"
-        return inner | {
-            "backward": name if alone else inner["backward"],
-            "exchange": name if alone else f"{name} + {choice.exchange}",
-            "num_head_chunks": str(choice.num_head_chunks),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class UlyssesFirstRows:
-    """The forward of a `UlyssesPlan` for the queries before a position: what selective checkpointing computes again.
-
-    Where every rank holds equally many of them, and they see no later keys, only those tokens are exchanged. Otherwise
-    all tokens are exchanged, because an all-to-all sends the same number from every rank, and only attention computes
-    less.
-    """
-
-    plan: UlyssesPlan
-    cut: int  # global position
-
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        """(out_BLND, lse_BNL, saved) of this rank's first rows; the tensors are those of its whole shard."""
-        plan, first, choice = self.plan, self.plan.inner.before(self.cut), self.plan.choice
-        rows = plan.cp.rows_before(self.cut, choice.problem.seq_len)
-        if self._needs_no_other_tokens(first):
-            members = choice.division.members(plan.cp.rank)
-            runs = token_runs_in_order(tuple(split_at(self._segments(rank), self.cut)[0] for rank in members))
-            shards = (tensor[:, :rows] for tensor in (q_BLND, k_BLKD, v_BLKD))
-            return replace(plan, token_runs=runs, inner=first).forward(*shards, save=save)
-        inner = _ZeroPaddedRing(**{field.name: getattr(first, field.name) for field in fields(first)})
-        out_BLND, lse_BNL, saved = replace(plan, inner=inner).forward(q_BLND, k_BLKD, v_BLKD, save=save)
-        return out_BLND[:, :rows], lse_BNL[:, :, :rows], saved
-
-    def _segments(self, cp_rank: int) -> tuple[Segment, ...]:
-        return self.plan.cp.layout.segments(self.plan.choice.problem.seq_len, self.plan.cp.size, cp_rank)
-
-    def _needs_no_other_tokens(self, first: RingPlan) -> bool:
-        """All CP ranks hold equally many of the tokens, and those tokens see no others."""
-        counts = {rows_before(self._segments(rank), self.cut) for rank in range(self.plan.cp.size)}
-        inner, seq_len = first.cp, self.plan.choice.problem.seq_len
-        return len(counts) == 1 and reach(first.mask, inner.layout, inner.size, seq_len) <= inner.rows_before(
-            self.cut, seq_len
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ZeroPaddedRing(RingPlan):
-    """The forward of some rows, followed by zeros for the others."""
-
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        out_BLND, lse_BNL, saved = super().forward(q_BLND, k_BLKD, v_BLKD, save=save)
-        others = q_BLND.shape[1] - out_BLND.shape[1]
-        return F.pad(out_BLND, (0, 0, 0, 0, 0, others)), F.pad(lse_BNL, (0, others)), saved
+    def _runs_before(self, cut: int) -> tuple[TokenRun, ...] | None:
+        """The all-to-all's tokens before `cut`, where it needs no others: all CP ranks hold equally many of them, and
+        they see no later keys. Else None."""
+        inner, seq_len = self.inner, self.choice.problem.seq_len
+        by_rank = [self.cp.layout.segments(seq_len, self.cp.size, rank) for rank in range(self.cp.size)]
+        equal = len({rows_before(segments, cut) for segments in by_rank}) == 1
+        if not equal or reach(inner.mask, inner.cp.layout, inner.cp.size, seq_len) > inner.cp.rows_before(cut, seq_len):
+            return None
+        members = self.choice.division.members(self.cp.rank)
+        return token_runs_in_order(tuple(split_at(by_rank[rank], cut)[0] for rank in members))

@@ -21,7 +21,7 @@ from cluster.files.errors import without_color
 from cluster.inventory.software import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.launch.ports import answers
-from harness.machine.addresses import address_towards
+from harness.machine.this_machine import address_towards
 
 JOIN_SECONDS = 60.0
 SHUTDOWN_SECONDS = 10.0  # of Ray's own, which waits for a head that may be gone

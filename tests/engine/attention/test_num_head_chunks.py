@@ -17,6 +17,7 @@ from engine.attention.comm.collectives import GroupAllToAll, TokenRun, message, 
 from engine.attention.comm.p2p import Traffic
 from engine.attention.cost import HardwareModel, choose_num_head_chunks, estimate
 from engine.attention.geometry.layout import layout_named
+from engine.attention.kernels import kernel_named
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.problem import Problem
 from engine.attention.resolve import Choices, resolve
@@ -171,6 +172,8 @@ def test_receive_buffers_are_freed_when_the_work_on_them_begins() -> None:
             HardwareModel(),
             Choices(schedule="ulysses", num_head_chunks=4),
         ),
+        kernel=kernel_named("reference"),
+        scale=1.0,
         all_to_all=heads,
         token_runs=token_runs,
         inner=alone,
@@ -181,7 +184,7 @@ def test_receive_buffers_are_freed_when_the_work_on_them_begins() -> None:
         alive.append((heads.alive(), sum(tensor() is not None for tensor in here)))
         return tuple(tensor + 1 for tensor in arrived.tensors)
 
-    results = plan._exchanged((torch.zeros(1, 4, 8, 3), torch.zeros(1, 4, 8)), compute)
+    results = plan._exchanged((torch.zeros(1, 4, 8, 3), torch.zeros(1, 4, 8)), compute, token_runs)
     # While a part is computed: the next one, at most two parts of results on their way, and its own two tensors.
     assert alive == [(1, 2), (2, 2), (3, 2), (2, 2)]
     assert heads.alive() == 0

@@ -12,7 +12,7 @@ import torch
 from engine.lm_head.loss_kernel import LIBRARIES, available, loss_sum_of, unsupported_reason
 from engine.lm_head.plain import plain_loss_sum
 from engine.settings import ModelShape, TrialSettings
-from harness.machine.doctor import examine
+from harness.commands.doctor import examine
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan, plan_table
 from harness.spec.experiment import load_experiment

@@ -47,7 +47,7 @@ from harness.predict.schedules import (
     median_error,
     table_rows,
 )
-from harness.predict.validation_table import marks
+from harness.predict.validation import marks
 
 
 @pytest.fixture(scope="module")

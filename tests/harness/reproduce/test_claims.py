@@ -13,6 +13,7 @@ from cluster.files.reader import Node
 from engine.settings import Checkpoint
 from harness.base.errors import UsageError
 from harness.cli import main
+from harness.predict.published import published_rows
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.reproduce.abstract import PARTS
@@ -30,7 +31,6 @@ from harness.reproduce.claims import (
 )
 from harness.reproduce.comparison import VERDICTS
 from harness.reproduce.measured import all_rows, runs_in
-from harness.reproduce.published import published_rows
 from harness.spec.models import read_model
 from tests.harness.synthetic_records import H200, record, with_memory
 

@@ -8,6 +8,7 @@ import pytest
 
 from engine.settings import ModelShape
 from harness.metrics.flops import work_of
+from harness.predict.published import published_rows
 from harness.reproduce.computed import (
     BF16,
     FP32,
@@ -18,7 +19,6 @@ from harness.reproduce.computed import (
     shape,
 )
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.published import published_rows
 
 SLIP = 1.024  # 1024 tokens per k over 1000
 COMPUTED = [figure for figure in paper_figures().values() if figure.computed]

@@ -11,9 +11,7 @@ import pytest
 
 from cluster.files.reader import Node
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
-from harness.metrics.hardware import hardware_named
-from harness.plan.predict import Prediction
-from harness.predict.published_rows import configuration_of_row
+from harness.predict.published import configuration_of
 from harness.records.record import RecordPlace, write_record
 from harness.report.drawing.sheet import SCREEN
 from harness.report.figures import render
@@ -23,7 +21,7 @@ from harness.reproduce.drawing import draw_reproduction, name_of
 from harness.reproduce.figure_points import published_entries, published_points
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.measured import MeasuredRun, runs_in
-from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_for_paper, predicted_words
+from harness.reproduce.predicted import PREDICTOR, SHORT, predicted_for_paper, predicted_words
 from harness.spec.models import read_model
 from harness.spec.references import PAPER_DIR
 from harness.spec.table import values_for
@@ -132,7 +130,7 @@ def test_every_series_of_a_figure_carries_its_hardware_and_a_shared_panel_is_not
 
 def test_published_bars_are_hatched_measured_solid_and_predicted_outlined() -> None:
     found = beside(E2E, [run_of(trial(A800, seconds_for(118.0)))], predicted_for_paper(E2E))
-    figure = draw_reproduction(found, "peak_memory_gib", PREDICTOR.name)
+    figure = draw_reproduction(found, "peak_memory_gib", PREDICTOR)
     assert figure is not None
     page = figure.drawn(SCREEN)
     bars = {page.tips[str(bar.get_gid())][0].rpartition(", 14b,")[0]: bar for bar in page.figure.axes[0].patches}
@@ -144,7 +142,7 @@ def test_published_bars_are_hatched_measured_solid_and_predicted_outlined() -> N
     assert not outlined.get_hatch()
     assert [bar.get_facecolor()[3] for bar in (published, measured, outlined)] == [0.0, 1.0, 0.0]
     assert published.get_linestyle() == "-" != outlined.get_linestyle()
-    assert PREDICTOR.name in figure.note
+    assert PREDICTOR in figure.note
 
 
 def committed(name: str, value: str) -> dict[tuple[str, str], float]:
@@ -161,7 +159,8 @@ def test_what_is_drawn_beside_a_published_bar_is_what_the_committed_tables_predi
         assert len({(entry.series, entry.setup) for entry in drawn}) == len(drawn), figure.name
         rows = {(point.series, point.setup): row for point, row in published_points(figure)}
         for entry in drawn:
-            configuration = configuration_of_row(rows[entry.series, entry.setup].cells)
+            configuration, _ = configuration_of(rows[entry.series, entry.setup])
+            assert configuration is not None
             settings = configuration.settings
             attention = settings.task == "attention"
             key = (configuration.name, "forward_backward_ms" if attention else SPEED)
@@ -204,21 +203,13 @@ def test_a_prediction_stands_beside_the_bar_of_its_own_checkpointing() -> None:
     assert "Burst-Ring" not in series, "the row stands for it already"
 
 
-def test_a_predictor_needs_a_name_and_one_function() -> None:
-    class Half:
-        name = "half a second, one GiB"
-
-        def predict(self, settings, hardware):
-            return Prediction(seconds=0.5, gpu_gib=1.0, reserved_gib=None, host_gib=None)
-
-    entries = predicted_entries(E2E, "smoke", hardware_named("h100"), Half())
-    assert entries
-    for entry in entries:
-        assert entry.values == {SPEED: pytest.approx(512 / 0.5 / 2), "peak_memory_gib": 1.0}
-        assert entry.origin == "predicted"
-    words = predicted_words(E2E, entries)
-    assert words == f"{len(entries)} speeds, {len(entries)} memory"
-    assert "simulated" in PREDICTOR.name
+@pytest.mark.parametrize("name", list(paper_figures()))
+def test_the_list_counts_the_values_that_a_figure_is_drawn_with(name: str) -> None:
+    figure = paper_figures()[name]
+    drawn = predicted_for_paper(figure)
+    counted = {metric: sum(metric in entry.values for entry in drawn) for metric in figure.shows}
+    words = [f"{count} {SHORT[metric]}" for metric, count in counted.items() if count]
+    assert predicted_words(figure) == (", ".join(words) or "none needed")
 
 
 def test_a_paper_gets_a_narrow_form_with_the_notes_as_its_caption() -> None:

@@ -104,7 +104,7 @@ def differing(
         cp.traffic.reset()
         with Posted(cp) as forward:
             out = run_attention(plan, q, k, v, recompute=recompute)
-        computed = plan.sent_bytes(gathered=not recompute)
+        computed = plan.choice.sent(plan.cp.rank, gathered=not recompute)
         with Posted(cp) as backward:
             out.sum().backward()
         posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes

@@ -60,7 +60,7 @@ def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], Sent
         q, k = (torch.empty(2, TOKENS, n, 3, dtype=torch.bfloat16) for n in (heads, kv_heads))
         with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
-        sent = plan.sent_bytes(gathered=gathered)
+        sent = plan.choice.sent(plan.cp.rank, gathered=gathered)
         # Where nothing is left open that costs bytes, the plan sends what is counted as the least.
         least = comm_dtype != "fp32" and gathered and chunks == 1
         case = {"heads": (heads, kv_heads), "mask": mask, "least": least} | choice

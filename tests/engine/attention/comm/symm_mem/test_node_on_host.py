@@ -51,7 +51,7 @@ def worst_error(mask_name: str, choices: dict, recompute: bool) -> float:
     )
     cp.traffic.reset()
     worst = max(worst_error_of_a_step(plan, layers, local, mask, recompute) for _ in range(STEPS))
-    planned = plan.sent_bytes(gathered=not recompute)
+    planned = plan.choice.sent(plan.cp.rank, gathered=not recompute)
     assert cp.traffic.sent_bytes == STEPS * len(layers) * (planned.forward + planned.backward).total
     return worst
 
