@@ -52,7 +52,7 @@ container:
   engine: docker
   image: burst:latest
   ipc: private
-  shm_size: 64g
+  extra_arguments: [--shm-size=64g]
   ulimits: {memlock: '-1'}
   mounts:
     - {source: /data, target: /data, read_only: true}
