@@ -94,19 +94,12 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return dgate, dup
 
 
-def swiglu_saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.ops.swiglu.swiglu_saved`: (hidden, dgate, dup), hidden in place of dhidden."""
+def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`engine.ops.swiglu.swiglu_again`: (hidden, dgate, dup) in place of dhidden, and unless `saved` of gate and up."""
     dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if saved else (gate, up)
     _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=True)
     return dhidden, dgate, dup
-
-
-def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.ops.swiglu.swiglu_again`: (hidden, dgate, dup) in place of dhidden, gate and up."""
-    dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
-    _swiglu_backward(dhidden, gate, up, dhidden, gate, up, again=True)
-    return dhidden, gate, up
 
 
 def _swiglu_backward(

@@ -28,28 +28,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)
 
 
-def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd.
 
-    For a backward that has recomputed `gate` and `up` itself: the results overwrite the arguments.
+    The results may overwrite the arguments, but for a `gate` and `up` that are `saved`: these stay as they are.
     """
     kernels = kernels_for(gate, KERNELS)
     if kernels is not None:
-        return kernels.swiglu_again(dhidden, gate, up)
+        return kernels.swiglu_again(dhidden, gate, up, saved=saved)
     silu = F.silu(gate)
     hidden = silu * up
-    dgate = torch.ops.aten.silu_backward(up.mul_(dhidden), gate)
+    dgate = torch.ops.aten.silu_backward(up * dhidden if saved else up.mul_(dhidden), gate)
     return hidden, dgate, silu.mul_(dhidden)
-
-
-def swiglu_saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a saved `gate` and `up`, which stay as they are; `hidden` may overwrite `dhidden`. No autograd."""
-    kernels = kernels_for(gate, KERNELS)
-    if kernels is not None:
-        return kernels.swiglu_saved(dhidden, gate, up)
-    silu = F.silu(gate)
-    dgate = torch.ops.aten.silu_backward(up * dhidden, gate)
-    return silu * up, dgate, silu * dhidden
 
 
 def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

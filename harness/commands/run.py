@@ -199,7 +199,7 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.terminal import terminal_table
+    from harness.report.tables.trials import terminal_table
 
     out, rows = stdout_console(), records.rows()
     print_table(out, terminal_table(rows[:PRINTED_TRIALS]))

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.digits import ratio_text
-from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
 from harness.report.rankings import SizeRanking, rankings_of, verdict_sentence
 from harness.report.results import Row
-from harness.report.slow_baselines import slow_baselines, slow_sentence
-from harness.report.speedup import contested_points
+from harness.report.speedup import contested_points, slow_baselines, slow_sentence
 from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.trials import CHECKED, CPU_TIMES
-from harness.report.variants import on_cpu
+from harness.report.variants import first_kernel, footnotes_of, kernel_in_words, on_cpu
 
 MOST_WRONG = 8  # trials that a report names above its verdict
 

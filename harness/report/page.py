@@ -15,16 +15,15 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
-from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import headline_of, wrong_sentences
-from harness.report.html import Addresses, grid_of, render_page
+from harness.report.html import Addresses, dots_of, grid_of, render_page
 from harness.report.rankings import sizes_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
-from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
+from harness.report.speedup import MARK, slow_baselines, slow_sentence
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
@@ -194,7 +193,7 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
     explained = slow_sentence(slow_baselines(rows).values())
-    return [with_mark_explained(table, explained) for table in candidates if table is not None]
+    return [_with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
@@ -281,6 +280,14 @@ def _without(table: Table, said: Sequence[str]) -> Table:
     for sentence in said:
         note = note.replace(f" {sentence}", "")
     return replace(table, note=note)
+
+
+def _with_mark_explained(table: Table, sentence: str) -> Table:
+    """The table with the sentence below it, where one of its cells or headers is marked."""
+    cells = [column.header for column in table.columns] + [cell for row in table.rows for cell in row]
+    if not sentence or not any(isinstance(cell, str) and MARK in cell for cell in cells):
+        return table
+    return replace(table, note=f"{table.note} {sentence}".strip())
 
 
 def counted(statuses: Iterable[str]) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """Who is faster in a run: at each size the series that were measured there, sorted by speed, one beside all others.
 
-A size is what trials must share to be put beside each other: the set-up, the length, the parallel sizes, the tokens of
-a step and the machine's nodes. Settings may differ, and then stand in the names.
+A size is what trials must share to be put beside each other: the set-up, the value of `settings`, the length, the
+parallel sizes, the tokens of a step and the machine's nodes. Other settings may differ, and then stand in the names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from typing import Any
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, median_interval, medians_of_two
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, supported
-from harness.report.results import Row
-from harness.report.slow_baselines import SlowBaseline, marked, slow_baselines
-from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, speedup, times
+from harness.report.results import Row, grouped
+from harness.report.speedup import (
+    SlowBaseline,
+    Speedup,
+    apart_text,
+    marked,
+    rounds_of,
+    rounds_text,
+    slow_baselines,
+    speedup,
+    times,
+)
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (
@@ -145,10 +154,7 @@ def rankings_of(rows: Sequence[Row], baseline: str | None = None) -> list[SizeRa
     """Every size on GPUs at which something was measured, the most telling first: several methods before several
     settings before a single series, training before its parts, long sequences before short ones, many ranks before
     few. A wrong trial takes part in none. With `baseline` that method is compared with, where it was measured."""
-    sizes: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if not on_cpu(row) and row["status"] != "wrong":
-            sizes.setdefault(_size(row), []).append(row)
+    sizes = grouped((row for row in rows if not on_cpu(row) and row["status"] != "wrong"), _size)
     slow = slow_baselines(rows)
     rankings = [found for group in sizes.values() if (found := _ranking(group, slow, baseline))]
     return sorted(rankings, key=_telling)
@@ -239,7 +245,7 @@ def _telling(ranking: SizeRanking) -> tuple[Any, ...]:
 
 
 def _size(row: Row) -> tuple[Any, ...]:
-    return (setup_of(row), row["seq_len"], panel_of(row), _sequences(row), row["emulate_nodes"])
+    return (setup_of(row), row["settings"], row["seq_len"], panel_of(row), _sequences(row), row["emulate_nodes"])
 
 
 def _sequences(row: Row) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import shlex
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
@@ -144,7 +146,7 @@ def _reported(run_dir: Path, trials: Sequence[TrialState]) -> bool:
     recorded = {(trial.trial_id, trial.status) for trial in trials if trial.status not in (WAITING, RUNNING, UNUSABLE)}
     results, report = run_dir / RESULTS_FILE, run_dir / REPORT_FILE
     try:
-        with open(results, newline="", encoding="utf-8") as file:
+        with open_regular(results, "results") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             rows = {(row.get("trial_id"), row.get("status")) for row in csv.DictReader(file)}
         return recorded <= rows and report.stat().st_mtime >= results.stat().st_mtime - REPORT_SECONDS
     except (OSError, ValueError, csv.Error):

@@ -73,11 +73,13 @@ def apart_swiglu() -> contextlib.AbstractContextManager[object]:
     """SwiGLU's product in a pass of its own after its gradients."""
     from engine.layers import tiled_mlp
 
-    def saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if not saved:
+            return swiglu.swiglu_again(dhidden, gate, up)
         dgate, dup = swiglu.swiglu_gradients(dhidden, gate, up)
         return swiglu.swiglu(gate, up), dgate, dup
 
-    return replaced(tiled_mlp, "swiglu_saved", saved)
+    return replaced(tiled_mlp, "swiglu_again", again)
 
 
 def labels_on_device() -> contextlib.AbstractContextManager[object]:

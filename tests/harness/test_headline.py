@@ -7,8 +7,8 @@ import pytest
 from engine.settings import Checkpoint
 from harness.records.record import Record
 from harness.report.digits import MeasuredNumber
-from harness.report.dots import Axis, Dots, RatioRow, dots_of, ratio_dots
 from harness.report.headline import TOO_FEW_ROUNDS, headline_of
+from harness.report.html import Axis, Dots, RatioRow, dots_of, ratio_dots
 from harness.report.rankings import SizeRanking, rankings_of, sizes_table, verdict_sentence
 from harness.report.results import rows_of
 from harness.report.tables.trials import CPU_TIMES

@@ -11,7 +11,6 @@ from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
     layers_run_again,
-    matmul_parameters,
     repeated_attention,
     repeated_products,
 )
@@ -57,7 +56,7 @@ class CostModel:
         row = item * model.head_dim + 4  # of output and LSE, of one token and head
         self._copy_attention = self._tokens * model.heads * row / speeds.host_link
         self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
-        self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._passes + self._attention
+        self._layer = 2.0 * self._tokens * model.layer_matrices / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}

@@ -14,14 +14,13 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.metrics.throughput import FORMULAS
 from harness.report.digits import ratio_spread_text, supported
-from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
-from harness.report.slow_baselines import marked, slow_baselines
-from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, rounds_of, times
+from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, marked, rounds_of, slow_baselines, times
 from harness.report.tables.table import Table, number, table_of, text
 from harness.report.tables.trials import CPU_TIMES, measured_speed, per_unit, unit_of, varying_by_setup
 from harness.report.variants import (
     SUBJECT,
+    footnotes_of,
     is_subject,
     masks_of,
     method_name,

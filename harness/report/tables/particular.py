@@ -8,7 +8,7 @@ from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import UPSTREAM, Row, cell, method_rank
-from harness.report.slow_baselines import marked, slow_baselines
+from harness.report.speedup import marked, slow_baselines
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.tables.trials import MASK, MODEL, NAME, PARALLEL, TASK, TOKENS, lines_of, unit_of
 from harness.report.variants import method_name, panel_of, system_name

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
-from harness.report.slow_baselines import marked, slow_baselines
-from harness.report.speedup import TWO_VALUES
+from harness.report.speedup import TWO_VALUES, marked, slow_baselines, slow_sentence
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import (
     Setup,
@@ -29,6 +28,9 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -242,3 +244,33 @@ def series_names(rows: Sequence[Row]) -> list[str]:
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
     """The settings that vary within each set-up."""
     return {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
+
+
+# Columns of the table of all trials that a terminal has room for.
+_SHOWN = (
+    "task", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %", "peak GiB", "loss",
+)  # fmt: skip
+
+
+def terminal_table(rows: Sequence[Row]) -> RichTable:
+    """The compact table that `burst run` ends with: one line per trial, with the names and digits of the report."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    every = results_table(rows)
+    headers = [column.header for column in every.columns]
+    places = [(header, headers.index(header)) for header in _SHOWN if header in headers]
+    explained = slow_sentence(slow_baselines(rows).values())
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
+    table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
+    for header, place in places:
+        table.add_column(header, justify="right" if every.columns[place].numeric else "left", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for row, texts in zip(rows, every.texts(), strict=True):
+        ok = row["status"] == "ok"
+        style = "green" if ok else "yellow" if row["status"] == "refused" else "red"
+        # Text, not str: a reason may hold brackets, which rich would read as markup.
+        status = Text(row["status"] if ok else f"{row['status']}: {row['reason'] or 'no reason recorded'}", style=style)
+        table.add_row(Text(texts[0]), *(Text(texts[place]) for _, place in places), status)
+    return table
