@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -211,10 +211,10 @@ class Axis:
         share = (value - self.low) / (self.high - self.low)
         return round(_MARGIN + (100 - 2 * _MARGIN) * share, 2)
 
-    def dot(self, name: str, value: MeasuredNumber, **shown: Any) -> Dot:
-        """The row of a number, with its interval."""
+    def placed(self, dot: Dot, value: MeasuredNumber) -> Dot:
+        """The row with the place of its number, and of its interval."""
         low, high = map(self.at, _ends(value) or (value, value))
-        return Dot(name=name, at=self.at(value), low=low, high=high, **shown)
+        return replace(dot, at=self.at(value), low=low, high=high)
 
     def ticks(self, at_most: int = 4) -> list[tuple[float, str]]:
         """Round numbers along the axis with their places."""
@@ -246,7 +246,8 @@ def dots_of(ranking: SizeRanking) -> Dots | None:
         texts = ["" if value is None else significant(3, scale)(value) for value, scale in figures]
         between = f", {spread_text(series.speed.spread)}" if series.speed.spread else ""
         hover = f"{series.name}: {speed} tokens/s per GPU{between}"
-        rows.append(axis.dot(series.name, series.speed, cells=[speed, *texts], verdict=verdict, kind=kind, hover=hover))
+        dot = Dot(name=series.name, cells=[speed, *texts], verdict=verdict, kind=kind, hover=hover)
+        rows.append(axis.placed(dot, series.speed))
     blank = [""] * len(columns)
     rows += [Dot(name=name, cells=[status, *blank], kind="lost") for name, status in ranking.lost[:MOST_DOTS]]
     left = f"The fastest {len(shown)} of {len(ranking.compared)}; the table of all trials has the others."
@@ -296,13 +297,12 @@ def ratio_dots(found: Sequence[RatioRow], note: str = "") -> Dots | None:
     for one in sorted(found, key=lambda one: -one.ratio):
         word, spread = one.verdict.split()[0], f" ({ratio_spread_text(one.ratio.spread)})" if one.ratio.spread else ""
         ratio = ratio_text(one.ratio)
-        rows.append(
-            axis.dot(
-                one.name, one.ratio, link=one.link, about=one.about, cells=[f"{ratio}×"],
-                kind=word if word in ("faster", "slower") else "same", verdict=f"{one.verdict}{spread}; {one.other}",
-                hover=f"{one.name}: {ratio} times as fast as {one.other}{spread}",
-            )
+        dot = Dot(
+            name=one.name, link=one.link, about=one.about, cells=[f"{ratio}×"],
+            kind=word if word in ("faster", "slower") else "same", verdict=f"{one.verdict}{spread}; {one.other}",
+            hover=f"{one.name}: {ratio} times as fast as {one.other}{spread}",
         )  # fmt: skip
+        rows.append(axis.placed(dot, one.ratio))
     headers = ("", "times as fast", "against the fastest other")
     return Dots(headers=headers, rows=rows, ticks=axis.ticks(), line=axis.at(1.0), note=note)
 

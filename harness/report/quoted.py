@@ -32,6 +32,7 @@ from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
 from harness.report.results import Row, spread_of
 from harness.report.speedup import Speedup, speedup
+from harness.report.tables.trials import speed_of
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
@@ -227,13 +228,12 @@ def write_pages(quotes: Quotes) -> None:
 
 
 def _spreads(rows: Sequence[Row]) -> dict[str, pd.Series]:
-    found: dict[str, list[Interval | TwoRounds | None]] = {"step_spread": [], "step_ms_spread": [], "speed_spread": []}
-    for row in rows:
-        spread = spread_of(row)
-        found["step_spread"].append(spread)
-        found["step_ms_spread"].append(spread and spread.scaled(1e3))
-        tokens = (row["tokens_per_gpu_per_second"] or 0.0) * (row["step_seconds_median"] or 0.0)  # of a rank and step
-        found["speed_spread"].append(spread and spread.inverse_times(tokens))
+    spreads = list(map(spread_of, rows))
+    found = {
+        "step_spread": spreads,
+        "step_ms_spread": [spread and spread.scaled(1e3) for spread in spreads],
+        "speed_spread": [getattr(speed_of(row), "spread", None) for row in rows],
+    }
     return {name: pd.Series(values, dtype=object) for name, values in found.items()}
 
 
