@@ -351,12 +351,11 @@ def footnotes_of(rows: Sequence[Row]) -> list[str]:
     """
     measured = [row for row in rows if row["status"] == "ok"]
     lines = []
-    for name, alike in grouped(measured, _called).items():
+    for name, alike in grouped(filter(_left_out, measured), _called).items():
         told = grouped(alike, lambda row: ", ".join(_left_out(row)))  # several where it did several things
-        told.pop("", None)
         spans = [span_text(row["seq_len"] for row in members) for members in told.values()]
         texts = [f"{text} ({span})" for text, span in zip(told, spans, strict=True)] if len(told) > 1 else list(told)
-        lines += [f"{name}: {'; '.join(texts)}."] if texts else []
+        lines.append(f"{name}: {'; '.join(texts)}.")
     lines += _of_kernels(measured)
     for name, words in unsaid_settings(measured).items():
         lines.append(f"{name or 'All'}, where a name does not say otherwise: {words}.")
