@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.distributed import World
+from engine.lm_head.loss import LossSum, plain_loss_sum, tile_tokens
 from engine.lm_head.loss_kernel import forms_tiles, loss_sum_of
-from engine.lm_head.plain import LossSum, plain_loss_sum, tile_tokens
 from engine.measurement import Extra, Measurement, relative_errors
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod

@@ -25,7 +25,7 @@ from engine.attention.context import ContextParallel
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
-from engine.lm_head.plain import IGNORE
+from engine.lm_head.loss import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
