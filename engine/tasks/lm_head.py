@@ -53,7 +53,7 @@ class HeadTask:
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         before = read_gpus(self.world)
-        for index in range(plan.warmup + plan.measured):
+        for index in range(plan.total):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             with around_step() if index >= plan.warmup else nullcontext():
@@ -64,7 +64,7 @@ class HeadTask:
                 torch.stack([torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)) for g in gradients]).norm()
             )
             del gradients  # before the next step forms its own
-            on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": seconds[-1][1]})
+            on_progress({"step": index + 1, "of": plan.total, "seconds": seconds[-1][1]})
         after = read_gpus(self.world)
         counted = seconds[plan.warmup :]
         figures = measured(
