@@ -13,14 +13,15 @@ from pathlib import Path
 from cluster.active.judge import Pair, Speed, nodes_of
 from cluster.files.errors import UsageError, quantity
 from cluster.health.nodes import NodeReport
-from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
+from cluster.render.grouping import faults, of_sites, shown, well
 from cluster.render.text import headline, summary_line
 
 
 def html_page(
     reports: Sequence[NodeReport],
     heat_maps: Sequence[HeatMap] = (),
-    selection: Selection = EVERYTHING,
+    *,
+    only_faults: bool = False,
     now: datetime | None = None,
 ) -> str:
     """The page. Everything a node printed is escaped. Raises UsageError without jinja2."""
@@ -35,16 +36,16 @@ def html_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = selection.shown(reports)
-    checks = list(dict.fromkeys(name for _, verdicts in shown for name, _ in sorted(verdicts)))
+    found = shown(reports, only_faults=only_faults)
+    checks = list(dict.fromkeys(name for _, verdicts in found for name, _ in sorted(verdicts)))
     return environment.get_template("summary.html.j2").render(
         time=(now or datetime.now(UTC)).isoformat(sep=" ", timespec="seconds"),
         summary=summary_line(reports),
         checks=checks,
         sites=of_sites(reports),
-        faults=faults(reports, selection),
-        well=well(reports, selection),
-        nodes=[(report, headline(report), verdicts, dict(verdicts)) for report, verdicts in shown],
+        faults=faults(reports),
+        well=[] if only_faults else well(reports),
+        nodes=[(report, headline(report), verdicts, dict(verdicts)) for report, verdicts in found],
         heat_maps=heat_maps,
     )
 

@@ -94,13 +94,13 @@ def paint_bars(page: Page, groups: Sequence[Bars], unit: str = "") -> None:
             middles.append(middle)
             y += tall[id(bar)]
     if whiskers := [(middle, *bar.ends) for bar, middle in zip(every, middles, strict=True) if bar.ends]:
-        at, low, high = (np.array(column) for column in zip(*whiskers, strict=True))
-        ax.hlines(at, low * scale, high * scale, colors=INK, linewidths=0.9)
-        for end in (low, high):
-            ax.vlines(end * scale, at - 0.03, at + 0.03, colors=INK, linewidths=0.9)
+        heights, lows, highs = np.array(whiskers).T
+        ax.hlines(heights, lows * scale, highs * scale, colors=INK, linewidths=0.9)
+        for ends in (lows, highs):
+            ax.vlines(ends * scale, heights - 0.03, heights + 0.03, colors=INK, linewidths=0.9)
     if ceilings := [(middle, bar.ceiling) for bar, middle in zip(every, middles, strict=True) if bar.ceiling]:
-        at, ceiling = (np.array(column) for column in zip(*ceilings, strict=True))
-        ax.vlines(ceiling * scale, at - 0.1, at + 0.1, colors=INK, linewidths=1.8)
+        heights, highest = np.array(ceilings).T
+        ax.vlines(highest * scale, heights - 0.1, heights + 0.1, colors=INK, linewidths=1.8)
 
 
 def _face(bar: Bar, width: float, middle: float) -> Rectangle:
