@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.lm_head.plain import IGNORE, runs_with_labels, tile_tokens
 from engine.ops.autograd import accumulation_dtype, kernels_for, refuse_second_derivative
-from engine.ops.runs import add_product
+from engine.ops.runs import add_product, zeros_for_sum
 
 SOFTMAX_KERNELS = "engine.lm_head.softmax_triton"
 
@@ -52,9 +52,7 @@ class _FusedLossSum(torch.autograd.Function):
     def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, run: int) -> Tensor:
         loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
         dhidden_TE = torch.empty_like(hidden_TE)
-        dweight_VE = (
-            torch.zeros_like(weight_VE, dtype=accumulation_dtype(weight_VE.dtype)) if ctx.needs_input_grad[1] else None
-        )
+        dweight_VE = zeros_for_sum(weight_VE) if ctx.needs_input_grad[1] else None
         of_tokens = runs_with_labels(labels_T, run, weight_VE.shape[0])
         labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
         for tokens, counts in of_tokens:
@@ -95,14 +93,8 @@ def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_
     if kernels is not None:
         logits_TV = hidden_TE @ weight_VE.T
         return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
-    return loss_and_gradient(_logits(hidden_TE, weight_VE), labels_T, z_loss, hidden_TE.dtype)
-
-
-def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-    """hidden @ weight^T, fp32 or wider. On CUDA the matmul writes its accumulator unrounded."""
-    if hidden_TE.is_cuda and hidden_TE.dtype == torch.bfloat16:
-        return torch.mm(hidden_TE, weight_VE.T, out_dtype=torch.float32)
-    return (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
+    logits_TV = (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
+    return loss_and_gradient(logits_TV, labels_T, z_loss, hidden_TE.dtype)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:

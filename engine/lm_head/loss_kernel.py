@@ -62,6 +62,22 @@ LIBRARIES = {
 }
 
 
+# Bytes of one tile's logits on a GPU, unless the hidden states take more. Every tile of tokens adds to the V x E weight
+# gradient, which is read and written whole: with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls
+# outweigh that traffic many times on an H200.
+GPU_TILE_BYTES = 1 << 30
+# Tokens beyond which a larger tile gains little: an eighth of all, between these two.
+ENOUGH_TOKENS = (4096, 8192)
+
+
+def gpu_tile_tokens(vocabulary: int, width: int, itemsize: int, tokens: float) -> float:
+    """Tokens of a tile that the fused loss takes of `tokens` hidden states of this width and bytes per element on a
+    GPU, before it is rounded down."""
+    low, high = ENOUGH_TOKENS
+    fit = max(GPU_TILE_BYTES, itemsize * tokens * width) / (itemsize * vocabulary)
+    return min(fit, max(low, tokens / 8), high)
+
+
 def forms_tiles(settings: TrialSettings) -> bool:
     """Whether the engine's fused loss runs, which takes a number of tiles."""
     return settings.lm_head_fusion and settings.loss_kernel == "own"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.runs import runs
 
@@ -18,12 +19,7 @@ LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, l
 
 IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 
-# Bytes of one tile's logits. Every tile of tokens adds to the V x E weight gradient, which is read and written whole:
-# with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.
-TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-
-# Tokens beyond which a larger tile gains little on a GPU: an eighth of all, between these two.
-ENOUGH_TOKENS = (4096, 8192)
+CPU_TILE_BYTES = 1 << 26  # of one tile's logits, in fp32
 
 
 def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -45,17 +41,14 @@ def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
 def tile_tokens(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> int:
     """Tokens of a tile: the logits that exist at one time are theirs, each of the whole vocabulary.
 
-    With `tiles`: one of so many runs of the tokens. Without: logits of `TILE_BYTES` of the device at most; on a GPU as
-    many as the hidden states take, if they take more, and of no more than `ENOUGH_TOKENS`.
+    With `tiles`: one of so many runs of the tokens. Without: as many as suit the device.
     """
-    tokens = hidden_TE.shape[0]
+    tokens, width = hidden_TE.shape
     if tiles:
         return max(1, -(-tokens // tiles))
     if hidden_TE.device.type != "cuda":
-        return max(1, TILE_BYTES["cpu"] // (4 * vocabulary))
-    low, high = ENOUGH_TOKENS
-    fit = max(TILE_BYTES["cuda"], hidden_TE.nbytes) // hidden_TE.itemsize // vocabulary
-    return max(1, min(fit, max(low, tokens // 8), high))
+        return max(1, CPU_TILE_BYTES // (4 * vocabulary))
+    return max(1, int(gpu_tile_tokens(vocabulary, width, hidden_TE.itemsize, tokens)))
 
 
 def check_labels(labels_T: Tensor, vocabulary: int) -> None:

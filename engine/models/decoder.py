@@ -28,9 +28,8 @@ from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
+from engine.ops.elementwise import rotate, swiglu
 from engine.ops.norm import RMSNorm
-from engine.ops.rotary import rotate
-from engine.ops.swiglu import swiglu
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
 

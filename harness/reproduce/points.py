@@ -19,8 +19,7 @@ from engine.settings import TrialSettings, to_json
 from harness.predict.published import Published
 from harness.records.record import BadRecord, RecordPlace
 from harness.records.stored import runs_below
-from harness.report.results import ONE_RANK, Row, flatten
-from harness.report.run_records import RunRecords
+from harness.report.results import ONE_RANK, Row, RunRecords, flatten
 from harness.report.variants import OWN_METHOD, on_cpu
 from harness.reproduce.figures import METRICS, PaperFigure
 

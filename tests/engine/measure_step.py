@@ -35,7 +35,7 @@ from engine.burst import METHOD
 from engine.distributed import World, join
 from engine.lm_head import fused
 from engine.models.decoder import project_whole
-from engine.ops import norm, swiglu
+from engine.ops import elementwise, norm
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
 from engine.profile.breakdown import breakdown_of
@@ -75,9 +75,9 @@ def apart_swiglu() -> contextlib.AbstractContextManager[object]:
 
     def again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
         if not saved:
-            return swiglu.swiglu_again(dhidden, gate, up)
-        dgate, dup = swiglu.swiglu_gradients(dhidden, gate, up)
-        return swiglu.swiglu(gate, up), dgate, dup
+            return elementwise.swiglu_again(dhidden, gate, up)
+        dgate, dup = elementwise.swiglu_gradients(dhidden, gate, up)
+        return elementwise.swiglu(gate, up), dgate, dup
 
     return replaced(tiled_mlp, "swiglu_again", again)
 
