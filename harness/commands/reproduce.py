@@ -121,32 +121,13 @@ def _below_places(out: Path, places: Sequence[Path]) -> bool:
 def _tables(arguments: argparse.Namespace) -> int:
     """The list of figures, the claims or the audit; with --out files and a page of everything."""
     from harness.metrics.hardware import hardware_named
-    from harness.reproduce.audit import (
-        audit_table,
-        printed_by_systems,
-        printed_table,
-        recomputed_rows,
-        systems_table,
-    )
-    from harness.reproduce.claims import claims_table, judged, statements
-    from harness.reproduce.comparison import list_table
-    from harness.reproduce.points import all_rows, runs_in
+    from harness.reproduce.points import runs_in
     from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
 
-    page = arguments.out is not None
     runs = runs_in()
     _say_bad(runs)
     predictor = predictor_words(hardware_named(PAPER_HARDWARE))
-    sentences: list[str] = []
-    if arguments.figure == AUDIT:
-        tables = [audit_table(recomputed_rows()), systems_table(), printed_table(printed_by_systems(all_rows(runs)))]
-    elif arguments.figure == CLAIMS:
-        claims = judged(all_rows(runs))
-        tables = [claims_table(claims)]
-        sentences = [*map(_claim_text, claims), *(table.note for table in tables), *statements().values()]
-    else:
-        tables = [list_table(_all_figures(runs), predictor)]
-        sentences = ["`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."]
+    tables, sentences = _asked_for(arguments.figure, runs, predictor)
     if arguments.json:
         _print_json(tables)
     else:
@@ -155,13 +136,33 @@ def _tables(arguments: argparse.Namespace) -> int:
                 _print_table(table)
         for sentence in sentences:
             print(shown(sentence))
-    if page:
+    if arguments.out is not None:
         from harness.reproduce.page import write_all
 
         path = write_all(_drawn_figures(runs), runs, predictor, arguments.out)
         if not arguments.json:
             print(shown(f"Page: {path}"))
     return 0
+
+
+def _asked_for(name: str | None, runs: Sequence[MeasuredRun], predictor: str) -> tuple[list[Table], list[str]]:
+    """The tables of that name, by default the list of figures, and the sentences below them."""
+    from harness.reproduce.points import all_rows
+
+    if name == AUDIT:
+        from harness.reproduce.audit import all_tables
+
+        return all_tables(all_rows(runs)), []
+    if name == CLAIMS:
+        from harness.reproduce.claims import claims_table, judged, statements
+
+        claims = judged(all_rows(runs))
+        table = claims_table(claims)
+        return [table], [*map(_claim_text, claims), table.note, *statements().values()]
+    from harness.reproduce.comparison import list_table
+
+    said = "`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."
+    return [list_table(_all_figures(runs), predictor)], [said]
 
 
 def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, str]]:

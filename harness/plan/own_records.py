@@ -41,11 +41,7 @@ class RecordPrediction:
     record: str  # its run below results/published, and its trial
     judged: bool
     timed: bool  # judged, and its time too
-    method: str
-    model: str
-    seq_len: int
-    cp_size: int
-    kernel: str
+    settings: TrialSettings  # as the trial ran
     seconds: tuple[float, float]
     allocated: tuple[float, float]
     reserved: tuple[float, float]
@@ -81,11 +77,7 @@ def compared_records() -> list[RecordPrediction]:
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
                 timed=today and not run.stated().reason(record.trial_id, "conditions"),
-                method=settings.method,
-                model=settings.model.name,
-                seq_len=settings.seq_len,
-                cp_size=settings.cp_size,
-                kernel=settings.kernel,
+                settings=settings,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),
                 allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib),
                 reserved=(max(measured.peak_reserved_bytes) / GIB, expected.reserved_gib),
@@ -122,21 +114,15 @@ def table_rows() -> list[list[str]]:
     rows = sorted(
         compared_records(), key=lambda row: (not row.judged, not row.timed, abs(row.error("seconds")), row.record)
     )
-    return [
-        HEADER,
-        *(
-            [
-                row.record, row.judged_in_words, row.method, row.model, str(row.seq_len), str(row.cp_size),
-                row.kernel,
-            ]
-            + [
-                cell
-                for figure in WITHIN
-                for cell in (*(f"{value:.4g}" for value in getattr(row, figure)), f"{100 * row.error(figure):+.1f}")
-            ]
-            for row in rows
-        ),
-    ]  # fmt: skip
+    return [HEADER, *map(_cells, rows)]
+
+
+def _cells(row: RecordPrediction) -> list[str]:
+    of = row.settings
+    cells = [row.record, row.judged_in_words, of.method, of.model.name, str(of.seq_len), str(of.cp_size), of.kernel]
+    for figure in WITHIN:
+        cells += [*(f"{value:.4g}" for value in getattr(row, figure)), f"{100 * row.error(figure):+.1f}"]
+    return cells
 
 
 def median_error(rows: list[RecordPrediction], figure: str) -> float:
@@ -150,8 +136,8 @@ def summary() -> str:
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     day = TODAY.replace("T", " ") + " UTC"
     parts: dict[str, Callable[[RecordPrediction], bool]] = {
-        f"since {day}, one GPU": lambda row: row.judged and row.cp_size == 1,
-        f"since {day}, several GPUs": lambda row: row.judged and row.cp_size > 1,
+        f"since {day}, one GPU": lambda row: row.judged and row.settings.cp_size == 1,
+        f"since {day}, several GPUs": lambda row: row.judged and row.settings.cp_size > 1,
         "earlier, of older code": lambda row: not row.judged,
     }
     for label, belongs in parts.items():

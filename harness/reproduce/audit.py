@@ -161,6 +161,11 @@ def recomputed_systems() -> list[tuple[PublishedSpeed, float | None, float | Non
     return found
 
 
+def all_tables(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Table]:
+    """Of the sheets, of what systems publish, and of what they printed in these rows of ours."""
+    return [audit_table(recomputed_rows()), systems_table(), printed_table(printed_by_systems(rows))]
+
+
 def slips(found: Iterable[Recomputed]) -> list[float]:
     """Ratios of what was published from tokens per second, in the figures that were plotted or tabulated."""
     return [

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import imbalance, parse_mask
+from engine.reader import Meta
 from engine.settings import ModelShape
 from harness.base.lengths import format_length
 from harness.predict.published import MEMORY, SPEED, Published, only, published_rows
@@ -40,10 +41,22 @@ _STEP = "step_seconds_median"
 class ClaimedNumber:
     """What is claimed: the number, and the set-up where it is stated."""
 
-    value: float | None
+    value: float | None = None
     model: str = ""
     gpus: int | None = None
     seq_len: int | None = None
+
+
+Factor = Annotated[float, Meta(ge=1, description="a factor of at least 1")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """How many times smaller than the claimed set-up a trial's may be for a verdict from records."""
+
+    seq_len: Factor
+    model: Factor
+    gpus: Factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +386,7 @@ def _is_setup(row: Row, claimed: ClaimedNumber) -> bool:
     )
 
 
-def too_far(evidence: Evidence, claimed: ClaimedNumber, factors: Mapping[str, float]) -> str:
+def too_far(evidence: Evidence, claimed: ClaimedNumber, factors: Factors) -> str:
     """One sentence why a trial's set-up is too small for a verdict on the claim; empty where it is not, or where the
     verdict rests on no trial."""
     row = evidence.row
@@ -381,11 +394,11 @@ def too_far(evidence: Evidence, claimed: ClaimedNumber, factors: Mapping[str, fl
         return ""
     length, gpus = evidence.tokens or claimed.seq_len or MILLION, claimed.gpus or MANY
     short = []
-    if row["seq_len"] * factors["seq_len"] < length:
+    if row["seq_len"] * factors.seq_len < length:
         short.append(f"{format_length(row['seq_len'])} tokens for {format_length(length)}")
-    if claimed.model and _shape(row).parameters * factors["model"] < shape(claimed.model).parameters:
+    if claimed.model and _shape(row).parameters * factors.model < shape(claimed.model).parameters:
         short.append(f"{row['model']} for {claimed.model}")
-    if row["world_size"] * factors["gpus"] < gpus:
+    if row["world_size"] * factors.gpus < gpus:
         short.append(f"{row['world_size']} GPUs for {gpus}")
     return f"That is too far from the claimed set-up for a verdict: {', '.join(short)}." if short else ""
 

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
-from cluster.files.reader import Node, build, check_keys, convert, read_yaml
-from harness.base.errors import UsageError, nearest
+from cluster.files.reader import load
+from harness.base.errors import nearest
 from harness.predict.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.audit import recomputed_rows, slips
-from harness.reproduce.checks import CHECKS, ClaimedNumber, sheet_best, sheet_row, too_far
+from harness.reproduce.checks import CHECKS, ClaimedNumber, Factors, sheet_best, sheet_row, too_far
 from harness.reproduce.comparison import VERDICTS, Verdict
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
-FACTORS = ("seq_len", "model", "gpus")  # of `partly_within`
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
+
+
+def _known(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown {what} {name}; {nearest(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +40,58 @@ class Claim:
     claim: str
     said_in: str
     check: str
-    row: dict[str, object] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
+    row: dict[str, str | int] = field(default_factory=dict)  # columns of the published number; "": an empty cell
     value: float | None = None  # where no row holds it
-    setup: dict[str, object] = field(default_factory=dict)  # model, gpus, seq_len, where no row holds them
+    setup: ClaimedNumber = field(default_factory=ClaimedNumber)  # model, gpus and seq_len, where no row holds them
+
+    def __post_init__(self) -> None:
+        _known("check", self.check, CHECKS)
 
     def claimed(self) -> ClaimedNumber:
         """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
         if not self.row:
-            return ClaimedNumber(value=self.value, **cast(dict[str, Any], self.setup))
+            return replace(self.setup, value=self.value)
         rows = [row for row in published_rows() if row.experiment == "headline_claims"]
         row = only(rows, **self.row)
         return ClaimedNumber(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """A sentence on the published sheets, and the name of the code that computes its numbers."""
+
+    check: str
+    says: str
+
+    def __post_init__(self) -> None:
+        _known("check", self.check, STATEMENTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """What the file holds."""
+
+    partly_within: Factors
+    claims: dict[str, Claim]
+    words: dict[str, dict[str, str]]  # by check, then by verdict
+    statements: dict[str, Statement]
+
+    def __post_init__(self) -> None:
+        for check, words in self.words.items():
+            _known("check", check, CHECKS)
+            for verdict in words:
+                _known("verdict", verdict, VERDICTS)
+
+
+@cache
+def claims() -> Claims:
+    """The claims of the repository."""
+    return read_claims(PAPER_DIR / CLAIMS_FILE)
+
+
+def read_claims(path: Path) -> Claims:
+    """Raises UsageError with file and line for an unknown check or verdict and for what is no claim."""
+    return load(Claims, path, "file of claims")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,59 +104,6 @@ class JudgedClaim:
     verdict: Verdict
     why: str
     records: tuple[RecordPlace, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claims:
-    """What the file holds."""
-
-    claims: Mapping[str, Claim]
-    words: Mapping[str, Mapping[str, str]]  # by check, then by verdict
-    statements: Mapping[str, Mapping[str, str]]  # check and says
-    partly_within: Mapping[str, float]  # factors of length, model size and GPUs
-
-
-@cache
-def claims() -> Claims:
-    """The claims of the repository."""
-    return read_claims(PAPER_DIR / CLAIMS_FILE)
-
-
-def read_claims(path: Path) -> Claims:
-    """Raises UsageError with file and line for an unknown check or verdict and for what is no claim."""
-    root = read_yaml(path, "file of claims").mapping("the file")
-    found = {}
-    for name, node in root["claims"].mapping("claims").items():
-        found[name] = build(Claim, node, f"claims.{name}")
-        _known(found[name].check, CHECKS, node, "check")
-    words = root["words"].mapping("words")
-    for check, node in words.items():
-        _known(check, CHECKS, node, "check")
-        for verdict, said in node.mapping("words").items():
-            _known(verdict, VERDICTS, said, "verdict")
-    statements = root["statements"].mapping("statements")
-    for name, node in statements.items():
-        _known(str(node.mapping(name)["check"].value), STATEMENTS, node, "check")
-    return Claims(
-        claims=found,
-        words={check: node.plain for check, node in words.items()},
-        statements={name: node.plain for name, node in statements.items()},
-        partly_within=_factors(root["partly_within"]),
-    )
-
-
-def _factors(node: Node) -> dict[str, float]:
-    entries = node.mapping("partly_within")
-    check_keys(entries, FACTORS, "partly_within")
-    found = {name: convert(each, float, name) for name, each in entries.items()}
-    if len(found) < len(FACTORS) or min(found.values()) < 1:
-        raise UsageError(f"{node.place}: partly_within needs a factor of at least 1 for each of {', '.join(FACTORS)}")
-    return found
-
-
-def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what: str) -> None:
-    if name not in known:
-        raise UsageError(f"{node.place}: unknown {what} {name}; {nearest(name, known)}")
 
 
 def judged(rows: Sequence[tuple[Row, RecordPlace]]) -> list[JudgedClaim]:
@@ -155,8 +146,8 @@ def claims_table(found: Sequence[JudgedClaim]) -> Table:
             for one in found
         ),
         note="Verdicts follow from records, formulas and the published sheets. Reproduced: on the claimed set-up, or "
-        f"by a formula. Partly: less of it, or with a sequence at most {within['seq_len']:g} times shorter, a model at "
-        f"most {within['model']:g} times smaller and at most {within['gpus']:g} times fewer GPUs. Not: our records "
+        f"by a formula. Partly: less of it, or with a sequence at most {within.seq_len:g} times shorter, a model at "
+        f"most {within.model:g} times smaller and at most {within.gpus:g} times fewer GPUs. Not: our records "
         "contradict it on such a set-up. Not comparable: measured on a smaller set-up than that. Not run: no record of "
         "ours bears on it.",
     )  # fmt: skip
@@ -185,7 +176,7 @@ def _links(records: Sequence[RecordPlace]) -> str:
 def statements() -> dict[str, str]:
     """What the sheets show, as sentences by name."""
     return {
-        name: str(one["says"]).format(**STATEMENTS[one["check"]]()) for name, one in claims().statements.items()
+        name: one.says.format(**STATEMENTS[one.check]()) for name, one in claims().statements.items()
     }  # fmt: skip
 
 

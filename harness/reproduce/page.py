@@ -11,7 +11,7 @@ from harness.report.figures import save_figure
 from harness.report.html import Addresses, grid_of, render_page
 from harness.report.page import Plot
 from harness.report.tables.table import FORMATS, Column, Table, save_table
-from harness.reproduce.audit import audit_table, printed_by_systems, printed_table, recomputed_rows, systems_table
+from harness.reproduce.audit import all_tables
 from harness.reproduce.claims import JudgedClaim, claims_table, judged, statements
 from harness.reproduce.comparison import FigureComparison, list_table, points_table, verdict
 from harness.reproduce.computed import ComputedNumber, digits_of
@@ -65,8 +65,7 @@ def write_all(
         listed.append((one, predicted))
         tables += of_figure
         plots += drawn
-    printed = printed_table(printed_by_systems(rows))
-    overview = [list_table(listed, predictor), audit_table(recomputed_rows()), systems_table(), printed]
+    overview = [list_table(listed, predictor), *all_tables(rows)]
     for table in (*overview, claims_table(claims)):
         save_table(table, out / "tables", FORMATS)
     said = list(statements().values())

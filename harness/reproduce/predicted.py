@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
@@ -33,15 +34,21 @@ PREDICTOR = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Predictable:
     """A point of a figure of which something is predicted: a trial, or the configuration of a published point."""
 
-    point: FigurePoint  # without values
+    figure: PaperFigure
     metrics: Sequence[str]  # of the figure that are predicted
     settings: TrialSettings
     hardware: Hardware
-    configuration: Configuration | None = None  # None of a trial
+    published: FigurePoint | None = None  # both None of a trial
+    configuration: Configuration | None = None
+
+    @cached_property
+    def point(self) -> FigurePoint:
+        """The point without values."""
+        return self.published or predicted_entry(self.figure, self.settings, self.hardware.title, {})
 
     def predicted(self) -> FigurePoint:
         """The point with its values."""
@@ -107,7 +114,7 @@ def _for_paper(figure: PaperFigure, settings: Iterable[TrialSettings]) -> list[P
     known = {(one.point.series, one.point.setup) for one in rows}
     return rows + [
         one for one in _of_trials(figure, settings, hardware_named(PAPER_HARDWARE))
-        if one.point.settings == "equal" or (one.point.series, one.point.setup) not in known
+        if one.settings.settings == "equal" or (one.point.series, one.point.setup) not in known
     ]  # fmt: skip
 
 
@@ -118,8 +125,7 @@ def _of_trials(figure: PaperFigure, trials: Iterable[TrialSettings], hardware: H
         as_published = settings.settings == "as_published" and timed and knows_system(settings, hardware)
         held = memory_is_modelled(settings) or as_published
         if metrics := _shown(figure, timed, held):
-            point = predicted_entry(figure, settings, hardware.title, {})
-            yield Predictable(point=point, metrics=metrics, settings=settings, hardware=hardware)
+            yield Predictable(figure=figure, metrics=metrics, settings=settings, hardware=hardware)
 
 
 def _of_published_points(figure: PaperFigure) -> Iterator[Predictable]:
@@ -133,8 +139,9 @@ def _of_published_points(figure: PaperFigure) -> Iterator[Predictable]:
         if metrics := _shown(figure, True, held):
             point = replace(point, origin="predicted", hardware=hardware.title, values={}, status="ok", note="")
             yield Predictable(
-                point=point, metrics=metrics, settings=settings, hardware=hardware, configuration=configuration
-            )
+                figure=figure, metrics=metrics, settings=settings, hardware=hardware, published=point,
+                configuration=configuration,
+            )  # fmt: skip
 
 
 def _shown(figure: PaperFigure, timed: bool, held: bool) -> list[str]:

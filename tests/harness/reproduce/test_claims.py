@@ -16,7 +16,7 @@ from harness.cli import main
 from harness.predict.published import published_rows
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
-from harness.reproduce.checks import CHECKS, ClaimedNumber
+from harness.reproduce.checks import CHECKS, ClaimedNumber, Factors
 from harness.reproduce.claims import (
     claims,
     claims_lines,
@@ -179,8 +179,8 @@ def test_the_statements_are_computed_from_the_published_numbers() -> None:
         ("check: longest", "check: longets", r"unknown check longets; did you mean longest\?"),
         ('    partly: "burst is', '    partyl: "burst is', r"unknown verdict partyl; did you mean partly\?"),
         ("    said_in: abstract", "    said: abstract", r"unknown key claims\.speedup\.said; did you mean said_in"),
-        ("seq_len: 8, model: 4", "seq_len: 8, modle: 4", r"unknown key modle in partly_within"),
-        ("seq_len: 8, model: 4", "seq_len: 8", r"partly_within needs a factor of at least 1 for each of seq_len"),
+        ("seq_len: 8, model: 4", "seq_len: 8, modle: 4", r"unknown key partly_within\.modle; did you mean model\?"),
+        ("seq_len: 8, model: 4", "seq_len: 8", r"partly_within lacks model; add what is missing"),
     ],
 )
 def test_a_wrong_file_of_claims_gives_one_sentence_with_its_line(tmp_path, old, new, message) -> None:
@@ -217,7 +217,7 @@ def test_every_part_that_the_abstract_names_has_a_verdict_from_records_or_a_coun
     ],
 )
 def test_a_part_of_a_claim_is_shown_only_within_the_stated_factors(changes: dict, verdict: str, far: str) -> None:
-    assert claims().partly_within == {"seq_len": 8, "model": 4, "gpus": 8}
+    assert claims().partly_within == Factors(seq_len=8, model=4, gpus=8)
     values = {"settings": "as_published", "model": SEVEN, "seq_len": 1 << 20, "cp_size": 8} | changes
 
     def said_of(burst: float, other: float):
