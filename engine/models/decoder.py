@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
-from engine.lm_head.plain import LossSum, plain_loss_sum
+from engine.lm_head.loss import LossSum, plain_loss_sum
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear

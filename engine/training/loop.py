@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from engine.data.sequences import ShuffledSequences, TokenSpan
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
+from engine.lm_head.loss import IGNORE
 from engine.lm_head.loss_kernel import loss_sum_of
-from engine.lm_head.plain import IGNORE
 from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod

@@ -33,7 +33,7 @@ import engine.models.decoder
 from engine.attention.kernels import kernel_named
 from engine.burst import METHOD
 from engine.distributed import World, join
-from engine.lm_head import fused
+from engine.lm_head import loss
 from engine.models.decoder import project_whole
 from engine.ops import elementwise, norm
 from engine.ops.copies import product
@@ -84,9 +84,9 @@ def apart_swiglu() -> contextlib.AbstractContextManager[object]:
 
 def labels_on_device() -> contextlib.AbstractContextManager[object]:
     """Labels that are read back from the GPU in the middle of the step."""
-    read = fused.runs_with_labels
+    read = loss.runs_with_labels
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return replaced(fused, "runs_with_labels", lambda labels, *rest: read(labels.to(device), *rest))
+    return replaced(loss, "runs_with_labels", lambda labels, *rest: read(labels.to(device), *rest))
 
 
 def two_passes() -> contextlib.AbstractContextManager[object]:

@@ -320,7 +320,7 @@ class MemoryModel:
         chooses; input, norm and gradient of the head.
 
         A head that is not fused holds in backward, of all logits in fp32 or wider, the log probabilities, their
-        gradient and the gradient of the logits (`engine.lm_head.plain`), and forms the weight's gradients when of these
+        gradient and the gradient of the logits (`engine.lm_head.loss`), and forms the weight's gradients when of these
         the last one is left, in the inputs' dtype.
         """
         tokens, logit = self._tokens, self._item * self._shape.vocab

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.lm_head.loss import CPU_TILE_BYTES, tile_tokens
 from engine.lm_head.loss_kernel import ENOUGH_TOKENS, GPU_TILE_BYTES
-from engine.lm_head.plain import CPU_TILE_BYTES, tile_tokens
 
 
 def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
