@@ -17,10 +17,10 @@ from harness.cli import main
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
 from harness.records.stated import PROVENANCE_FILE
+from harness.records.stored import EXPERIMENT_FILE
 from harness.report.page import write_report
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
-from harness.spec.written import EXPERIMENT_FILE
 from harness.training.file import load_training
 from tests.harness.measure_bookkeeping import leave_record
 from tests.harness.test_run_experiment import ScriptedLauncher
@@ -52,7 +52,7 @@ container:
   engine: docker
   image: burst:latest
   ipc: private
-  shm_size: 64g
+  extra_arguments: [--shm-size=64g]
   ulimits: {memlock: '-1'}
   mounts:
     - {source: /data, target: /data, read_only: true}

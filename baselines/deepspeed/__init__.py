@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, render_program, training_request, transformers_kernel
+from baselines.called import UpstreamAttention, render_program, training_request
 from baselines.install.places import InstallPlace
-from baselines.llama_trainers import PROGRAM, llama_reason
+from baselines.transformers import PROGRAM, llama_reason, transformers_kernel
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
 

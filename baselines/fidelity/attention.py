@@ -243,36 +243,30 @@ def run_ranks(
     Returns "" when all ended with code 0, else one sentence. No process of the ranks outlives the call.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as port:
+    programs, processes = [Path(command[0]).parent], []
+    with socket.socket() as port:  # open to the end, so that no other program is given this port
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("127.0.0.1", 0))
         common = {
             "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port.getsockname()[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
             "GLOO_SOCKET_IFNAME": "lo", **environment,
         }  # fmt: skip
-    programs = [Path(command[0]).parent]
-    processes = []
-    try:
-        for rank in range(world_size):
-            own = foreign_environment(os.environ, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, programs)
-            with open(folder / f"rank{rank}.log", "w", encoding="utf-8") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=own,
-                        cwd=folder,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
+        try:
+            for rank in range(world_size):
+                own = foreign_environment(os.environ, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, programs)
+                with open(folder / f"rank{rank}.log", "w", encoding="utf-8") as log:
+                    started = subprocess.Popen(
+                        command, env=own, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                         start_new_session=True,
-                    )
-                )
-        return _wait(processes, seconds, folder)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                    )  # fmt: skip
+                processes.append(started)
+            return _wait(processes, seconds, folder)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def own_environment() -> dict[str, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from cluster.active.judge import Pair, Speed, nodes_of
 from cluster.files.errors import UsageError, quantity
+from cluster.files.filesystem import write_whole
 from cluster.health.nodes import NodeReport
 from cluster.render.grouping import faults, of_sites, shown, well
 from cluster.render.text import headline, summary_line
@@ -59,13 +58,9 @@ def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Written aside and renamed, so that a reader never sees half a page. Raises UsageError where it cannot be."""
+    """Leave the page whole or not at all. Raises UsageError where it cannot be written."""
     try:
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        write_whole(path, page.encode(), 0o644)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); give --html a file you can write") from None
 

@@ -24,9 +24,9 @@ from engine.models.decoder import MLP, AddMLP, Norm, activate, add_whole_mlp
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
+from engine.ops.elementwise import swiglu_again
 from engine.ops.norm import add_norm
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
-from engine.ops.swiglu import swiglu_again
 
 
 def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:

@@ -24,7 +24,7 @@ from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
-    from harness.report.run_records import RunRecords
+    from harness.report.results import RunRecords
     from harness.spec.experiment import Experiment
     from harness.spec.trial import Trial
 
@@ -47,7 +47,7 @@ class RunCommand:
         from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
-        from harness.report.run_records import RunRecords
+        from harness.report.results import RunRecords
         from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, job_end, stop_time
         from harness.run.execution import ExecutionOptions, Resume

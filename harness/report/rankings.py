@@ -1,7 +1,8 @@
 """Who is faster in a run: at each size the series that were measured there, sorted by speed, one beside all others.
 
-A size is what trials must share to be put beside each other: the set-up, the value of `settings`, the length, the
-parallel sizes, the tokens of a step and the machine's nodes. Other settings may differ, and then stand in the names.
+A size is what trials must share to be put beside each other: the set-up, the length, the parallel sizes, the tokens of
+a step and the machine's nodes. Settings may differ, and then stand in the names; of methods the verdict compares two
+under one value of `settings`, where there are two.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class RankedSeries:
         assert value is not None, "an ok trial has a speed"
         return MeasuredNumber(value, seconds and seconds.inverse_times(tokens))
 
+    def is_rival(self, other: RankedSeries) -> bool:
+        """Whether the other is of another method, under the same value of `settings`."""
+        return self.method != other.method and self.rows[0]["settings"] == other.rows[0]["settings"]
+
     def of(self, column: str) -> float | None:
         """The median of a column over its trials."""
         return pooled(self.rows, column)
@@ -105,10 +110,12 @@ class SizeRanking:
 
     @property
     def subject(self) -> RankedSeries:
-        """The series that is put beside the others: the fastest of the subject's, else the fastest."""
-        own = (one for one in self.compared if is_subject(one.rows[0]) and one.method != self.baseline)
-        others = (one for one in self.compared if one.method != self.baseline)
-        return next(own, None) or next(others, self.compared[0])
+        """The series that is put beside the others: the fastest of the subject's, first of those whose value of
+        `settings` another method ran with as well; else the fastest."""
+        others = [one for one in self.compared if one.method != self.baseline]
+        own = [one for one in others if is_subject(one.rows[0])]
+        met = [one for one in own if any(one.is_rival(other) for other in self.compared)]
+        return [*met, *own, *others, *self.compared][0]
 
     @property
     def other(self) -> RankedSeries | None:
@@ -119,6 +126,7 @@ class SizeRanking:
         if self.of_methods:
             others = [one for one in others if one.method != subject.method]
             others = [one for one in others if one.method == self.baseline] or others
+            others = [one for one in others if subject.is_rival(one)] or others
         return next(iter(others), None)
 
     def beside(self, other: RankedSeries) -> Speedup | None:
@@ -245,7 +253,7 @@ def _telling(ranking: SizeRanking) -> tuple[Any, ...]:
 
 
 def _size(row: Row) -> tuple[Any, ...]:
-    return (setup_of(row), row["settings"], row["seq_len"], panel_of(row), _sequences(row), row["emulate_nodes"])
+    return (setup_of(row), row["seq_len"], panel_of(row), _sequences(row), row["emulate_nodes"])
 
 
 def _sequences(row: Row) -> int:

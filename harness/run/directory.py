@@ -18,12 +18,11 @@ from engine.reader import read_json, read_regular
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record
-from harness.records.stored import RUN_FILE as RUN_FILE
-from harness.spec.written import EXPERIMENT_FILE, same_meaning
+from harness.records.stored import EXPERIMENT_FILE, RESULTS_FILE, RUN_FILE
+from harness.spec.written import same_meaning
 
 LOCK_FILE = ".lock"
 TRIAL_FILE = "trial.json"
-RESULTS_FILE = "results.csv"
 ATTEMPTS_DIRECTORY = "attempts"
 ROUNDS_DIRECTORY = "rounds"
 RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on

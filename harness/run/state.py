@@ -17,12 +17,11 @@ from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
-from harness.run.directory import RESULTS_FILE, TRIAL_FILE, RunDirectory, round_of_files
+from harness.records.stored import EXPERIMENT_FILE, REPORT_FILE, RESULTS_FILE
+from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
-from harness.spec.written import EXPERIMENT_FILE
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
-REPORT_FILE = "report.html"
 REPORT_SECONDS = 2.0  # by which a copy of a run may have been given the times of its files in another order
 _ID = re.compile(r"(?P<task>[a-z_]+)-(?P<method>.+)-s(?P<length>\d+)-cp(?P<cp>\d+)-[0-9a-f]{8}")
 # In which parts of their ids two trials are alike, the most alike first. Their numbers differ, so no keys collide.

@@ -138,8 +138,9 @@ class SeriesLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineAxes:
-    """What the axes of lines show: sequence lengths on a logarithmic scale, or the steps of a run. `least` is the lower
-    end of a logarithmic scale of values, which otherwise is chosen where they span over 1 : 30; `limit` is drawn."""
+    """What the axes of lines show: values over sequence lengths, from 0 (on a logarithmic scale where they span over
+    1 : 30), or over the `steps` of a run, from the smallest (on a logarithmic scale from `least`, where it is given).
+    `limit` is drawn."""
 
     unit: str
     steps: bool = False
@@ -188,6 +189,7 @@ def _scale_values(ax: Axes, axes: LineAxes, values: Sequence[float]) -> None:
         ax.set_yscale("log")
         ax.set_ylim(axes.least, max(2 * high, 10 * (axes.limit or 0.0)))
         ax.yaxis.set_minor_locator(NullLocator())
+    if axes.steps:  # else as wide as the values: a loss is far from 0
         return
     if low > 0 and high > 30 * low:
         ax.set_yscale("log")

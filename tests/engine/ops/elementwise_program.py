@@ -19,9 +19,8 @@ from torch import Tensor
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.measurement import NOT_FINITE, relative_error
 from engine.models.decoder import MLP, add_whole_mlp
+from engine.ops.elementwise import rotate, rotate_into, swiglu, swiglu_again
 from engine.ops.norm import add_norm, norm_gradients
-from engine.ops.rotary import rotate, rotate_into
-from engine.ops.swiglu import swiglu, swiglu_again
 from engine.optimizer import OnePassAdamW
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
@@ -226,14 +225,14 @@ def faults(device: str) -> list[str]:
 def force_kernels() -> None:
     """Give CPU tensors to the kernels, which the interpreter runs."""
     from engine import optimizer
-    from engine.ops import norm, norm_triton, rotary, swiglu
+    from engine.ops import elementwise, norm, norm_triton
     from engine.ops.autograd import KERNEL_DTYPES
 
     def kernels_for(tensor: Tensor, module: str):
         return importlib.import_module(module) if tensor.dtype in KERNEL_DTYPES else None
 
     norm_triton.PROGRAMS = 2  # so that a few rows are several for each
-    for module in (optimizer, norm, rotary, swiglu):
+    for module in (optimizer, norm, elementwise):
         module.kernels_for = kernels_for
 
 
