@@ -62,21 +62,19 @@ def write_by_member(by_member: Tensor, whole: Tensor, token_runs: tuple[TokenRun
         start += run.count
 
 
-class HeadChunk(Protocol):
-    """The whole group's tokens of one chunk of this rank's heads, as received."""
+class HeadChunk:
+    """The whole group's tokens of one chunk of this rank's heads, as received: here in memory of the allocator, which
+    frees it with the last reference."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Each [B, T, H, ...], usable until `release`."""
-        ...
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors  # each [B, T, H, ...], usable until `release`
 
     def save(self) -> tuple[Tensor, ...]:
         """The same values in memory that outlives `release`. Called before the work on `tensors` is launched."""
-        ...
+        return self.tensors
 
     def release(self) -> None:
         """The last use of `tensors` has been launched."""
-        ...
 
 
 class AllToAllPass(Protocol):
@@ -146,19 +144,6 @@ class GroupAllToAll:
         return receive
 
 
-@dataclass(frozen=True, slots=True)
-class _AllocatedChunk:
-    """A `HeadChunk` in memory of the allocator, which needs no release."""
-
-    tensors: tuple[Tensor, ...]
-
-    def save(self) -> tuple[Tensor, ...]:
-        return self.tensors
-
-    def release(self) -> None:
-        """The allocator frees the tensors with their last reference."""
-
-
 class _GroupPass:
     """The pass of a `GroupAllToAll`: the tensors of a head chunk are packed into one message.
 
@@ -177,7 +162,7 @@ class _GroupPass:
     def send(self, tensors: tuple[Tensor, ...], index: int) -> Callable[[], HeadChunk]:
         size, chunks = self._all_to_all.size, self._num_head_chunks
         if size == 1:
-            return lambda: _AllocatedChunk(tuple(tensor.chunk(chunks, dim=2)[index] for tensor in tensors))
+            return lambda: HeadChunk(tuple(tensor.chunk(chunks, dim=2)[index] for tensor in tensors))
         split = tuple(tensor.unflatten(2, (size, chunks, -1)).select(3, index).movedim(2, 0) for tensor in tensors)
         specs = tensor_specs(tuple(by_rank[0] for by_rank in split))
         rows = message(specs, size, tensors[0].device)
@@ -186,7 +171,7 @@ class _GroupPass:
         # The list holds the received message only until its tokens have been put in order.
         receive = [self._all_to_all.exchange(rows)]
         runs = self._token_runs
-        return lambda: _AllocatedChunk(tuple(in_order(section, runs) for section in sections(receive.pop()(), specs)))
+        return lambda: HeadChunk(tuple(in_order(section, runs) for section in sections(receive.pop()(), specs)))
 
     def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
         self._returning.append(self._send_back(results))

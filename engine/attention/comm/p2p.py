@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -55,19 +55,20 @@ class Transfer(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Sends tensors from one rank of a group to another."""
+class Transport:
+    """Sends tensors from one rank of a group to another. A subclass sends; this one is that of a single rank, which
+    starts no transfer."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
-        """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
-        ...
+        """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group.
+        Nothing to do where every message gets memory of its own."""
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         """Send `sent` to group rank `to` while receiving `expected` from group rank `source`; either may be empty.
 
         Collective in order: all ranks of the group start their transfers in the same sequence.
         """
-        ...
+        raise AssertionError("a single rank sends nothing")
 
 
 @dataclass(slots=True)
@@ -77,16 +78,15 @@ class _SendReceive:
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
-    group: dist.ProcessGroup | None = None
-    peers: str = ""
-    works: list[dist.Work] = field(default_factory=list)
-    copies: tuple[Tensor, ...] = ()  # those of `sent` that `start` made: the caller holds none of them
+    group: dist.ProcessGroup
+    peers: str
+    works: list[dist.Work]
+    copies: tuple[Tensor, ...]  # those of `sent` that `start` made: the caller holds none of them
 
     def wait(self) -> tuple[Tensor, ...]:
-        if self.group is not None:
-            with peers_needed(self.group, self.peers):
-                for work in self.works:
-                    work.wait()
+        with peers_needed(self.group, self.peers):
+            for work in self.works:
+                work.wait()
         for copy in self.copies:
             if copy.is_cuda:  # no effect on the stream that started the transfer; no caller can order another one
                 copy.record_stream(torch.cuda.current_stream(copy.device))
@@ -101,7 +101,7 @@ class _SendReceive:
             keep_until_over(self.works, (*self.received, *self.sent))
 
 
-class PointToPoint:
+class PointToPoint(Transport):
     """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator, which
     has it back as soon as the last reference is gone."""
 
@@ -110,9 +110,6 @@ class PointToPoint:
         self._ranks = dist.get_process_group_ranks(group)
         self._traffic = traffic
         self._connected = False
-
-    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
-        """Nothing to do: every message gets memory of its own."""
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
@@ -149,18 +146,6 @@ def send_rows(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int
         operations.append(dist.P2POp(dist.isend, row, rank, group, tag))
         operations.append(dist.P2POp(dist.irecv, received[place], rank, group, tag))
     return dist.batch_isend_irecv(operations)
-
-
-class NoTransport:
-    """The transport of a single rank: every message is empty."""
-
-    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
-        """Nothing will be sent."""
-
-    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
-        assert not sent
-        assert not expected
-        return _SendReceive((), ())
 
 
 def gpu_of(group: dist.ProcessGroup) -> torch.device | None:

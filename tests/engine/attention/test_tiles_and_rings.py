@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import P2PRing
-from engine.attention.comm.p2p import NoTransport
+from engine.attention.comm.p2p import Transport
 from engine.attention.geometry.layout import LAYOUTS, Gathered, Ring, layout_named, split_unsupported_reason
 from engine.attention.geometry.tiles import Tile, band_area, row_blocks, trim
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas
@@ -148,7 +148,7 @@ def test_every_chunk_is_received_from_the_peer_that_held_it(ring) -> None:
     for rank, step in product(range(ring.cp_size), range(1, ring.cp_size)):
         node, local_rank = divmod(rank, ring.node_size)
         if step % ring.node_size:  # forwarded inside the node
-            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=NoTransport(), gradients=NoTransport())
+            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=Transport(), gradients=Transport())
             source, earlier = node * ring.node_size + relay.peers[1], step - 1
         else:  # sent by the node before, where the inner ring before it began with it
             source, earlier = (rank - ring.node_size) % ring.cp_size, step - ring.node_size
@@ -182,8 +182,8 @@ def test_a_flat_ring_sends_all_chunks_over_a_slow_link_and_a_double_ring_one_per
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_peer_that_is_sent_to_receives_from_the_sender(size) -> None:
     for local_rank in range(size):
-        to = P2PRing(local_rank=local_rank, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[0]
-        assert P2PRing(local_rank=to, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[1] == local_rank
+        to = P2PRing(local_rank=local_rank, size=size, chunks=Transport(), gradients=Transport()).peers[0]
+        assert P2PRing(local_rank=to, size=size, chunks=Transport(), gradients=Transport()).peers[1] == local_rank
 
 
 @pytest.mark.parametrize("base", [LAYOUTS["contiguous"], LAYOUTS["zigzag"]], ids=str)

@@ -99,7 +99,7 @@ def memory_is_given_out_again(mark: str) -> bool:
         keep_until_over([OverWith(busy)], [tensor])
     elif mark == "copied":
         with torch.cuda.stream(busy):  # which waits for a transfer that this one started
-            _SendReceive((), (tensor,), copies=(tensor,)).wait()
+            _SendReceive((), (tensor,), None, "", [], copies=(tensor,)).wait()
     else:
         (unrecorded(tensor) if mark == "unrecorded" else tensor).record_stream(busy)
     del tensor

@@ -147,8 +147,8 @@ class _CopyEnginePass:
         return tuple(whole.flatten(2, 4) for whole in self._whole)
 
 
-class _SlotChunk:
-    """A `HeadChunk` in a receive slot."""
+class _SlotChunk(HeadChunk):
+    """One in a receive slot."""
 
     def __init__(
         self,
@@ -158,17 +158,13 @@ class _SlotChunk:
         save_stream: torch.cuda.Stream,
         ends: dict[str, torch.cuda.Event],
     ) -> None:
-        self._tensors = message.buffer.tensors(message.number, planned.specs)
+        super().__init__(message.buffer.tensors(message.number, planned.specs))
         self._channel, self._message, self._planned, self._save_stream = channel, message, planned, save_stream
         self._copied: list[torch.cuda.Event] = []
         self._ends = ends  # of the pass
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._tensors
-
     def save(self) -> tuple[Tensor, ...]:
-        copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
+        copies = tuple(torch.empty_like(tensor) for tensor in self.tensors)
         self._save_stream.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
         places = [copy.data_ptr() for copy in copies]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
-from engine.attention.comm.p2p import Traffic, Transfer
+from engine.attention.comm.p2p import Traffic, Transfer, Transport
 from engine.cuda import driver as cuda_driver
 from engine.cuda.driver import CopyBatch, Counters
 from engine.cuda.streams import own_stream
@@ -227,8 +227,8 @@ class SymmMemChannel:
         return here
 
 
-class CopyEngine:
-    """An `engine.attention.comm.p2p.Transport` for the ranks of one node.
+class CopyEngine(Transport):
+    """Transfers between the ranks of one node.
 
     At most `slots` - 1 received messages may be held unreleased while the next one is waited for.
     """
