@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 REQUEST_FILE = "attention.json"
 ENTER = "baselines.enter"  # the program that each rank of `InWorker` starts as
-# Of transformers' attention: what torch chooses, cuDNN's first, or FlashAttention-4 where it lies beside torch.
-KERNELS = ("auto", "cudnn", "fa4")
 _LINE = re.compile(rf"^{MARK}(\{{.*\}})$", re.MULTILINE)
 
 
@@ -181,22 +179,6 @@ def heads_reason(upstream: Upstream, settings: TrialSettings, schedule: str) -> 
         f"{upstream.name} needs heads divisible by the ranks that exchange them, found {model.kv_heads} KV heads of "
         f"model {model.name} and {ranks} ranks; choose another schedule or fewer ranks"
     )
-
-
-def kernel_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
-    """Why transformers cannot attend with the trial's kernel, or None."""
-    if settings.kernel in KERNELS:
-        return None
-    return f"{upstream.name} runs kernel {' or '.join(KERNELS)}, found {settings.kernel}; set kernel to one it runs"
-
-
-def transformers_kernel(settings: TrialSettings) -> str:
-    """What transformers, or torch's own function, attends with under the trial's `kernel`, for a record."""
-    if settings.kernel == "fa4":
-        return "fa4"
-    if settings.kernel == "cudnn":  # `with_kernel` of programs/train_transformers.py
-        return "torch: cudnn, else flash, else efficient, else math"
-    return "unknown (torch's scaled_dot_product_attention chooses)"
 
 
 def one_sequence_reason(upstream: Upstream, settings: TrialSettings) -> str | None:

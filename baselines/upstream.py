@@ -2,8 +2,8 @@
 
 An adapter says which settings the system cannot run (`refuse`), writes the command, environment and files of one trial
 (`render`) and reads what the program printed (`parse`). The launcher starts `baselines.drive` for each rank, which
-starts the program. Throughput follows from our formula and the step times
-that the system printed; its own figures stay beside them, in `extra`.
+starts the program. Throughput follows from our formula and the step times that the system printed; its own figures stay
+beside them, in `extra`.
 """
 
 from __future__ import annotations
@@ -181,11 +181,10 @@ class Upstream:
             return f"{self.system} needs {needs}; run it on another machine"
         if (reason := place.not_installed_reason(self.system)) is not None:
             return reason
-        on_cpu = [name for name in place.stand_ins if not place.computes_on_gpus(name)]
-        if device != "cpu" and on_cpu:
+        if device != "cpu" and place.stand_ins and not place.computes_on_gpus:
             return (
-                f"{self.system} has a stand-in for {', '.join(on_cpu)}, which runs on CPU ranks alone; install the "
-                f"real one beside torch, then {place.install_command} --anew"
+                f"{self.system} has a stand-in for {', '.join(place.stand_ins)}, which runs on CPU ranks alone; "
+                f"install the real one beside torch, then {place.install_command} --anew"
             )
         return None
 

@@ -1,23 +1,17 @@
-"""The command line of `check_nodes.py` and `burst check`, and the nodes that it names."""
+"""The command line of `check_nodes.py` and `burst check`, and the checks that it names."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from cluster.active.judge import TESTS
 from cluster.checks import Check, discover, select
 from cluster.discovery.drift import READS
-from cluster.files.errors import UsageError, nearest
+from cluster.files.errors import UsageError
 from cluster.health.nodes import CLOCK, REACHABILITY
-from cluster.inventory.file import named_nodes
-from cluster.inventory.hosts import read_hosts
-from cluster.inventory.nodes import InventoryNode
-from cluster.inventory.ranges import expand, split_list
 from cluster.node_arguments import add_node_arguments
-from cluster.render.grouping import Selection
 
 # Verdicts that no file of cluster/checks gives.
 OTHERS = (REACHABILITY, CLOCK, "drift", "history", *TESTS)
@@ -37,7 +31,6 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
         epilog=_EXIT_CODES_HELP,
     )
     add_node_arguments(result)
-    result.add_argument("--hosts", dest="hosts_file", type=Path, metavar="FILE", help="more hosts, one per line")
     chosen = result.add_argument_group("what is checked")
     chosen.add_argument(
         "--only", type=_names, default=(), metavar="CHECK,...", help="only these checks, as the column CHECK names them"
@@ -68,21 +61,9 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
     output.add_argument(
         "--free", action="store_true", help="only the names of usable nodes; why not the others: stderr"
     )
-    shown = result.add_argument_group("what is shown of it (all is looked at, and counts for the exit code)")
-    shown.add_argument("--only-faults", action="store_true", help="nothing that is ok")
-    shown.add_argument(
-        "--node", type=_names, default=(), metavar="NODE,...", help="only these nodes; ranges as gpu[01-04]"
-    )
-    shown.add_argument("--check", type=_names, default=(), metavar="CHECK,...", help="only these checks")
+    form.add_argument("--only-faults", action="store_true", help="print nothing that is ok; it counts all the same")
     form.add_argument("--html", type=Path, metavar="FILE", help="also write a page with all findings")
     return result
-
-
-def chosen_nodes(arguments: argparse.Namespace) -> tuple[InventoryNode, ...]:
-    """The nodes named, each once, with its own site; this machine when none is named. Raises ValueError."""
-    if arguments.hosts_file:
-        arguments.nodes += [host.target for host in read_hosts(arguments.hosts_file)]
-    return named_nodes(arguments).nodes
 
 
 def chosen_checks(arguments: argparse.Namespace) -> tuple[dict[str, Check], frozenset[str]]:
@@ -90,6 +71,8 @@ def chosen_checks(arguments: argparse.Namespace) -> tuple[dict[str, Check], froz
 
     `drift` and `history` compare verdicts of others, which run with them.
     """
+    if (arguments.free or arguments.nagios) and arguments.only_faults:
+        raise UsageError("--only-faults chooses rows of tables, JSON and pages; leave --free out")
     only, skip = set(arguments.only), set(arguments.skip)
     if REACHABILITY in skip:
         raise UsageError(f"{REACHABILITY} cannot be skipped: without it nothing is known of a node; leave it out")
@@ -104,22 +87,6 @@ def chosen_checks(arguments: argparse.Namespace) -> tuple[dict[str, Check], froz
     return dict(sorted(chosen.items())), frozenset(skip | (set(TESTS) - tests - {"active"} if tests else set()))
 
 
-def chosen_part(arguments: argparse.Namespace, nodes: Sequence[InventoryNode]) -> Selection:
-    """The part of the findings to show. Raises UsageError for a node or check that is not looked at."""
-    if (arguments.free or arguments.nagios) and (arguments.only_faults or arguments.node or arguments.check):
-        raise UsageError("--only-faults, --node and --check choose rows of tables, JSON and pages; leave --free out")
-    names = {node.name for node in nodes}
-    wanted = [name for pattern in arguments.node for name in expand(pattern)]
-    for name in wanted:
-        if name not in names:
-            raise UsageError(f"--node {name} is none of the nodes that are checked; {nearest(name, names)}")
-    known = {*discover(), *OTHERS}
-    for name in arguments.check:
-        if name not in known:
-            raise UsageError(f"there is no check {name!r}; {nearest(name, known)}")
-    return Selection(nodes=frozenset(wanted), checks=frozenset(arguments.check), only_faults=arguments.only_faults)
-
-
 def _names(text: str) -> tuple[str, ...]:
-    """Names between commas; a comma within brackets belongs to a range."""
-    return tuple(name.strip() for name in split_list(text) if name.strip())
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -12,16 +12,16 @@ from pathlib import Path
 from cluster.active.fleet import Plan, run_active
 from cluster.active.judge import Pair, Speed
 from cluster.active.rail_fleet import TEST, find_rails, run_rails
-from cluster.check_arguments import chosen_checks, chosen_nodes, chosen_part, parser
+from cluster.check_arguments import chosen_checks, parser
 from cluster.checks import Check
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown, shown_error
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
+from cluster.inventory.file import named_nodes
 from cluster.inventory.nodes import InventoryNode
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profiles, load_profiles
-from cluster.render.grouping import Selection
 from cluster.render.live import live_table
 from cluster.render.text import json_line, nagios_line, table, why_not
 from cluster.transport.reach import connection
@@ -37,16 +37,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         arguments = parser(prog).parse_args(argv)
         chosen, unwanted = chosen_checks(arguments)
         profiles = load_profiles(*arguments.profiles)
-        nodes = chosen_nodes(arguments)
+        nodes = named_nodes(arguments).nodes
         connect = connection(
             [node.host for node in nodes],
             known_hosts=arguments.known_hosts,
             accept_new_host_keys=arguments.accept_new_host_keys,
         )
-        part = chosen_part(arguments, nodes)
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
-        code = _check(arguments, nodes, connect, chosen, unwanted, profiles, part, prog)
+        code = _check(arguments, nodes, connect, chosen, unwanted, profiles, prog)
         sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake
         return code
     except BrokenPipeError:
@@ -70,7 +69,6 @@ def _check(
     chosen: Mapping[str, Check],
     unwanted: frozenset[str],
     profiles: Profiles,
-    part: Selection,
     prog: str,
 ) -> int:
     reports: dict[str, NodeReport] = {}
@@ -90,11 +88,12 @@ def _check(
         reports[name] = reports[name].also("drift", verdict)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name].without(unwanted) for node in nodes]
-    _print(arguments, in_order, part)
+    _print(arguments, in_order)
     if arguments.html:
         from cluster.render.html import html_page, pair_map, write_page
 
-        write_page(arguments.html, html_page(in_order, [pair_map(pairs)] if pairs else [], part))
+        heat_maps = [pair_map(pairs)] if pairs else []
+        write_page(arguments.html, html_page(in_order, heat_maps, only_faults=arguments.only_faults))
     return EXIT_CODES[worst_level(report.level for report in in_order)]
 
 
@@ -127,11 +126,12 @@ def _run_active(
     return findings.pairs
 
 
-def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport], part: Selection) -> None:
+def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None:
     """Print the chosen form. Nothing is printed before all nodes have answered: some verdicts compare them."""
     if arguments.json:
-        for report in filter(part.holds, reports):
-            print(json_line(report, part))
+        for report in reports:
+            if not arguments.only_faults or report.level != "ok":
+                print(json_line(report, only_faults=arguments.only_faults))
     elif arguments.nagios:
         print(nagios_line(reports))
     elif arguments.free:
@@ -141,7 +141,7 @@ def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport], part: S
             else:
                 print(why_not(report), file=sys.stderr)
     else:
-        print(table(reports, part, every_check=arguments.all))
+        print(table(reports, only_faults=arguments.only_faults, every_check=arguments.all))
 
 
 def _open_history(folder: Path | None, prog: str) -> history.History | None:

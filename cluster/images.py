@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster.files.errors import UsageError
+from cluster.files.errors import UsageError, last_line
 from cluster.files.filesystem import cache_folder
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import InventoryNode
@@ -305,9 +305,3 @@ def _failed(engine: Engine, done: Completed, what: str, advice: str) -> ImageFai
     if done.exit_status is None:
         return ImageFailed(f"{what}: no answer in time; look at {engine} and the load there, or raise --timeout")
     return ImageFailed(f"{what} ({last_line(done.stderr)}); {advice}")
-
-
-def last_line(text: str) -> str:
-    """The last line that a program printed, which usually names its error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no reason given"

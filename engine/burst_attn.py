@@ -41,30 +41,6 @@ class Communicator(Protocol):
         ...
 
 
-class BMTrainCommunicator:
-    """A BMTrain communicator as a `Communicator`.
-
-    BMTrain's communicators cannot send and receive on the streams used here, so its ranks are looked up in
-    torch.distributed. Raises ValueError when BMTrain is not installed, or torch.distributed runs other ranks.
-    """
-
-    def __init__(self, communicator: object) -> None:
-        if importlib.util.find_spec("bmtrain") is None:
-            raise ValueError("process_group is a BMTrain communicator and BMTrain is missing; pip install bmtrain")
-        self._communicator = communicator
-
-    def get_group(self) -> dist.ProcessGroup:
-        nccl = importlib.import_module("bmtrain.nccl")
-        theirs = int(nccl.commRank(self._communicator)), int(nccl.commCount(self._communicator))
-        ours = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-        if theirs != ours:
-            raise ValueError(
-                f"the BMTrain communicator is (rank, ranks) {theirs} and torch.distributed is {ours}; initialise "
-                "torch.distributed over the same ranks, or pass their torch process group"
-            )
-        return dist.group.WORLD
-
-
 def burst_attn_func(
     q: Tensor,
     k: Tensor,
@@ -102,7 +78,7 @@ def burst_attn_func(
     """
     if flash not in KERNELS:
         raise ValueError(f"flash {flash!r} is unknown; choose 'cuda', 'triton' or None")
-    cp = _context(_torch_group(process_group), *_groups_of(double_group))
+    cp = _context(torch_group(process_group), *_groups_of(double_group))
     return burst_attention(
         q,
         k,
@@ -122,40 +98,39 @@ def burst_attn_func(
 class OpBurstAttn:
     """The library's autograd function: `OpBurstAttn.apply(q, k, v, ...)`, with arguments as of `burst_attn_func`."""
 
-    @staticmethod
-    def apply(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None = None,
-        flash: str | None = "cuda",
-        causal: bool = False,
-        optimize_bwd_comm: bool = True,
-        deterministic: bool = False,
-        process_group: dist.ProcessGroup | Communicator | None = None,
-        double_group: Sequence[dist.ProcessGroup | Communicator | None] | None = None,
-    ) -> Tensor:
-        """Attention of this rank's queries over the whole sequence, differentiable in q, k and v."""
-        out: Result = burst_attn_func(
-            q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, double_group
-        )
-        return out
+    apply = staticmethod(burst_attn_func)
 
 
-def _torch_group(process_group: object) -> dist.ProcessGroup | None:
+def torch_group(process_group: object) -> dist.ProcessGroup | None:
     """`process_group` as a torch process group; None for all ranks, also when there is only one."""
     if process_group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     if type(process_group).__module__.partition(".")[0] == "bmtrain":
-        process_group = BMTrainCommunicator(process_group)
+        return _bmtrain_group(process_group)
     if isinstance(process_group, Communicator):
         return process_group.get_group()
     raise ValueError(
         f"process_group is a {type(process_group).__name__}, which names no ranks; pass a torch process group or an "
         "object whose get_group() returns one"
     )
+
+
+def _bmtrain_group(communicator: object) -> dist.ProcessGroup:
+    """The torch process group over the ranks of a BMTrain communicator, which cannot send and receive on the streams
+    used here. Raises ValueError when BMTrain is not installed, or torch.distributed runs other ranks."""
+    if importlib.util.find_spec("bmtrain") is None:
+        raise ValueError("process_group is a BMTrain communicator and BMTrain is missing; pip install bmtrain")
+    nccl = importlib.import_module("bmtrain.nccl")
+    theirs = int(nccl.commRank(communicator)), int(nccl.commCount(communicator))
+    ours = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if theirs != ours:
+        raise ValueError(
+            f"the BMTrain communicator is (rank, ranks) {theirs} and torch.distributed is {ours}; initialise "
+            "torch.distributed over the same ranks, or pass their torch process group"
+        )
+    return dist.group.WORLD
 
 
 def _groups_of(double_group: Sequence[object] | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -172,7 +147,7 @@ def _groups_of(double_group: Sequence[object] | None) -> tuple[dist.ProcessGroup
         raise ValueError("double_group has one group and one None; pass the groups inside and across nodes, or None")
     if double_group[0] is None:
         return None, None
-    return _torch_group(double_group[0]), _torch_group(double_group[1])
+    return torch_group(double_group[0]), torch_group(double_group[1])
 
 
 @lru_cache(maxsize=32)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,11 @@ class World:
     # parallelism, the ranks that hold the same part of each matrix
     cp_group: dist.ProcessGroup  # the ranks that share this replica's sequences, on communicators of their own
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: _Result) -> list[_Result]:
         """Every rank's value, in rank order. Collective."""
-        values: list[object] = [None] * self.size
+        values: list[_Result | None] = [None] * self.size
         dist.all_gather_object(values, value)
-        return values
+        return cast(list[_Result], values)
 
     def attempt(self, work: Callable[[], _Result], *errors: type[Exception]) -> tuple[_Result | None, dict[int, str]]:
         """What `work` returns on this rank, and what it raised of `errors`, in words by rank. Collective, so that no
@@ -54,8 +54,7 @@ class World:
             result = work()
         except errors as error:
             failure = str(error).strip() or type(error).__name__
-        found = enumerate(self.gather(failure))
-        return result, {rank: text for rank, text in found if isinstance(text, str)}
+        return result, {rank: text for rank, text in enumerate(self.gather(failure)) if text is not None}
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """Entry by entry, the time of the slowest rank. Collective."""

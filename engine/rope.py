@@ -23,6 +23,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from engine.reader import Json, from_json
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -43,10 +45,7 @@ KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
 }
 SHORT = {ORIGINAL: "original"}  # names in texts, where they differ
-EXPECTED = dict.fromkeys(("short_factor", "long_factor"), "a list of numbers") | {
-    "truncate": "true or false",
-    ORIGINAL: "a number of tokens",
-}
+LISTS = ("short_factor", "long_factor")
 COMMON = ("rope_type", "partial_rotary_factor")  # of every form
 
 
@@ -68,8 +67,6 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()  # longrope: likewise, of longer sequences
 
     def __post_init__(self) -> None:
-        if self.rope_type not in KEYS:
-            raise ValueError(f"rope_type is {self.rope_type!r}; expected {', '.join(KEYS)}")
         needed, optional = KEYS[self.rope_type]
         for field in fields(self):
             value, given = getattr(self, field.name), getattr(self, field.name) != field.default
@@ -79,9 +76,10 @@ class RopeScaling:
                 raise ValueError(
                     f"{field.name} is {value}, which rope_type {self.rope_type} does not use; leave it out"
                 )
+            least = 2 if field.name == ORIGINAL else 0
             for number in value if isinstance(value, tuple) else (value,):
-                if given and not isinstance(number, str) and not (math.isfinite(number) and number >= 0):
-                    raise ValueError(f"{field.name} is {number:g}; give a number above 0")
+                if given and not isinstance(number, str) and not (math.isfinite(number) and number >= least):
+                    raise ValueError(f"{field.name} is {number:g}; give a number above {max(0, least - 1)}")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ValueError(f"partial_rotary_factor is {self.partial_rotary_factor:g}; give a part above 0, at most 1")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -123,7 +121,7 @@ def parse_rope(text: str) -> RopeScaling:
         return RopeScaling()
     kind, _, rest = text.partition(":")
     names = {SHORT.get(field.name, field.name): field.name for field in fields(RopeScaling)[1:]}
-    values: dict[str, Any] = {}
+    values: dict[str, Json] = {}
     for word in filter(None, rest.split(",")):
         name, equals, value = word.partition("=")
         if not equals or name not in names or names[name] in values:
@@ -131,8 +129,8 @@ def parse_rope(text: str) -> RopeScaling:
                 f"rope_scaling has {word[:60]!r}; expected {NONE}, or TYPE:NAME=NUMBER,... with each of "
                 f"{', '.join(names)} at most once"
             )
-        values[names[name]] = _parsed(names[name], value)
-    return RopeScaling(rope_type=kind, **values)  # type: ignore[arg-type]  # which it checks
+        values[names[name]] = list(map(_plain, value.split("/"))) if name in LISTS else _plain(value)
+    return from_json(RopeScaling, {"rope_type": kind} | values)
 
 
 def _written(value: float | bool | tuple[float, ...]) -> str:
@@ -143,15 +141,14 @@ def _written(value: float | bool | tuple[float, ...]) -> str:
     return str(int(value)) if value == int(value) else repr(value)  # either is read back to the bit
 
 
-def _parsed(name: str, text: str) -> float | bool | tuple[float, ...]:
-    try:
-        if name in ("short_factor", "long_factor"):
-            return tuple(map(float, text.split("/")))
-        if name == "truncate":
-            return {"true": True, "false": False}[text]
-        return int(text) if name == ORIGINAL else float(text)
-    except (ValueError, KeyError):
-        raise ValueError(f"rope_scaling has {name}={text[:40]}; expected {EXPECTED.get(name, 'a number')}") from None
+def _plain(text: str) -> Json:
+    """A number or a truth value; any other text as it is, which no field takes."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
 
 
 class Frequencies(NamedTuple):
@@ -357,39 +354,23 @@ def _scaling(entry: Mapping[str, object], config: Mapping[str, object]) -> RopeS
         values[ORIGINAL] = config.get(ORIGINAL) or values.get(ORIGINAL) or context
     read: dict[str, Any] = {"rope_type": kind}
     for name, value in values.items():
+        if value is None:
+            continue
         if name not in (*COMMON, *needed, *optional):
             raise ValueError(
                 f"{name} is {value!r}, which rope_type {kind} does not have; expected only "
                 f"{', '.join((*needed, *optional)) or 'rope_theta'}"
             )
-        read[name] = _value(name, value)
-    if kind in ("yarn", "longrope") and "factor" not in read and context is not None:
-        read["factor"] = _number("max_position_embeddings", context) / read[ORIGINAL]
+        read[name] = value
+    if kind in ("yarn", "longrope") and "factor" not in read and context and read.get(ORIGINAL):
+        read["factor"] = _number("max_position_embeddings", context) / _number(ORIGINAL, read[ORIGINAL])
     if all(scales) and scales and "attention_factor" not in read:  # as DeepSeek's configurations give it
         numerator, denominator = (
-            _yarn_factor(read["factor"], _number(name, scale))
+            _yarn_factor(_number("factor", read.get("factor")), _number(name, scale))
             for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True)
         )
         read["attention_factor"] = numerator / denominator
-    return RopeScaling(**read)
-
-
-def _value(name: str, value: Any) -> Any:
-    """A value of a configuration as the field of `RopeScaling` has it. Raises ValueError."""
-    if name in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{name} is {value!r}; expected {EXPECTED[name]}")
-        return tuple(_number(name, number) for number in value)
-    if name == "truncate":
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; expected {EXPECTED[name]}")
-        return value
-    if name == ORIGINAL:
-        if type(value) is not int or value < 2:
-            shown = "missing" if value is None else repr(value)
-            raise ValueError(f"{name} is {shown}; expected {EXPECTED[name]}")
-        return value
-    return _number(name, value)
+    return from_json(RopeScaling, read)
 
 
 def _number(name: str, value: Any) -> float:

@@ -351,6 +351,11 @@ class Steps:
         if self.warmup_seq_len < 0:
             raise ValueError(f"steps.warmup_seq_len is {self.warmup_seq_len}; expected 0 or a number of tokens")
 
+    @property
+    def total(self) -> int:
+        """Warm-up steps and measured ones."""
+        return self.warmup + self.measured
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSettings:

@@ -115,7 +115,7 @@ def _set_up(trial_dir: Path, phases: PhaseTimer) -> tuple[Task, StepProfiler | N
         task = TASKS[settings.task](settings, method, world)
         phases.end("building the task")
         if world.rank == 0:  # ends start-up for the launcher, which has a limit of its own
-            progress_to(trial_dir)({"step": 0, "of": settings.steps.warmup + settings.steps.measured})
+            progress_to(trial_dir)({"step": 0, "of": settings.steps.total})
         return task, StepProfiler(trial_dir, world, step_to_trace(settings)) if profiled else None
     except ValueError as error:
         raise Refused(str(error)) from error

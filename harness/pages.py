@@ -17,7 +17,7 @@ from harness.records.stored import read_records, runs_below, stored_run
 from harness.report.page import days_of, distinct
 from harness.report.quoted import RECORDS, Quotes, write_pages
 from harness.reproduce.claims import claims_lines, judged
-from harness.reproduce.measured import all_rows, runs_in
+from harness.reproduce.points import all_rows, runs_in
 
 CLAIMS, RUNS = "claims", "published_runs"  # names of markers
 

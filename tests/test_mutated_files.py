@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,15 +17,16 @@ from harness.cli import main
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
 from harness.records.stated import PROVENANCE_FILE
+from harness.records.stored import EXPERIMENT_FILE
 from harness.report.page import write_report
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
-from harness.spec.written import EXPERIMENT_FILE
 from harness.training.file import load_training
 from tests.harness.measure_bookkeeping import leave_record
 from tests.harness.test_run_experiment import ScriptedLauncher
 from tests.harness.test_verify import STATED
 from tests.mutations import damage, mutated
+from tests.patience import AMPLE
 
 ROOT = Path(__file__).parents[1]
 _SITE = (ROOT / "experiments/sites/h200x8.yaml").read_text(encoding="utf-8")
@@ -50,7 +52,7 @@ container:
   engine: docker
   image: burst:latest
   ipc: private
-  shm_size: 64g
+  extra_arguments: [--shm-size=64g]
   ulimits: {memlock: '-1'}
   mounts:
     - {source: /data, target: /data, read_only: true}
@@ -246,11 +248,16 @@ COMMANDS = {
 }  # fmt: skip
 
 
+def _waits_for_ever(*_: object) -> None:
+    raise AssertionError("it waits, as a read of a pipe does")
+
+
 @pytest.mark.parametrize("damaged", COMMANDS)
 def test_a_damaged_directory_is_read_or_refused_in_one_sentence_by_every_command(
     damaged: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("harness.commands.run.machine_and_launcher", lambda *_: (_HERE, ScriptedLauncher({})))
+    signal.signal(signal.SIGALRM, _waits_for_ever)
     chance = random.Random(SEED)
     noticed = 0
     for number in range(DAMAGED_DIRECTORIES // 2):
@@ -260,10 +267,13 @@ def test_a_damaged_directory_is_read_or_refused_in_one_sentence_by_every_command
         done = damage(folder / damaged, chance)
         for command in COMMANDS[damaged]:
             capsys.readouterr()
+            signal.alarm(int(AMPLE))
             try:
                 code = main(command.split())
             except BaseException as error:
                 raise AssertionError(f"damaged directory {number} ({done}): burst {command}") from error
+            finally:
+                signal.alarm(0)
             said = capsys.readouterr()
             about = f"damaged directory {number} ({done}): burst {command} -> {code}: {said.err or said.out}"
             assert code in (0, 1, 2), about

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, render_program, training_request, transformers_kernel
+from baselines.called import UpstreamAttention, render_program, training_request
 from baselines.install.places import InstallPlace
-from baselines.llama_trainers import PROGRAM, llama_reason
+from baselines.transformers import PROGRAM, llama_reason, transformers_kernel
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -56,14 +56,17 @@ class DeepSpeed(UpstreamAttention):
     def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         if settings.task == "attention":
             return super().render(settings, trial_dir, place)
+        return render_program(PROGRAM, self.training(settings, trial_dir), trial_dir, place)
+
+    def training(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
+        """A trial of `task: train` for the program."""
         local = settings.seq_len // settings.cp_size
-        request = training_request(settings, self.steps(settings), trial_dir) | {
+        return training_request(settings, self.steps(settings), trial_dir) | {
             "engine": "deepspeed",
             "loss_tiles": max(1, local // _LOSS_TILE_TOKENS),
             "mlp_tiles": settings.mlp_tiles,
             "deepspeed": zero_config(settings),
         }
-        return render_program(PROGRAM, request, trial_dir, place)
 
     def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
         return transformers_kernel(settings)

@@ -1,20 +1,23 @@
 """What is run of each system: data, and for each algorithm the bytes that its authors' code has to send.
 
-Shapes are small, because errors and bytes are the question: two sequences of 128 tokens, eight query heads over four KV
-heads of dimension 16, so that grouped heads are part of every comparison that a system allows.
+The cases of attention are `SYSTEMS`, those of training `TRAINING`. Shapes of attention are small, because errors and
+bytes are the question: two sequences of 128 tokens, eight query heads over four KV heads of dimension 16, so that
+grouped heads are part of every comparison that a system allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from baselines.programs import PROGRAMS
+from baselines.pin import FOLDER
 
 SEQ_LEN, BATCH, HEAD_DIM = 128, 2, 16
 STAND_IN = "stand-in: proves the ring, not the kernel"
 TORCH_KERNEL = "torch's own for CPUs"
 WIDTHS = {"fp32": 4, "bf16": 2}
+ALST = {"attention": "UlyssesSPAttentionHF"}  # for DeepSpeed's call.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +73,7 @@ class SystemCases:
     title: str
     kernel: str
     cases: tuple[Case, ...]
-    call: str = ""  # a program of ours beside `call.py`
+    call: str = ""  # in the place of `call.py` of the package
 
 
 def _ring(case: Case) -> float:
@@ -127,7 +130,7 @@ SYSTEMS: Mapping[str, SystemCases] = {
         package="",
         title="torch context_parallel",
         kernel=TORCH_KERNEL,
-        call=str(PROGRAMS / "attention_torch_ring.py"),
+        call=str(FOLDER / "torch_cp" / "call.py"),
         cases=(
             *(
                 Case(
@@ -229,19 +232,70 @@ SYSTEMS: Mapping[str, SystemCases] = {
         package="deepspeed",
         title="DeepSpeed UlyssesSPAttentionHF",
         kernel=TORCH_KERNEL,
-        call=str(PROGRAMS / "attention_ulysses_sp.py"),
         cases=(
             *(
                 Case(
                     name=_name("heads", ranks, dtype), form="all-to-all of heads", ranks=ranks, dtype=dtype,
-                    layout="contiguous", formula=HEADS_AND_POSITIONS, native="ulysses",
+                    layout="contiguous", options=ALST, formula=HEADS_AND_POSITIONS, native="ulysses",
                 )
                 for ranks, dtype in _each()
             ),
             Case(
                 name="few-kv-heads-4-fp32", form="fewer KV heads than ranks", ranks=4, dtype="fp32",
-                layout="contiguous", kv_heads=2, formula=HEADS_AND_POSITIONS,
+                layout="contiguous", kv_heads=2, options=ALST, formula=HEADS_AND_POSITIONS,
             ),
         ),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCase:
+    """Steps on some ranks, in fp32."""
+
+    name: str
+    form: str
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSystem:
+    """A system's model, trained by a program of ours that its interpreter runs."""
+
+    package: str  # folder of its pin
+    title: str
+    kernel: str
+    program: str  # of baselines/programs
+    names: Literal["hugging_face", "megatron"]  # how its parameters are named and split
+    steps: int
+    cases: tuple[TrainingCase, ...]
+
+
+TRAINING: Mapping[str, TrainingSystem] = {
+    "megatron_core": TrainingSystem(
+        package="megatron_core",
+        title="Megatron Core GPT",
+        kernel="its local layers; the CPU is named where it asks for the current GPU",
+        program="train_megatron_core.py",
+        names="megatron",
+        steps=1,
+        cases=tuple(
+            TrainingCase(name=f"tp-{ranks}", form=f"tensor parallel over {ranks}, one step", ranks=ranks)
+            for ranks in (1, 2, 4)
+        ),
+    ),
+    "ulysses_training": TrainingSystem(
+        package="deepspeed",
+        title="Llama of transformers under DeepSpeed",
+        kernel="torch's own for CPUs",
+        program="train_transformers.py",
+        names="hugging_face",
+        steps=3,
+        cases=tuple(
+            TrainingCase(
+                name=f"sp-{ranks}", form=f"UlyssesSPAttentionHF over {ranks}, ZeRO-3, three steps", ranks=ranks
+            )
+            for ranks in (2, 4)
+        ),
+    ),
+}

@@ -11,11 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from baselines.fidelity.attention import attention_rows
-from baselines.fidelity.cases import SYSTEMS, Case, SystemCases
-from baselines.fidelity.rows import Result, Row
-from baselines.fidelity.table import as_csv, as_markdown
+from baselines.fidelity.cases import SYSTEMS, TRAINING, Case, SystemCases, TrainingCase, TrainingSystem
+from baselines.fidelity.table import Result, Row, as_csv, as_markdown
 from baselines.fidelity.training import training_rows
-from baselines.fidelity.training_cases import TRAINING, TrainingCase, TrainingSystem
 from baselines.install.places import InstallPlace
 from baselines.pin import load_pin
 from cluster.files.errors import UsageError, nearest

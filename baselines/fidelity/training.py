@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from baselines.called import REQUEST_FILE, render_program, training_request
-from baselines.fidelity.attention import error_of
-from baselines.fidelity.ranks import run_ranks
-from baselines.fidelity.rows import FidelityError, Row, verdict_of
-from baselines.fidelity.training_cases import TrainingCase, TrainingSystem
+from baselines.deepspeed import METHOD as DEEPSPEED
+from baselines.fidelity.attention import error_of, run_ranks
+from baselines.fidelity.cases import TrainingCase, TrainingSystem
+from baselines.fidelity.table import FidelityError, Row, verdict_of
 from baselines.install.places import InstallPlace
 from engine.models.architecture import architecture_named
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,12 +59,13 @@ def _run(system: TrainingSystem, case: TrainingCase, place: InstallPlace, scratc
     """Run the system's program; see `run_ranks`."""
     settings = TrialSettings(
         task="train", method=system.package, model=SHAPE, seq_len=_SEQ_LEN, batch_size=_BATCH, cp_size=case.ranks,
-        learning_rate=_LEARNING_RATE,
+        dtype="fp32", checkpoint=Checkpoint(every=0), learning_rate=_LEARNING_RATE,
+        steps=Steps(warmup=0, measured=system.steps),
     )  # fmt: skip
-    request = training_request(settings, system.steps, scratch) | {
-        "inputs": str(scratch / "tokens.pt"),
-        "left": str(scratch / case.name),
-    }
+    request = training_request(settings, system.steps, scratch)
+    if system.package == DEEPSPEED.package:
+        request = DEEPSPEED.training(settings, scratch)
+    request |= {"inputs": str(scratch / "tokens.pt"), "left": str(scratch / case.name)}
     folder = scratch / f"{case.name}.ranks"
     folder.mkdir(parents=True, exist_ok=True)
     rendered = render_program(system.program, request, folder, place)
@@ -115,6 +116,7 @@ def reference(parameters: Tensors, drawn: Tensor, steps: int) -> tuple[list[floa
         loss.backward()
         if step == 0:
             gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as the systems do
         optimizer.step()
         losses.append(loss.item())
     return losses, gradients

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin, pinned_systems
-from baselines.stand_ins import INSTEAD, ON_CPU_RANKS, ON_GPUS, python_path
+from baselines.stand_ins import FLASH_ATTN, FLASH_ATTN_4, FLASH_ATTN_4_PACKAGES, FLASH_ATTN_PACKAGE, python_path
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.reader import from_json, read_json
@@ -90,21 +90,16 @@ class InstallPlace:
 
     @property
     def stand_ins(self) -> list[str]:
-        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace: on CPU ranks,
-        or, where the package that one computes with on GPUs is there, on GPUs."""
-        if "cpu" not in self.pinned.devices:
-            return []
-        modules = [name.replace("-", "_") for name in self.pinned.provided]
-        return [name for name in modules if name in ON_CPU_RANKS and not self._has(name)]
+        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace: flash_attn, on
+        CPU ranks, and on GPUs where `computes_on_gpus`."""
+        needed = "cpu" in self.pinned.devices and FLASH_ATTN_PACKAGE in self.pinned.provided
+        # FlashAttention-4 alone has a folder of that name too, without modules at its top.
+        return [FLASH_ATTN] if needed and not any((self.folder / BORROWED / FLASH_ATTN).glob("*.py")) else []
 
-    def _has(self, module: str) -> bool:
-        """Whether the real package was there, and not another one's part of the same folder alone."""
-        folder = self.folder / BORROWED / module
-        return folder.exists() and (module not in ON_GPUS or any(folder.glob("*.py")))
-
-    def computes_on_gpus(self, stand_in: str) -> bool:
-        """Whether what a stand-in computes with on GPUs is there; on CPU ranks each computes by itself."""
-        return stand_in in ON_GPUS and (self.folder / BORROWED / stand_in / ON_GPUS[stand_in]).is_dir()
+    @property
+    def computes_on_gpus(self) -> bool:
+        """Whether FlashAttention-4 is there, with which the stand-in computes on GPUs."""
+        return (self.folder / BORROWED / FLASH_ATTN / FLASH_ATTN_4).is_dir()
 
     @property
     def pin(self) -> Pin:
@@ -152,8 +147,9 @@ class InstallPlace:
 
 
 def beside_torch(provided: Iterable[str]) -> list[str]:
-    """Packages that an environment takes from beside torch: those of the pin, and what stand-ins compute with."""
-    return [name for one in provided for name in (one, *INSTEAD.get(one, ()))]
+    """Packages that an environment takes from beside torch: those of the pin, and what a stand-in computes with."""
+    names = list(provided)
+    return names + (list(FLASH_ATTN_4_PACKAGES) if FLASH_ATTN_PACKAGE in names else [])
 
 
 def places(system: str | None = None, base: Path = FOLDER) -> list[InstallPlace]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from baselines.handicaps import applied_model, applied_values
 from baselines.install.places import InstallPlace
-from baselines.megatron_log import parse_iterations
+from baselines.megatron_lm import parse_iterations
 from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 

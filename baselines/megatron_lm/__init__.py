@@ -6,18 +6,21 @@ Its attention over several ranks is TransformerEngine's. `schedule` sets its `--
 The release runs from the wheel of megatron-core, its program from a checkout of the release branch; over several ranks
 that share a sequence `baselines/programs/pretrain_megatron.py` starts that program, for a fault of it. The paper's copy
 runs with the options of the artifact's scripts, which keep neither attention nor any other activation.
+
+Each iteration is one line of its log, `name: value` between bars, printed by the last rank. Names that are not of the
+loss and norm are the system's own figures, and kept as it calls them. Megatron-DeepSpeed prints the same lines.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baselines.called import head_ranks, heads_reason
 from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import InstallPlace
-from baselines.megatron_log import parse_iterations
 from baselines.programs import PROGRAMS
 from baselines.stand_ins import python_path
 from baselines.tokens import FOLDER, prefixes
@@ -56,6 +59,19 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 _SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
 _MOCK = "--mock-data"
 _NO_MAKE = "bin/make"
+_ITERATION = re.compile(r"iteration +\d+/ *\d+ \|(.*)$", re.MULTILINE)
+_FIELD = re.compile(r" *([^|:]+?(?:\([^)]*\))?): +(\S+)(?: GB)? *")
+_MEMORY = re.compile(r"max allocated: ([\d.]+) \| reserved: [\d.]+ \| max reserved: ([\d.]+)")
+_MIB = 1 << 20  # which it prints as MB
+_SECONDS, _LOSS, _NORM = "elapsed time per iteration (ms)", "lm loss", "grad norm"
+_FIGURES = (
+    "throughput per GPU",
+    "Token per GPU",
+    "tokens per gpu per second",
+    "samples per second",
+    "TFLOPs",
+    "Max Mem",
+)
 
 
 class MegatronLM(Upstream):
@@ -200,6 +216,21 @@ def recompute(checkpoint: Checkpoint, release: bool = True) -> str | None:
     if checkpoint.tail == 0 or not release:
         return _FULL
     return _SELECTIVE if checkpoint.every == 1 and checkpoint.tail == 1 else None
+
+
+def parse_iterations(output: str) -> PrintedSteps:
+    """Steps, losses, norms and memory of one rank's log; the system's own figures are those of its last iteration."""
+    iterations = [dict(_FIELD.findall(line)) for line in _ITERATION.findall(output)]
+    memory = _MEMORY.findall(output)
+    last: dict[str, Any] = iterations[-1] if iterations else {}
+    return PrintedSteps(
+        step_seconds=[float(one[_SECONDS]) / 1000 for one in iterations if _SECONDS in one],
+        loss=[float(one[_LOSS]) for one in iterations if _LOSS in one],
+        grad_norm=[float(one[_NORM]) for one in iterations if _NORM in one],
+        peak_allocated_bytes=[int(float(memory[-1][0]) * _MIB)] if memory else [],
+        peak_reserved_bytes=[int(float(memory[-1][1]) * _MIB)] if memory else [],
+        own={name: float(value) for name, value in last.items() if name.startswith(_FIGURES)},
+    )
 
 
 METHOD = MegatronLM()

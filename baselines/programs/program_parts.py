@@ -44,9 +44,13 @@ def leave():
 
 
 def batch(request, step, replica, replicas):
-    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
+    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens. With
+    `inputs` in the request they are those of that file in every step."""
     import torch
 
+    if "inputs" in request:
+        drawn = torch.load(request["inputs"])
+        return drawn[:, :-1], drawn[:, 1:]
     size, length = request["batch_size"], request["seq_len"]
     first = (step * replicas + replica) * size
     with open(request["tokens"], "rb") as file:

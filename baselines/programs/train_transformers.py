@@ -4,7 +4,9 @@
 random weights, and learns the tokens of the trial's file. Rank 0 prints one line of JSON per step: seconds of the
 slowest rank, loss, norm.
 
-`engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. `engine: trl` is TRL's SFT
+`engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. With `left` in the request
+rank 0 leaves the first parameters, the gradients of the first step and all losses (`burst baselines fidelity`).
+`engine: trl` is TRL's SFT
 trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the model with Liger-Kernel, on
 one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves.
 """
@@ -70,6 +72,8 @@ def train_with_deepspeed(request):
     engine, *_ = deepspeed.initialize(
         config=request["deepspeed"], model=model, model_parameters=model.parameters(), mpu=mpu
     )
+    named = dict(engine.module.named_parameters())
+    left = {"loss": [], "parameters": whole_parameters(named)} if "left" in request else None
     replica, part, length = rank // cp_size, rank % cp_size, request["seq_len"] // cp_size
     own = slice(part * length, (part + 1) * length)
     positions = torch.arange(request["seq_len"], device=device)[own].expand(request["batch_size"], -1)
@@ -90,6 +94,8 @@ def train_with_deepspeed(request):
             tile_loss, head, hidden, targets, None, request["loss_tiles"], [head.weight], "mean"
         )
         engine.backward(loss)
+        if left and step == 0:
+            left["gradients"] = whole_gradients(named)
         engine.step()
         if cuda:
             torch.cuda.synchronize()
@@ -100,7 +106,26 @@ def train_with_deepspeed(request):
         norm = engine.get_global_grad_norm()
         line = {"step": step + 1, "seconds": slowest.item(), "loss": mean.item() / world}
         say(rank, **line, **({} if norm is None else {"grad_norm": float(norm)}))
+        if left:
+            left["loss"].append(line["loss"])
+    if left and rank == 0:
+        torch.save(left, f"{request['left']}.rank0.pt")
     finish(rank, world)
+
+
+def whole_parameters(named):
+    """Copies in fp32 of parameters that ZeRO-3 has split. Collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: each.detach().clone().float() for name, each in named.items()}
+
+
+def whole_gradients(named):
+    """Copies in fp32 of their gradients. Collective."""
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: safe_get_full_grad(each).detach().clone().float() for name, each in named.items()}
 
 
 def train_with_trl(request):

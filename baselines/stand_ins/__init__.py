@@ -13,12 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# Packages that need a GPU, by the names of their modules; the stand-in computes on CPU ranks.
-ON_CPU_RANKS = ("flash_attn",)
-# On GPUs the stand-in computes by another package: its folder inside the package of the same name, and the
-# distributions it comes in, which an environment takes from beside torch as it would take the real package.
-ON_GPUS = {"flash_attn": "cute"}
-INSTEAD = {"flash-attn": ("flash-attn-4", "nvidia-cutlass-dsl-libs-cu13")}
+FLASH_ATTN, FLASH_ATTN_PACKAGE = "flash_attn", "flash-attn"  # module and distribution that a stand-in may replace
+# What that one computes with on GPUs: a folder in a package of the same name, and the distributions that it comes in,
+# which an environment takes from beside torch as it would take the real package.
+FLASH_ATTN_4, FLASH_ATTN_4_PACKAGES = "cute", ("flash-attn-4", "nvidia-cutlass-dsl-libs-cu13")
 
 
 def python_path(names: Iterable[str]) -> str:

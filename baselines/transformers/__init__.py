@@ -3,17 +3,77 @@
 What a user writes who wants no trainer: the model with Liger's kernels in it, gradient checkpointing, torch's fused
 AdamW, and autocast to bf16. `transformers_bf16` beside it has the weights themselves in bf16, which takes half the
 memory for them and rounds each update. Liger's kernels are of GPUs: a CPU rank runs the model without them.
+
+TRL and DeepSpeed train the same Llama: `baselines/programs/train_transformers.py` runs all three, and its `engine` says
+under which trainer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from baselines.llama_trainers import WholeSequences
+from baselines.called import parse_program, render_program, training_request
+from baselines.install.places import InstallPlace
+from baselines.upstream import PrintedSteps, Rendered, Upstream
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
+
+PROGRAM = "train_transformers.py"
+# Of transformers' attention: what torch chooses, cuDNN's first, or FlashAttention-4 where it lies beside torch.
+KERNELS = ("auto", "cudnn", "fa4")
+
+
+def llama_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
+    """Why a Llama of transformers cannot run the trial's kernel, recomputation or model, or None."""
+    model, checkpoint = settings.model, settings.checkpoint
+    if settings.kernel not in KERNELS:
+        return f"{upstream.name} runs kernel {' or '.join(KERNELS)}, found {settings.kernel}; set kernel to one it runs"
+    if checkpoint.every not in (0, 1) or (checkpoint.every and checkpoint.tail):
+        return (
+            f"{upstream.name} recomputes nothing or each layer whole, found checkpoint.every {checkpoint.every} and "
+            f"tail {checkpoint.tail:g}; set every to 0, or every to 1 and tail to 0"
+        )
+    if not model.gated or model.qk_norm:
+        return f"{upstream.name} trains transformers' Llama, and {model.name} is another model; choose a Llama"
+    return None
+
+
+def transformers_kernel(settings: TrialSettings) -> str:
+    """What transformers, or torch's own function, attends with under the trial's `kernel`, for a record."""
+    if settings.kernel == "fa4":
+        return "fa4"
+    if settings.kernel == "cudnn":  # `with_kernel` of programs/train_transformers.py
+        return "torch: cudnn, else flash, else efficient, else math"
+    return "unknown (torch's scaled_dot_product_attention chooses)"
+
+
+class WholeSequences(Upstream):
+    """Whole sequences on each rank. `kernel` is that of transformers' attention."""
+
+    honours = ("kernel",)
+    tokens = "plain"
+    engine: str  # of the program
+
+    def own_reason(self, settings: TrialSettings) -> str | None:
+        if settings.cp_size > 1:
+            return f"{self.name} keeps sequences whole, found cp_size {settings.cp_size}; set cp_size to 1"
+        return llama_reason(self, settings)
+
+    def request(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
+        """The trial for the program; adapters add what their engine reads."""
+        return training_request(settings, self.steps(settings), trial_dir) | {"engine": self.engine}
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
+        return render_program(PROGRAM, self.request(settings, trial_dir), trial_dir, place)
+
+    def parse(self, output: str) -> PrintedSteps:
+        return parse_program(output)
+
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
+        return transformers_kernel(settings)
 
 
 class Transformers(WholeSequences):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.llama_trainers import WholeSequences
+from baselines.transformers import WholeSequences
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings

@@ -21,7 +21,6 @@ from cluster.environment.ranks import (
     configured,
     process_values,
     socket_values,
-    trial_values,
 )
 from cluster.environment.value import Variable, overlaid, shown, variables
 from cluster.inventory.site import Site
@@ -63,10 +62,8 @@ def render_node(
     *,
     method: str = DEFAULT_METHOD,
     ranks: int | None = None,
-    logs: str | None = None,
 ) -> NodeEnvironment:
-    """The node's environment. `ranks` on this node, None for the site's number, else one per GPU; `logs` is the folder
-    for files of NCCL and the flight recorder, None leaves them to each trial."""
+    """The node's environment. `ranks` on this node, None for the site's number, else one per GPU, or one."""
     interface = choose_interface(facts, wanted=site.network.interface, mtu=site.network.mtu)
     hcas = choose_hcas(facts, wanted=site.network.hcas, rate_gbps=site.network.port_rate_gbps)
     values = (
@@ -82,7 +79,6 @@ def render_node(
                 (gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability), default=None
             ),
         ),
-        *(trial_values(logs) if logs else ()),
     )
     own, warnings = site_variables(site)
     concerns = [sentence for name, value in own.items() if (sentence := concern(name, value))]

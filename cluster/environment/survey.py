@@ -31,8 +31,6 @@ class SurveyOptions:
 
     head: str | None = None  # IPv4 address of the head node; None: this machine alone
     method: str = DEFAULT_METHOD
-    ranks: int | None = None  # per node; None: the site's number, else one per GPU
-    logs: str | None = None  # folder on the nodes for NCCL's and the flight recorder's files
     install: str | None = None  # path on the nodes to write env.sh to; None: nothing is written
 
 
@@ -65,7 +63,7 @@ def survey(nodes: Sequence[InventoryNode], connect: Connect, options: SurveyOpti
     def work(node: InventoryNode) -> tuple[NodeEnvironment, Installed | Unreachable | None]:
         with connect(node.host, seconds) as runner:
             facts = read_node(node.name, runner, node.site, head=options.head, deadline_seconds=seconds)
-            rendered = render_node(facts, node.site, method=options.method, ranks=options.ranks, logs=options.logs)
+            rendered = render_node(facts, node.site, method=options.method)
             if options.install is None:
                 return rendered, None
             try:

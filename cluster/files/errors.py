@@ -28,6 +28,12 @@ def quantity(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def last_line(text: str) -> str:
+    """The last line that a program printed, which usually names its error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "no reason given"
+
+
 MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _BREAK = re.compile(r"\n(?!  )")

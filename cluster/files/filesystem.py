@@ -1,4 +1,4 @@
-"""This machine's file systems: text of files that a user names, advisory locks, and folders for state and caches.
+"""This machine's file systems: text of files that a user names, whole files, locks, and folders for state and caches.
 
 `read_text` neither waits for a file's writer nor reads without end. The kernel drops a lock when its holder ends; some
 file systems have no locks. Folders follow the XDG base directory specification.
@@ -6,10 +6,12 @@ file systems have no locks. Folders follow the XDG base directory specification.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +69,22 @@ def open_regular(path: Path, what: str) -> IO[bytes]:
 
 def _unreadable(path: Path, what: str, problem: str | None) -> UsageError:
     return UsageError(f"{shown_value(str(path))}: cannot read the {what} ({problem}); give a readable file")
+
+
+def write_whole(path: Path, content: bytes, mode: int) -> None:
+    """Write a file aside and rename it, so that a reader sees it whole or not at all. Raises OSError."""
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # for its owner alone
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
 
 
 # Lustre mounted without flock, NFS without its lock service, and FUSE file systems that do not implement it.

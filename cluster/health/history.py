@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.checks import Check
-from cluster.files.filesystem import state_folder, try_lock
+from cluster.files.filesystem import state_folder, try_lock, write_whole
 from cluster.health.nodes import NodeReport
 from cluster.probing.verdict import Verdict, merge
 
@@ -119,7 +118,7 @@ class History:
                 file.write((b"\n" if broken else b"") + line.encode())
             lines = kept.splitlines(keepends=True)
             if len(lines) >= MAX_LINES:
-                self._replace(path, b"".join([*lines[-MAX_LINES // 2 :], line.encode()]))
+                write_whole(path, b"".join([*lines[-MAX_LINES // 2 :], line.encode()]), 0o600)
 
     def _path(self, node: str) -> Path:
         name = quote(node, safe="@+,=")
@@ -130,12 +129,6 @@ class History:
         with open(self._folder / ".lock", "wb") as lock:
             try_lock(lock, wait=True)  # without locks an entry is still one write; only cutting may lose another's
             yield
-
-    def _replace(self, path: Path, content: bytes) -> None:
-        descriptor, aside = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".part")
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(aside, path)
 
 
 def _parse(line: bytes) -> CheckRecord | None:

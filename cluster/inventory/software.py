@@ -11,7 +11,6 @@ from typing import Literal
 from cluster.inventory.hosts import is_user, parse_jump
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_SIZE = re.compile(r"\d+[bkmgBKMG]?")
 _ULIMIT = re.compile(r"-1|\d+(:(-1|\d+))?")
 
 
@@ -51,14 +50,11 @@ class Container:
     image_id: str | None = None  # sha256:... that the engine must show; null: any image of that name
     gpus: str = "all"  # docker's --gpus, or podman's nvidia.com/gpu=...; empty: none
     mounts: tuple[Mount, ...] = ()
-    network: str = "host"
     ipc: Literal["host", "private", "shareable"] = "host"
-    shm_size: str | None = None  # such as 64g; only without ipc: host, which has the node's own /dev/shm
     # Registered memory is locked memory, and NCCL's threads need stack; NVIDIA documents these limits for its
     # containers.
     ulimits: Mapping[str, str] = field(default_factory=lambda: {"memlock": "-1", "stack": "67108864"})
-    privileged: bool = False
-    extra_arguments: tuple[str, ...] = ()  # of the engine's `run`, each one argument
+    extra_arguments: tuple[str, ...] = ()  # of the engine's `run`, each one argument, such as --shm-size=64g
 
     def __post_init__(self) -> None:
         if self.engine != "none" and not self.image:
@@ -67,10 +63,6 @@ class Container:
             raise ValueError(f"container.image is {self.image!r}; expected a name such as burst:latest")
         if self.image_id is not None and not _DIGEST.fullmatch(self.image_id):
             raise ValueError(f"container.image_id is {self.image_id!r}; expected sha256: and 64 hexadecimal digits")
-        if self.shm_size is not None and not _SIZE.fullmatch(self.shm_size):
-            raise ValueError(f"container.shm_size is {self.shm_size!r}; expected a size such as 64g")
-        if self.shm_size is not None and self.ipc == "host":
-            raise ValueError("container.shm_size has no effect with ipc: host; give ipc: private, or leave it out")
         for name, value in self.ulimits.items():
             if not name.isalpha() or not _ULIMIT.fullmatch(value):
                 raise ValueError(f"container.ulimits has {name}: {value}; expected numbers such as memlock: -1")

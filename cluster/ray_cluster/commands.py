@@ -71,13 +71,11 @@ def fixed_ports(ray: RayPorts, *, head: bool) -> dict[str, int]:
 def run_container(container: Container, *, mark: str) -> list[str]:
     """Start the node's container, which then idles: Ray is started inside it. Prints the container's id.
 
-    No --privileged unless the site says so; `--init` reaps the zombies that Ray's workers leave.
+    No --privileged unless the site's extra arguments have it; `--init` reaps the zombies that Ray's workers leave.
     """
     name = f"burst-ray-{mark.replace('/', '-')}"
     command = [container.engine, "run", "--detach", "--init", "--name", name, "--label", f"{LABEL}={mark}"]
-    command += ["--network", container.network, "--ipc", container.ipc]
-    if container.shm_size:
-        command += ["--shm-size", container.shm_size]
+    command += ["--network", "host", "--ipc", container.ipc]
     if container.gpus:
         command += gpu_options(container.engine, container.gpus)
     for limit, value in container.ulimits.items():
@@ -85,8 +83,6 @@ def run_container(container: Container, *, mark: str) -> list[str]:
     for mount in container.mounts:
         parts = ["type=bind", f"source={mount.source}", f"target={mount.target or mount.source}"]
         command += ["--mount", ",".join(parts + (["readonly"] if mount.read_only else []))]
-    if container.privileged:
-        command.append("--privileged")
     assert container.image, container
     return [*command, *container.extra_arguments, "--entrypoint", "sleep", container.image, "infinity"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cluster.files.errors import last_line
 from cluster.ray_cluster.commands import find_containers, remove_containers
 from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
@@ -58,8 +59,7 @@ def run_engine(runner: Runner, command: Sequence[str], seconds: float) -> str:
     """Output of one command of docker or podman. Raises NodeError when it fails."""
     done = runner.run(command, deadline_seconds=seconds)
     if done.exit_status != 0:
-        said = done.stderr.strip().splitlines()
-        why = "did not answer in time" if done.exit_status is None else f"failed ({said[-1][:200] if said else '?'})"
+        why = "did not answer in time" if done.exit_status is None else f"failed ({last_line(done.stderr)})"
         raise NodeError(f"{command[0]} {command[1]} {why}; look at the node's {command[0]}")
     return done.stdout
 

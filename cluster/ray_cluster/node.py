@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import Any, TypeVar
 
+from cluster.files.errors import last_line
 from cluster.ray_cluster.node_program import MARK, REPLY
 from cluster.transport.runner import Runner, Unreachable
 
@@ -49,9 +50,8 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
             return answer
     if done.exit_status is None:
         raise NodeError(f"{action} was not done within {seconds:g} s; look at the node's load and storage")
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     raise NodeError(
-        f"{' '.join(python)} exited with {done.exit_status} ({said[-1][:200] if said else 'no message'}); "
+        f"{' '.join(python)} exited with {done.exit_status} ({last_line(done.stderr)}); "
         "check software.python in the site"
     )
 

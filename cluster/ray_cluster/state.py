@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from cluster.files import reader
 from cluster.files.errors import UsageError
-from cluster.files.filesystem import state_folder, try_lock
+from cluster.files.filesystem import state_folder, try_lock, write_whole
 from cluster.inventory.hosts import Host
 
 SCHEMA = 2
@@ -156,20 +156,12 @@ class StateDirectory:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write beside `path` with mode 0600, then rename. Raises UsageError where the folder cannot be used."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Leave a file that its owner alone can read. Raises UsageError where the folder cannot be used."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        write_whole(path, text.encode(), 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); give --state a folder of yours") from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
 
 
 def _plain(value: Any) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,15 +10,17 @@ from pathlib import Path
 
 from cluster.active.judge import Pair, Speed, nodes_of
 from cluster.files.errors import UsageError, quantity
+from cluster.files.filesystem import write_whole
 from cluster.health.nodes import NodeReport
-from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
+from cluster.render.grouping import faults, of_sites, shown, well
 from cluster.render.text import headline, summary_line
 
 
 def html_page(
     reports: Sequence[NodeReport],
     heat_maps: Sequence[HeatMap] = (),
-    selection: Selection = EVERYTHING,
+    *,
+    only_faults: bool = False,
     now: datetime | None = None,
 ) -> str:
     """The page. Everything a node printed is escaped. Raises UsageError without jinja2."""
@@ -35,16 +35,16 @@ def html_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = selection.shown(reports)
-    checks = list(dict.fromkeys(name for _, verdicts in shown for name, _ in sorted(verdicts)))
+    found = shown(reports, only_faults=only_faults)
+    checks = list(dict.fromkeys(name for _, verdicts in found for name, _ in sorted(verdicts)))
     return environment.get_template("summary.html.j2").render(
         time=(now or datetime.now(UTC)).isoformat(sep=" ", timespec="seconds"),
         summary=summary_line(reports),
         checks=checks,
         sites=of_sites(reports),
-        faults=faults(reports, selection),
-        well=well(reports, selection),
-        nodes=[(report, headline(report), verdicts, dict(verdicts)) for report, verdicts in shown],
+        faults=faults(reports),
+        well=[] if only_faults else well(reports),
+        nodes=[(report, headline(report), verdicts, dict(verdicts)) for report, verdicts in found],
         heat_maps=heat_maps,
     )
 
@@ -58,13 +58,9 @@ def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Written aside and renamed, so that a reader never sees half a page. Raises UsageError where it cannot be."""
+    """Leave the page whole or not at all. Raises UsageError where it cannot be written."""
     try:
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        write_whole(path, page.encode(), 0o644)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); give --html a file you can write") from None
 

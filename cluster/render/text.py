@@ -14,24 +14,25 @@ from cluster.files.errors import counted
 from cluster.health.nodes import NodeReport
 from cluster.probing.probe import printable
 from cluster.probing.verdict import LEVELS, Level, worst_level
-from cluster.render.grouping import EVERYTHING, Group, Selection, faults, of_sites, well, worst_first
+from cluster.render.grouping import Group, faults, of_sites, shown, well, worst_first
 
 SCHEMA = 1  # of a line of JSON; keys may be added to a version, another meaning or a lost key is a new one
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
 
 
-def table(reports: Sequence[NodeReport], selection: Selection = EVERYTHING, *, every_check: bool = False) -> str:
+def table(reports: Sequence[NodeReport], *, only_faults: bool = False, every_check: bool = False) -> str:
     """Faults first, nodes with the same ones together; then one row for what is well, and one line that counts.
 
-    `every_check`: a row for each check of each node instead.
+    `only_faults`: nothing that is ok but in the count. `every_check`: a row for each check of each node instead.
     """
     rows = [_HEADER]
     if every_check:
         groups = [
-            Group(nodes=(report.host.name,), rows=tuple(verdicts)) for report, verdicts in selection.shown(reports)
+            Group(nodes=(report.host.name,), rows=tuple(verdicts))
+            for report, verdicts in shown(reports, only_faults=only_faults)
         ]
     else:
-        groups = [*faults(reports, selection), *well(reports, selection)]
+        groups = [*faults(reports), *([] if only_faults else well(reports))]
     for group in groups:
         for number, (name, verdict) in enumerate(group.rows):
             rows.append((group.name if number == 0 else "", name, verdict.level, verdict.action, verdict.summary))
@@ -72,10 +73,10 @@ def why_not(report: NodeReport) -> str:
     return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))
 
 
-def json_line(report: NodeReport, selection: Selection = EVERYTHING) -> str:
-    """One node as one line of JSON, with the checks that are shown: node.schema.json, whose version `schema` names."""
+def json_line(report: NodeReport, *, only_faults: bool = False) -> str:
+    """One node as one line of JSON, with all checks or those that are not ok: node.schema.json, whose version `schema`
+    names."""
     host = report.host
-    shown = {name for name, _ in selection.verdicts(report)}
     node: dict[str, Any] = {
         "schema": SCHEMA,
         "node": host.name,
@@ -94,7 +95,7 @@ def json_line(report: NodeReport, selection: Selection = EVERYTHING) -> str:
                 "facts": dict(verdict.facts),
             }
             for name, verdict in report.verdicts.items()
-            if name in shown
+            if not only_faults or verdict.level != "ok"
         },
     }
     return json.dumps(node, allow_nan=False)

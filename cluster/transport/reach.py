@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,30 +13,59 @@ from pathlib import Path
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.transport.runner import Connect, LocalProcess, Reader, Runner, RunningCommand, StreamRunner, drain_all
+from cluster.transport.runner import Connect, Reader, Runner, RunningCommand, chunks, drain_all
 
 
-class LocalRunner(StreamRunner):
-    """Runs commands on this machine."""
+class LocalRunner(Runner):
+    """Runs commands on this machine, each in a session of its own: its deadline ends its children too, no others."""
 
     @contextmanager
     def started(self, command: Sequence[str], stdin: str | Iterable[bytes], seconds: float) -> Iterator[RunningCommand]:
         ends_at = time.monotonic() + seconds
-        process = LocalProcess(command)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         status: int | None = None
 
         def finish(readers: Sequence[Reader]) -> int | None:
             nonlocal status
             if drain_all(readers, ends_at):
-                status = process.wait(ends_at - time.monotonic())
+                status = _status(process, ends_at - time.monotonic())
             return status
 
-        process.feed(stdin)
+        threading.Thread(target=_feed, args=(process, stdin), daemon=True).start()
         try:
-            yield RunningCommand(process.stdout, process.stderr, finish)
+            yield RunningCommand(process.stdout.read1, process.stderr.read1, finish)  # type: ignore[union-attr]
         finally:
             if status is None:
-                process.end()
+                _end(process)
+
+
+def _feed(process: subprocess.Popen[bytes], stdin: str | Iterable[bytes]) -> None:
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            for chunk in chunks(stdin):
+                pipe.write(chunk)
+    except BrokenPipeError:
+        return  # the command ended without reading all of its input, which is no error
+
+
+def _status(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The exit status; None when it did not end within so many seconds."""
+    try:
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel remains."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        _status(process, 1.0)
 
 
 @contextmanager

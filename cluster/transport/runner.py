@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import os
 import queue
-import signal
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,37 +32,6 @@ class Completed:
     exit_status: int | None  # None: the deadline passed or the output was cut; output until then is kept
 
 
-class Runner(Protocol):
-    """One host, ready to run commands: program and arguments, no shell unless the program is one.
-
-    `stdin` is a text, or pieces of bytes; a second thread writes it to the command. Both methods raise Unreachable when
-    the connection breaks. `cluster.transport.transfer.put` sends files.
-    """
-
-    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
-        """Wait for both streams and the status."""
-        ...
-
-    def stream(
-        self,
-        command: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        stdin: str | Iterable[bytes] = "",
-        deadline_seconds: float,
-    ) -> int | None:
-        """Call `on_line` with each line of both streams as it arrives; the exit status, None when the deadline passed.
-
-        Lines of one stream come in their order. `on_line` is called from other threads, once at a time; its exception
-        closes the streams and is raised here.
-        """
-        ...
-
-
-# Opens a host within so many seconds, raising Unreachable; leaving the context closes the connection.
-Connect = Callable[[Host, float], AbstractContextManager[Runner]]
-
-
 class Reader(Protocol):
     """Reads one stream to its end in some thread."""
 
@@ -83,8 +49,12 @@ class RunningCommand:
     finish: Callable[[Sequence[Reader]], int | None]
 
 
-class StreamRunner(ABC):
-    """A `Runner` whose commands are two streams and a status."""
+class Runner(ABC):
+    """One host, ready to run commands: program and arguments, no shell unless the program is one.
+
+    `stdin` is a text, or pieces of bytes; a second thread writes it to the command. Both methods raise Unreachable when
+    the connection breaks. `cluster.transport.transfer.put` sends files.
+    """
 
     @abstractmethod
     def started(
@@ -93,6 +63,7 @@ class StreamRunner(ABC):
         """Start a command that ends within so many seconds, and feed it; leaving the context ends what is left."""
 
     def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
+        """Wait for both streams and the status."""
         with self.started(command, stdin, deadline_seconds) as running:
             stdout, stderr = (Collector(read, MAX_OUTPUT_BYTES) for read in (running.stdout, running.stderr))
             status = running.finish([stdout, stderr])
@@ -106,11 +77,20 @@ class StreamRunner(ABC):
         stdin: str | Iterable[bytes] = "",
         deadline_seconds: float,
     ) -> int | None:
+        """Call `on_line` with each line of both streams as it arrives; the exit status, None when the deadline passed.
+
+        Lines of one stream come in their order. `on_line` is called from other threads, once at a time; its exception
+        closes the streams and is raised here.
+        """
         one_at_a_time = threading.Lock()
         with self.started(command, stdin, deadline_seconds) as running:
             return running.finish(
                 [LineReader(read, on_line, one_at_a_time) for read in (running.stdout, running.stderr)]
             )
+
+
+# Opens a host within so many seconds, raising Unreachable; leaving the context closes the connection.
+Connect = Callable[[Host, float], AbstractContextManager[Runner]]
 
 
 class Collector:
@@ -199,48 +179,3 @@ def drain_all(readers: Sequence[Reader], ends_at: float) -> bool:
         if not ended:
             return False
     return True
-
-
-class LocalProcess:
-    """A subprocess in a session of its own, so that its deadline ends its children too and nothing else."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start it with pipes; without `environment`, in this program's. Raises OSError for an absent program."""
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            list(command), env=environment, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.stdout: Callable[[int], bytes] = self._process.stdout.read1  # type: ignore[attr-defined]
-        self.stderr: Callable[[int], bytes] = self._process.stderr.read1  # type: ignore[attr-defined]
-
-    def feed(self, stdin: str | Iterable[bytes]) -> None:
-        """Write the input from another thread, then close it."""
-        threading.Thread(target=self._feed, args=(stdin,), daemon=True).start()
-
-    def wait(self, seconds: float | None = None) -> int | None:
-        """The exit status; None when it did not end within so many seconds."""
-        try:
-            return self._process.wait(None if seconds is None else max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            return None
-
-    def end(self) -> None:
-        """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel remains."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                break
-            if self.wait(1.0) is not None and number == signal.SIGKILL:
-                break
-
-    def _feed(self, stdin: str | Iterable[bytes]) -> None:
-        assert self._process.stdin is not None
-        try:
-            with self._process.stdin as pipe:
-                for chunk in chunks(stdin):
-                    pipe.write(chunk)
-        except BrokenPipeError:
-            return  # the command ended without reading all of its input, which is no error

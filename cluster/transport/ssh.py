@@ -29,7 +29,6 @@ from cluster.transport.runner import (
     Reader,
     Runner,
     RunningCommand,
-    StreamRunner,
     Unreachable,
     chunks,
     drain_all,
@@ -274,7 +273,7 @@ def _log_in(transport: paramiko.Transport, settings: SshSettings, ends_at: float
     raise (files or refusals)[-1]
 
 
-class SshRunner(StreamRunner):
+class SshRunner(Runner):
     """Runs commands over one connection, each on a channel of its own."""
 
     def __init__(self, host: Host, transport: paramiko.Transport) -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from contextlib import suppress
 
+from cluster.files.errors import last_line
 from cluster.transport.runner import Runner, Unreachable
 
 _TIDY_SECONDS = 10.0
@@ -40,7 +41,7 @@ def put(runner: Runner, content: bytes, remote: str, *, deadline_seconds: float,
             raise TransferFailed(f"{remote} was not written within {deadline_seconds:g} s; give it more time")
         if written.exit_status:
             raise TransferFailed(
-                f"{remote} cannot be written ({_last_line(written.stderr)}); check folder and disk there"
+                f"{remote} cannot be written ({last_line(written.stderr)}); check folder and disk there"
             )
         found = written.stdout.split(maxsplit=1)[0] if written.stdout.split() else "nothing"
         if found != digest:
@@ -48,15 +49,10 @@ def put(runner: Runner, content: bytes, remote: str, *, deadline_seconds: float,
         left = max(1.0, ends_at - time.monotonic())
         moved = runner.run(["sh", "-c", _KEEP, "sh", aside, remote, f"{mode:o}"], deadline_seconds=left)
         if moved.exit_status != 0:
-            raise TransferFailed(f"{remote} cannot take its name ({_last_line(moved.stderr)}); check the path there")
+            raise TransferFailed(f"{remote} cannot take its name ({last_line(moved.stderr)}); check the path there")
         kept = True
         return digest
     finally:
         if not kept:
             with suppress(Unreachable):  # then the temporary file stays there
                 runner.run(["sh", "-c", _DROP, "sh", aside], deadline_seconds=_TIDY_SECONDS)
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no reason given"

@@ -9,7 +9,7 @@ from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask, recompute_share
-from engine.attention.prepared import PreparedAttention, prepare_attention
+from engine.attention.prepared import PreparedAttention
 from engine.attention.resolve import Choices
 from engine.settings import TrialSettings
 
@@ -41,14 +41,8 @@ class BoundAttention:
         """Attention for tensors like these, with every choice made; their values are not read."""
         key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._prepared:
-            self._prepared[key] = prepare_attention(
-                q_BLND,
-                k_BLKD,
-                mask=self._mask,
-                cp=self._cp,
-                return_lse=True,
-                tensor_layout="BSHD",
-                **self._choices._asdict(),
+            self._prepared[key] = PreparedAttention(
+                q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, return_lse=True
             )
         return self._prepared[key]
 

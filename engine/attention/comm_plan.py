@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.layout import Layout
-from engine.attention.geometry.ring import Ring, RingTraffic
+from engine.attention.geometry.layout import Layout, Ring
 from engine.attention.geometry.tile_table import Integers
 from engine.attention.geometry.tiles import Tile
 from engine.attention.masks import Mask
@@ -193,6 +192,15 @@ def _inner_rings(tables: RingTables, cp_rank: int) -> tuple[ChunkRanges, ...]:
         )
         for step, owning in enumerate(nodes_held.tolist())
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RingTraffic:
+    """Steps and bytes of a ring that a mask leaves, as fractions: 1 where every rank needs all of every chunk."""
+
+    steps: float = 1.0  # with work, over all steps
+    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks
+    far: float = 1.0  # the same from other nodes
 
 
 def length(tokens: TokenRange) -> int:

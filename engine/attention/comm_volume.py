@@ -33,8 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.attention.comm_plan import CommPlan, chunks_held, comm_plan, length, ring_tables
-from engine.attention.geometry.layout import Layout
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Layout, Ring
 from engine.attention.geometry.tile_table import Integers
 from engine.attention.masks import Mask
 from engine.attention.problem import (
@@ -249,25 +248,20 @@ class RingVolume:
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
 
-    def call_bytes(
-        self, forward: CommPlan, backward: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool
-    ) -> CallBytes:
-        """Bytes that `cp_rank` sends in a forward, whose plan sends keys, and in the backward of one side's plan."""
-        return CallBytes(
-            self.chunks(forward, cp_rank, shards.tokens, 2 * shards.key),
-            self.backward(backward, cp_rank, shards, sends_queries),
-        )
-
     def rank_bytes(
         self, problem: Problem, division: Division, cp_rank: int, shards: Shards, sends_queries: bool
     ) -> CallBytes:
-        """Bytes that CP rank `cp_rank` sends along its ring in forward and backward."""
+        """Bytes that CP rank `cp_rank` sends along its ring in forward, which sends keys, and in backward, which sends
+        one side."""
         rank = division.ring_rank(cp_rank)
         forward, backward = (
             comm_plan(problem.mask, division.layout, self.ring, problem.seq_len, rank, queries)
             for queries in (False, sends_queries)
         )
-        return self.call_bytes(forward, backward, rank, shards, sends_queries)
+        return CallBytes(
+            self.chunks(forward, rank, shards.tokens, 2 * shards.key),
+            self.backward(backward, rank, shards, sends_queries),
+        )
 
     def _counted(self, cp_rank: int, nbytes: Integers) -> SentBytes:
         """Bytes by the rank that they are sent to, as those of this node and of others."""

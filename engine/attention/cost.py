@@ -29,9 +29,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.attention.comm_plan import traffic_left
+from engine.attention.comm_plan import RingTraffic, traffic_left
 from engine.attention.comm_volume import narrowed
-from engine.attention.geometry.ring import RingTraffic
 from engine.attention.problem import (
     RING_SCHEDULES,
     ULYSSES_SCHEDULES,

@@ -288,7 +288,6 @@ def prepare_attention(
     recompute: bool = False,
     return_lse: bool = False,
     lse_gradient: bool | None = None,
-    forward_streams: int = 1,
     tensor_layout: str | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
@@ -299,9 +298,6 @@ def prepare_attention(
         q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
-        forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
-            relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds up to
-            three more received chunks. The results are the same.
         mask, cp, tensor_layout, softcap and the others: as of `burst_attention`.
 
     Raises:
@@ -319,7 +315,6 @@ def prepare_attention(
         num_head_chunks,
         recompute,
         return_lse if lse_gradient is None else lse_gradient,
-        forward_streams,
     )
     mask = _CAUSAL if mask is None else mask
     return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from engine.attention.geometry.layout import Gathered, Layout
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Gathered, Layout, Ring
 from engine.settings import BYTES_OF, TrialSettings
 
 if TYPE_CHECKING:  # methods are listed without numpy

@@ -79,6 +79,9 @@ class Choices(NamedTuple):
     num_head_chunks: int | None = None
     recompute: bool = False
     lse_gradient: bool = True
+    # Of baselines whose original does so: how many streams of a GPU the kernels of a forward use in turn, 1 or 2, where
+    # chunks move by relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds
+    # up to three more received chunks. The results are the same.
     forward_streams: int = 1
 
 

@@ -74,11 +74,6 @@ def _bisected(places: int) -> int:
     return half + _bisected(places - half) + _bisected(half - 1)
 
 
-def matmul_parameters(model: ModelShape) -> int:
-    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
-    return model.layer_matrices
-
-
 def repeated_products(
     model: ModelShape,
     checkpoint: Checkpoint,
@@ -96,7 +91,7 @@ def repeated_products(
     """
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
     last = model.ffn * model.hidden
-    weights = float(runs * matmul_parameters(model))
+    weights = float(runs * model.layer_matrices)
     if model.norms == "before" and (model.plain_mlp or mlp_tiles == 1):
         weights -= again * last
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)

@@ -166,7 +166,7 @@ def chunks_of(source: str) -> Iterator[bytes]:
         source: `python_docs`, or the path of a text file.
 
     Raises:
-        ValueError: the file is missing, of a format that is no text (`formats`), or not UTF-8 (naming the first
+        ValueError: the file is missing, of a format that is no text, or not UTF-8 (naming the first
             offending byte).
     """
     if source == PYTHON_DOCS:

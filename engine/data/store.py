@@ -19,14 +19,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
 
 import numpy as np
 
 from engine.data.sequences import Sequences
 from engine.data.sources import PYTHON_DOCS, chunks_of, name_of, text_unsupported_reason
 from engine.data.tokenizers import ByteTokenizer, Tokenizer
-from engine.reader import read_json
+from engine.reader import from_json, read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,11 +113,9 @@ def is_store(path: Path) -> bool:
 def read_header(directory: Path) -> StoreHeader:
     """The header of a store. Raises ValueError."""
     try:
-        header = StoreHeader(**cast(dict[str, Any], read_json(directory / HEADER_FILE)))
-        np.dtype(header.dtype)
-    except (OSError, ValueError, TypeError) as error:
+        return from_json(StoreHeader, read_json(directory / HEADER_FILE))
+    except (OSError, ValueError) as error:
         raise _unreadable(directory, error) from error
-    return header
 
 
 def _unreadable(directory: Path, error: Exception) -> ValueError:

@@ -29,25 +29,28 @@ def in_runs(compute: RunFn, parameters: Sequence[Tensor], x_BLE: Tensor, tiles: 
     """
     saver = None
     if torch.is_grad_enabled():
-        # Saved before anything is computed, so that the recomputation of a whole layer by torch ends here.
-        x_BLE = _SaveInput.apply(x_BLE)
+        x_BLE = SaveInputs.apply(x_BLE)
         saver = x_BLE.grad_fn
     size = -(-x_BLE.shape[1] // tiles)
     results: tuple[Tensor, ...] = _InRuns.apply(compute, size, saver, x_BLE, *parameters)
     return results
 
 
-class _SaveInput(torch.autograd.Function):
-    """The identity, which saves its argument for `_InRuns`."""
+class SaveInputs(torch.autograd.Function):
+    """(x, other tensors) -> x, which saves all of them for the backward of the function that x is given to.
+
+    Before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the last tensor that
+    backward needs, so the recomputation of a layer never runs that function.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_BLE: Tensor) -> Tensor:
-        ctx.save_for_backward(x_BLE)
-        return x_BLE.view_as(x_BLE)
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *others)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_BLE: Tensor) -> Tensor:
-        return grad_BLE
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *(None for _ in ctx.needs_input_grad[1:])
 
 
 class _InRuns(torch.autograd.Function):

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.layers.recomputed_runs import in_runs
+from engine.layers.recomputed_runs import SaveInputs, in_runs
 from engine.models.decoder import MLP, AddMLP, Norm, activate, add_whole_mlp
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
+from engine.ops.elementwise import swiglu_again
 from engine.ops.norm import add_norm
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
-from engine.ops.swiglu import swiglu_again, swiglu_saved
 
 
 def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
@@ -59,9 +59,7 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
         values = [values_of(weight) for weight in weights]
         saver = None
         if branch_TE is None and torch.is_grad_enabled():
-            # Saved before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the
-            # last tensor that backward needs, so the recomputation never runs the MLP.
-            x_TE = _SaveInputs.apply(x_TE, *values)
+            x_TE = SaveInputs.apply(x_TE, *values)
             saver = x_TE.grad_fn
         return _TiledMLP.apply(x_TE, branch_TE, saver, x_BLE.shape, norm.eps, run, cut, *weights, *values)
 
@@ -83,19 +81,6 @@ def _add_by_autograd(
     parts = [*(in_runs(compute, parameters, x_BLE[:, :cut], tiles) if cut else ())]
     parts += [add_whole_mlp(norm, mlp, x_BLE[:, cut:])] if cut < tokens else []
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-class _SaveInputs(torch.autograd.Function):
-    """The identity, which saves its arguments for `_TiledMLP`'s backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *values: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TE, *values)
-        return x_TE.view_as(x_TE)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_TE, *(None for _ in ctx.needs_input_grad[1:])
 
 
 class _TiledMLP(torch.autograd.Function):
@@ -127,7 +112,7 @@ class _TiledMLP(torch.autograd.Function):
             if branch_TE is None:
                 normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
             else:
-                _, normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
+                normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
             projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
             hidden_TF = activate("gelu" if len(projected_TF) == 1 else "silu", *projected_TF)
             torch.add(total_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
@@ -185,14 +170,12 @@ def _mlp_backward(
     down_EF, *projections_FE = matrices
     ddown_EF, *dprojections_FE = dmatrices
     dhidden_TF = dout_TE @ down_EF
-    if saved_TF is None:
+    projected_TF = saved_TF
+    if projected_TF is None:
         with record_function(RECOMPUTE):
             projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-        hidden_TF, *dprojected_TF = _activate_again(dhidden_TF, *projected_TF)
-        del projected_TF
-    else:
-        hidden_TF, *dprojected_TF = _activate_saved(dhidden_TF, *saved_TF)
-    del dhidden_TF
+    hidden_TF, *dprojected_TF = _activate_again(dhidden_TF, *projected_TF, saved=saved_TF is not None)
+    del dhidden_TF, projected_TF
     ddown_EF.add(dout_TE, hidden_TF)
     del hidden_TF
     dnormed_TE = dprojected_TF[0] @ projections_FE[0]
@@ -203,17 +186,12 @@ def _mlp_backward(
     return dnormed_TE
 
 
-def _activate_again(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None) -> tuple[Tensor, ...]:
-    """`activate` recomputed, then the gradients of its arguments, which the results may overwrite."""
+def _activate_again(
+    dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
+) -> tuple[Tensor, ...]:
+    """`activate` recomputed, then the gradients of its arguments, which the results may overwrite; not an `up_TF` and
+    `gate_TF` that are `saved` tensors, which a second backward may want."""
     if gate_TF is None:
         return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-    hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF)
-    return hidden_TF, dup_TF, dgate_TF
-
-
-def _activate_saved(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The same where `up_TF` and `gate_TF` are saved tensors, which a second backward may want: they stay."""
-    if gate_TF is None:
-        return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-    hidden_TF, dgate_TF, dup_TF = swiglu_saved(dhidden_TF, gate_TF, up_TF)
+    hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
     return hidden_TF, dup_TF, dgate_TF

@@ -24,7 +24,7 @@ from engine.layers.recomputed_runs import in_runs
 from engine.models.decoder import Attention, Norm, Project, Projected, Rotary, normed, project_whole
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
-from engine.ops.rotary import rotate_into
+from engine.ops.elementwise import rotate_into
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 

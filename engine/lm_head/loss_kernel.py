@@ -1,6 +1,6 @@
 """Implementations of the LM head's loss: which can run, and the one of a trial's settings.
 
-`own` is `engine.lm_head.fused`; the others are libraries, called as they ship. Plans, workers and `burst doctor` use
+`own` is `engine.lm_head.loss`; the others are libraries, called as they ship. Plans, workers and `burst doctor` use
 the same functions and so give the same reasons. Nothing imports torch before a loss is formed, since plans do not.
 
 Cut Cross-Entropy (arXiv:2411.09009): logits exist in a kernel's registers only, once in forward for the log-partition
@@ -24,7 +24,7 @@ from engine.settings import TrialSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.lm_head.plain import LossSum
+    from engine.lm_head.loss import LossSum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,22 @@ LIBRARIES = {
         z_loss=False,
     ),
 }
+
+
+# Bytes of one tile's logits on a GPU, unless the hidden states take more. Every tile of tokens adds to the V x E weight
+# gradient, which is read and written whole: with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls
+# outweigh that traffic many times on an H200.
+GPU_TILE_BYTES = 1 << 30
+# Tokens beyond which a larger tile gains little: an eighth of all, between these two.
+ENOUGH_TOKENS = (4096, 8192)
+
+
+def gpu_tile_tokens(vocabulary: int, width: int, itemsize: int, tokens: float) -> float:
+    """Tokens of a tile that the fused loss takes of `tokens` hidden states of this width and bytes per element on a
+    GPU, before it is rounded down."""
+    low, high = ENOUGH_TOKENS
+    fit = max(GPU_TILE_BYTES, itemsize * tokens * width) / (itemsize * vocabulary)
+    return min(fit, max(low, tokens / 8), high)
 
 
 def forms_tiles(settings: TrialSettings) -> bool:
@@ -110,8 +126,7 @@ def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
 
     Raises ValueError with one sentence when that device or this machine cannot run the setting.
     """
-    from engine.lm_head.fused import fused_loss_sum
-    from engine.lm_head.plain import plain_loss_sum
+    from engine.lm_head.loss import fused_loss_sum, plain_loss_sum
 
     reason = unsupported_reason(settings, device_type)
     if reason:
@@ -126,11 +141,10 @@ def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
 
 
 def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tensor:
-    """`engine.lm_head.plain.plain_loss_sum` without z-loss, by cut-cross-entropy; bf16 on a GPU only."""
+    """`engine.lm_head.loss.plain_loss_sum` without z-loss, by cut-cross-entropy; bf16 on a GPU only."""
     from cut_cross_entropy import linear_cross_entropy
 
-    from engine.lm_head.fused import fused_loss_sum
-    from engine.lm_head.plain import IGNORE
+    from engine.lm_head.loss import IGNORE, fused_loss_sum
 
     if not bool((labels_T != IGNORE).any()):  # the library drops ignored tokens, and knows no kernel over none
         return fused_loss_sum(hidden_TE, weight_VE, labels_T)
@@ -140,10 +154,10 @@ def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tens
 
 
 def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
-    """`engine.lm_head.plain.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
+    """`engine.lm_head.loss.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    from engine.lm_head.plain import IGNORE
+    from engine.lm_head.loss import IGNORE
     from engine.ops.autograd import accumulation_dtype
 
     loss_of = LigerFusedLinearCrossEntropyLoss(

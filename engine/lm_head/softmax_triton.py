@@ -1,6 +1,6 @@
 """Softmax, loss and the gradient of the logits in one Triton kernel, for a run of tokens with its whole vocabulary.
 
-Its reference implementation is `engine.lm_head.fused.loss_and_gradient`, which passes over the logits five times and
+Its reference implementation is `engine.lm_head.loss.loss_and_gradient`, which passes over the logits five times and
 moves 30 bytes per logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in
 bf16, less the cache hits of the second sweep, which therefore begins where the first one ended. Arithmetic is fp32.
 Source of the running maximum and sum: online softmax, arXiv:1805.02867.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.lm_head.plain import IGNORE
+from engine.lm_head.loss import IGNORE
 
 BLOCK = 4096  # logits one program holds at a time: 16 for each of its threads
 WARPS = 8

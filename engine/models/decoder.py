@@ -24,13 +24,12 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
-from engine.lm_head.plain import LossSum, plain_loss_sum
+from engine.lm_head.loss import LossSum, plain_loss_sum
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
+from engine.ops.elementwise import rotate, swiglu
 from engine.ops.norm import RMSNorm
-from engine.ops.rotary import rotate
-from engine.ops.swiglu import swiglu
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
 

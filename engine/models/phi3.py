@@ -5,13 +5,9 @@ A file holds q, k and v as one tensor, and so gate and up, each one above anothe
 
 from __future__ import annotations
 
-from engine.models.architecture import Architecture, Config, layer_kinds
+from engine.models.architecture import Architecture
+from engine.models.mistral import read
 from engine.settings import ModelShape
-
-
-def read(config: Config) -> dict[str, object]:
-    in_use = config.content.get("sliding_window") is not None
-    return config.windows(layer_kinds([in_use] * config.layers), in_use=in_use)
 
 
 def write(shape: ModelShape) -> dict[str, object]:

@@ -55,11 +55,7 @@ class Copies:
         ]
         if stale:
             torch._foreach_copy_([self._copies[at] for at in stale], [self._parameters[at].detach() for at in stale])
-            self.fresh()
-
-    def fresh(self) -> None:
-        """The copies are those of the parameters as they are now: whoever wrote the parameters wrote them too."""
-        self._versions = [parameter._version for parameter in self._parameters]
+            self._versions = [parameter._version for parameter in self._parameters]
 
 
 def copy_of(parameter: Tensor) -> Tensor | None:

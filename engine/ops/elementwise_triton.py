@@ -1,6 +1,6 @@
 """SwiGLU's product and rotary positions as Triton kernels, one pass over memory each.
 
-Their reference implementations in torch are in `engine.ops.swiglu` and `engine.ops.rotary`. Addresses are
+Their reference implementations in torch are in `engine.ops.elementwise`. Addresses are
 64 bits: a million tokens of an MLP 14336 wide are 2^33 elements. Arithmetic is fp32 (rotations: that of the angles).
 
 Sizes are fixed, since tuning them would take time at every start. A memory as fast as an H200's stays busy while each
@@ -78,7 +78,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`engine.ops.swiglu.swiglu` without autograd; contiguous."""
+    """`engine.ops.elementwise.swiglu` without autograd; contiguous."""
     assert gate.shape == up.shape
     gate, up = gate.contiguous(), up.contiguous()
     hidden = torch.empty_like(gate)
@@ -94,19 +94,12 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return dgate, dup
 
 
-def swiglu_saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.ops.swiglu.swiglu_saved`: (hidden, dgate, dup), hidden in place of dhidden."""
+def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`engine.ops.elementwise.swiglu_again`; results take the place of dhidden, and unless `saved` of gate and up."""
     dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if saved else (gate, up)
     _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=True)
     return dhidden, dgate, dup
-
-
-def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.ops.swiglu.swiglu_again`: (hidden, dgate, dup) in place of dhidden, gate and up."""
-    dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
-    _swiglu_backward(dhidden, gate, up, dhidden, gate, up, again=True)
-    return dhidden, gate, up
 
 
 def _swiglu_backward(
@@ -123,7 +116,7 @@ def _blocks(tensor: Tensor) -> tuple[int]:
 
 
 def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool, out_BLND: Tensor | None = None) -> Tensor:
-    """`engine.ops.rotary.rotate` without autograd, or the inverse rotation; in `out` if given, else contiguous.
+    """`engine.ops.elementwise.rotate` without autograd, or the inverse rotation; in `out` if given, else contiguous.
 
     x and `out` have any strides, those of `out` 1 over D; x is copied where D has no unit stride.
     """

@@ -37,16 +37,13 @@ class RMSNorm(nn.RMSNorm):
         return torch.cat([F.rms_norm(run, self.normalized_shape, weight_E, self.eps) for run in runs]).view_as(x)
 
 
-def add_norm(
-    x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float | None, total_TE: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(x + branch, its RMSNorm); the sum in `total_TE` where given. No autograd."""
-    total_TE = torch.empty_like(x_TE) if total_TE is None else total_TE
+def add_norm(x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float | None, total_TE: Tensor) -> Tensor:
+    """Writes x + branch into `total_TE`; returns its RMSNorm. No autograd."""
     kernels = _kernels(x_TE)
     if kernels is not None and x_TE.is_contiguous() and branch_TE.is_contiguous():
-        return total_TE, kernels.add_norm(x_TE, branch_TE, weight_E, epsilon(x_TE, eps), total_TE)
+        return kernels.add_norm(x_TE, branch_TE, weight_E, epsilon(x_TE, eps), total_TE)
     torch.add(x_TE, branch_TE, out=total_TE)
-    return total_TE, F.rms_norm(total_TE, weight_E.shape, weight_E, eps)
+    return F.rms_norm(total_TE, weight_E.shape, weight_E, eps)
 
 
 def norm_gradients(

@@ -14,7 +14,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -69,7 +68,7 @@ class StepProfiler:
         `of` names the step, `rank` the rank whose events span the longest time, `span_seconds`; `seconds` by category
         add up to that. Where the profiler failed or saw no events, a `reason` replaces the numbers.
         """
-        found = cast(list[Breakdown | str], self._world.gather(self._breakdown()))
+        found = self._world.gather(self._breakdown())
         ranks = [one for one in found if not isinstance(one, str)]
         if len(ranks) < len(found):
             rank, message = next((rank, one) for rank, one in enumerate(found) if isinstance(one, str))

@@ -72,16 +72,16 @@ class AttentionTask:
         forward_seconds, step_seconds = [], []
         before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message=self.q_BLND)
-        for index in range(plan.warmup + plan.measured):
+        for index in range(plan.total):
             link.before_step(index)
             if index == plan.warmup:
                 reset_peaks(self.world.device)
-            with self.inside.step(on_progress, index + 1, plan.warmup + plan.measured, self.settings.seq_len):
+            with self.inside.step(on_progress, index + 1, plan.total, self.settings.seq_len):
                 forward_seconds.append(self._timed(self._forward, flush))
                 self.cp.traffic.reset()
                 with around_step() if index >= plan.warmup else nullcontext():
                     step_seconds.append(self._timed(self._step, flush))
-            on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
+            on_progress({"step": index + 1, "of": plan.total, "seconds": step_seconds[-1]})
         after = read_gpus(self.world)
         figures = measured(
             self.world,

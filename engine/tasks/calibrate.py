@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engine.atomic import write_atomic
-from engine.attention.comm.link_speed import LATENCY_BYTES
+from engine.attention.comm.link_speed import LATENCY_BYTES, across_gib_per_second
 from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, kernel_named, unsupported_reason
 from engine.distributed import limit_threads, local_device
@@ -167,37 +166,27 @@ class _Calibration:
 
     def _links(self) -> Iterator[tuple[str, str, str, list[float]]]:
         """GiB/s of messages to the next rank while every rank sends one, and microseconds of a small one."""
-        size, rank = dist.get_world_size(), dist.get_rank()
-        if size == 1:
+        if dist.get_world_size() == 1:
             return
-        following, before = (rank + 1) % size, (rank - 1) % size
+        assert dist.group.WORLD is not None, "ranks have a group"
         for nbytes in (LATENCY_BYTES, *self._request["message_bytes"]):
-            sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
-
-            def exchange(sent: Tensor = sent, received: Tensor = received) -> None:
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, before)]
-                )
-                for work in works:
-                    work.wait()
-
-            times = self._times(exchange, together=True)
+            message, what = (
+                torch.zeros(nbytes, dtype=torch.uint8, device=self._device),
+                f"{nbytes} bytes to the next rank",
+            )
+            # As between nodes of one rank each.
+            speeds = [across_gib_per_second(dist.group.WORLD, 1, message) for _ in range(_REPEATS)]
             if nbytes == LATENCY_BYTES:
-                yield "latency inside", "us", f"{nbytes} bytes to the next rank", [1e6 * each for each in times]
-                continue
-            yield f"link inside {nbytes}", "GiB/s", f"{nbytes} bytes to the next rank", [
-                nbytes / _GIB / each for each in times
-            ]  # fmt: skip
+                yield "latency inside", "us", what, [1e6 * nbytes / _GIB / each for each in speeds]
+            else:
+                yield f"link inside {nbytes}", "GiB/s", what, speeds
 
-    def _times(self, call: Callable[[], object], together: bool = False) -> list[float]:
+    def _times(self, call: Callable[[], object]) -> list[float]:
         """Seconds of some calls, after one that is not counted."""
         call()
         found = []
         for _ in range(_REPEATS):
             self._wait()
-            if together:
-                dist.barrier()
-                self._wait()
             started = time.perf_counter()
             call()
             self._wait()

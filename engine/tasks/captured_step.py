@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import check_labels
+from engine.lm_head.loss import check_labels
 from engine.optimizer import OnePassAdamW
 
 Result = TypeVar("Result")

@@ -110,7 +110,7 @@ def _compared(
     scales = [sums[name].scale_sums() for name in TENSORS]
     cp_sum(cp, *scales)
     mine = {name: sums[name].seen(*scale.tolist()) for name, scale in zip(TENSORS, scales, strict=True)}
-    return cast(list[dict[str, TensorError]], world.gather(mine))
+    return world.gather(mine)
 
 
 def agree(world: World, work: Callable[[], Result]) -> Result:

@@ -38,7 +38,7 @@ from engine.attention.masks import (
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.initialise import STD, held_rows, initialise
-from engine.lm_head.plain import plain_loss_sum
+from engine.lm_head.loss import plain_loss_sum
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
@@ -369,8 +369,7 @@ class _CheckedStep:
         segments = self.cp.segments(self.problem.seq_len)
         positions = [position for segment in segments for position in segment.positions()]
         marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
-        ranks = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))
-        found = cast(list[tuple[float, int, int]], ranks)
+        found = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))
         rank = max(range(len(found)), key=lambda each: found[each][0])
         error, first, last = found[rank]
         return {"rank": rank, "first_token": first, "last_token": last, "error": error}

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.distributed import World
+from engine.lm_head.loss import LossSum, plain_loss_sum, tile_tokens
 from engine.lm_head.loss_kernel import forms_tiles, loss_sum_of
-from engine.lm_head.plain import LossSum, plain_loss_sum, tile_tokens
 from engine.measurement import Extra, Measurement, relative_errors
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
@@ -53,7 +53,7 @@ class HeadTask:
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         before = read_gpus(self.world)
-        for index in range(plan.warmup + plan.measured):
+        for index in range(plan.total):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             with around_step() if index >= plan.warmup else nullcontext():
@@ -64,7 +64,7 @@ class HeadTask:
                 torch.stack([torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)) for g in gradients]).norm()
             )
             del gradients  # before the next step forms its own
-            on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": seconds[-1][1]})
+            on_progress({"step": index + 1, "of": plan.total, "seconds": seconds[-1][1]})
         after = read_gpus(self.world)
         counted = seconds[plan.warmup :]
         figures = measured(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import GpuReading, read_gpu
-from engine.memory.resources import Usage, device_name, software, usage
+from engine.memory.resources import device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
 from engine.ops import STEP
@@ -116,7 +116,7 @@ def progress_to(trial_dir: Path) -> OnProgress:
 
 def read_gpus(world: World) -> list[GpuReading]:
     """Every rank's GPU as it is now, in rank order; empty on CPUs. Collective. For use outside of timed steps."""
-    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, GpuReading)]
+    return [gpu for gpu in world.gather(read_gpu(world.device)) if gpu is not None]
 
 
 def measured(
@@ -136,7 +136,7 @@ def measured(
     traffic = cp.traffic
     driver = next((gpu.driver for gpu in after if gpu.driver), "")
     used = usage(world.device, traffic.sent_bytes, traffic.window_bytes, captured_bytes)
-    ranks = cast(list[Usage], world.gather(used))
+    ranks = world.gather(used)
     found = replace(
         figures,
         peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],

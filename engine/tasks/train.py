@@ -25,7 +25,7 @@ from engine.attention.context import ContextParallel
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
-from engine.lm_head.plain import IGNORE
+from engine.lm_head.loss import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
@@ -122,7 +122,7 @@ class TrainTask:
         steps: list[StepResult] = []
         before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message_bytes=self._query_bytes())
-        for index in range(plan.warmup + plan.measured):
+        for index in range(plan.total):
             link.before_step(index)
             if index == plan.warmup:
                 self._reserve()
@@ -130,17 +130,11 @@ class TrainTask:
             self.cp.traffic.reset()
             with (
                 around_step() if index >= plan.warmup else nullcontext(),
-                self.inside.step(on_progress, index + 1, plan.warmup + plan.measured, self.seq_len(index)),
+                self.inside.step(on_progress, index + 1, plan.total, self.seq_len(index)),
             ):
                 steps.append(self.step(index))
-            on_progress(
-                {
-                    "step": index + 1,
-                    "of": plan.warmup + plan.measured,
-                    "loss": steps[-1].loss,
-                    "seconds": steps[-1].step_seconds,
-                }
-            )
+            done = steps[-1]
+            on_progress({"step": index + 1, "of": plan.total, "loss": done.loss, "seconds": done.step_seconds})
         after = read_gpus(self.world)
         timed = steps[plan.warmup :]
         figures = measured(
@@ -171,7 +165,7 @@ class TrainTask:
 
     def again(self) -> None:
         """The step after the last one measured."""
-        self.step(self.settings.steps.warmup + self.settings.steps.measured)
+        self.step(self.settings.steps.total)
 
     def _reserve(self) -> None:
         """After a warm-up on shorter sequences: lock the host memory for what a step of full length saves there, on all

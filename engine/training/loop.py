@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from engine.data.sequences import ShuffledSequences, TokenSpan
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
+from engine.lm_head.loss import IGNORE
 from engine.lm_head.loss_kernel import loss_sum_of
-from engine.lm_head.plain import IGNORE
 from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod
@@ -126,7 +126,7 @@ class TrainingRun:
         storage = self.checkpoints.storage
         if storage.shared:  # on every rank, or on none
             return []
-        hosts = cast(list[str], self.world.gather(socket.gethostname()))
+        hosts = self.world.gather(socket.gethostname())
         names = " and on ".join(hosts[rank] for rank in storage.keepers)
         return [f"the hosts do not share the run directory: each checkpoint is gathered, whole on {names}"]
 
@@ -327,7 +327,7 @@ def agreed(world: World, check: Callable[[], _Found]) -> _Found:
 
 def check_same(world: World, facts: dict[str, object]) -> None:
     """Raises ValueError on every rank when a host's facts about the run differ from those of the first. Collective."""
-    answers = cast(list[tuple[str, dict[str, object]]], world.gather((socket.gethostname(), facts)))
+    answers = world.gather((socket.gethostname(), facts))
     first, expected = answers[0]
     for host, found in answers[1:]:
         for name, value in expected.items():

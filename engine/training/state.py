@@ -106,10 +106,10 @@ def find_storage(directory: Path, world: World) -> CheckpointFolders:
     own = f".seen-{secrets.token_hex(8)}" if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     if own:
         (directory / own).touch()
-    marks = cast(list[str], world.gather(own))
+    marks = world.gather(own)
     # Each by its name: a list of the directory may be an old one on a network file system.
     leader = next((rank for rank, mark in enumerate(marks) if mark and (directory / mark).exists()), world.rank)
-    leaders = cast(list[int], world.gather(leader))
+    leaders = world.gather(leader)
     if own:
         (directory / own).unlink()
     return CheckpointFolders(rank=world.rank, leaders=tuple(leaders))
@@ -144,7 +144,7 @@ class CheckpointCopier:
                         found = self._copy(target / name, facts.bytes, sender, sends=False)
                         found = found or damage(target, {name: facts})
                     problem = problem or found
-        answers = cast(list[str], self._world.gather(problem))
+        answers = self._world.gather(problem)
         if found := next(filter(None, answers), ""):
             raise OSError(found)
 
@@ -230,7 +230,7 @@ class Checkpoints:
             raise _failed(f"the state after step {step} cannot be saved", error) from error
         self._world.barrier()
         mine = file_facts(aside, self.storage.share(data_files(aside)))
-        parts = cast(list[dict[str, FileFacts]], self._world.gather(mine))  # by the rank that has read them
+        parts = self._world.gather(mine)  # by the rank that has read them
         if self._courier is not None:
             try:
                 self._courier.deliver(aside, aside, parts, self.storage.keepers)
@@ -260,7 +260,7 @@ class Checkpoints:
         """
         skipped: list[str] = []
         steps = [step_of(path) for path in checkpoints(self._directory)] if self.storage.leads else []
-        held = cast(list[list[int]], self._world.gather(steps))  # by leader
+        held = self._world.gather(steps)  # by leader
         for step in sorted({step for steps in held for step in steps}, reverse=True):
             path = checkpoint_path(self._directory, step)
             for leader in (rank for rank, steps in enumerate(held) if step in steps):
@@ -290,7 +290,7 @@ class Checkpoints:
                 problem = str(error)
         found = problem, manifest if self._world.rank == leader else None, mine
         # When all have answered, no rank still reads it.
-        answers = cast(list[tuple[str, Manifest | None, dict[str, FileFacts]]], self._world.gather(found))
+        answers = self._world.gather(found)
         if problem := next((problem for problem, _, _ in answers if problem), ""):
             return problem
         manifest = answers[leader][1]

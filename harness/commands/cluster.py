@@ -29,7 +29,9 @@ class ClusterCommand:
         up.add_argument("inventory", type=Path, metavar="INVENTORY", help="inventory, or a plain list of hosts")
         up.add_argument("names", nargs="*", metavar="NODE", help="only these of it, such as gpu[01-04]")
         add_host_key_arguments(up)
-        status = actions.add_parser("status", help="print the state of each node; exit code 1 unless all are up")
+        status = actions.add_parser(
+            "status", help="print the state of each node; exit code 1 unless all are up and nothing else is left"
+        )
         down = actions.add_parser("down", help="end what up started, and nothing else; works after a crash of up, too")
         for action in (up, status, down):
             add_state_argument(action)
@@ -92,7 +94,7 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
     print(f"{up} of {len(nodes)} nodes of {state.inventory} are up, since {state.created_at}{owner}")
     if nodes[0].state != "up":
         print("The head is lost: burst cluster up INVENTORY starts a cluster of the nodes that answer")
-    return ALL_WELL if up == len(nodes) else NOT_ALL
+    return ALL_WELL if up == len(nodes) and not state.left else NOT_ALL
 
 
 def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:

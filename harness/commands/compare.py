@@ -14,8 +14,7 @@ from harness.base.errors import UsageError, nearest
 from harness.commands import parse_tolerance
 
 if TYPE_CHECKING:
-    from harness.compare.pairs import Comparison
-    from harness.compare.sources import ComparedRecord
+    from harness.compare.pairs import ComparedRecord, Comparison
 
 FORMATS = "md,csv,tex"
 REGRESSED = 1
@@ -92,8 +91,7 @@ class CompareCommand:
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
     """The comparison that was asked for. Raises UsageError where no trial of a pair has a number or is wrong."""
-    from harness.compare.pairs import compare
-    from harness.compare.sources import ever_kept, of_commit
+    from harness.compare.pairs import compare, ever_kept, of_commit
 
     tolerance, directories, across = parse_tolerance(arguments.tolerance), arguments.directories, arguments.across
     if arguments.methods:
@@ -233,7 +231,7 @@ def _differing(sides: list[list[ComparedRecord]], across: list[str]) -> str:
 
 
 def _of_all(directories: list[Path]) -> list[ComparedRecord]:
-    from harness.compare.sources import of_directory
+    from harness.compare.pairs import of_directory
     from harness.records.stored import resolved
 
     unique = dict.fromkeys(map(resolved, directories))

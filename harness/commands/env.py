@@ -23,12 +23,6 @@ class EnvCommand:
         parser.add_argument(
             "--method", default="burst", metavar="NAME", help="render this method's values (default: burst)"
         )
-        parser.add_argument(
-            "--ranks", type=int, metavar="N", help="ranks per node; default: the site's number, else one per GPU"
-        )
-        parser.add_argument(
-            "--logs", metavar="DIR", help="folder on the nodes for NCCL's and the flight recorder's files"
-        )
         parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
         parser.add_argument("--all", action="store_true", help="also what is left to NCCL on purpose, with the reasons")
         parser.add_argument(
@@ -43,11 +37,8 @@ class EnvCommand:
         from harness.spec.methods import method_named
 
         method_named(arguments.method)
-        if arguments.ranks is not None and not 1 <= arguments.ranks <= 1024:
-            raise UsageError(f"--ranks is {arguments.ranks}; expected 1 to 1024 ranks per node")
-        for option, path in (("--install", arguments.install), ("--logs", arguments.logs)):
-            if path is not None and not path.startswith("/"):
-                raise UsageError(f"{option} is {path}; expected an absolute path on the nodes")
+        if arguments.install is not None and not arguments.install.startswith("/"):
+            raise UsageError(f"--install is {arguments.install}; expected an absolute path on the nodes")
         inventory = named_nodes(arguments)
         connect = connection(
             [node.host for node in inventory.nodes],
@@ -57,8 +48,6 @@ class EnvCommand:
         options = SurveyOptions(
             head=head_address(arguments.head, inventory.nodes),
             method=arguments.method,
-            ranks=arguments.ranks,
-            logs=arguments.logs,
             install=arguments.install,
         )
         found = survey(inventory.nodes, connect, options, arguments.timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cluster.files.errors import shown
+from cluster.files.filesystem import open_regular
 from harness.base.errors import UsageError, nearest, one_of
 from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
 
@@ -41,10 +43,10 @@ class LogsCommand:
                 f"{trial_dir} holds no log of rank {arguments.rank}; its ranks are {', '.join(map(str, logs))}"
             )
         for path in logs.values() if arguments.rank is None else [logs[arguments.rank]]:
-            print(shown(f"==> {path} <=="), flush=True)
-            if path.stat().st_size == 0:
-                print("(nothing printed)")
-            with open(path, encoding="utf-8", errors="replace") as file:
+            with open_regular(path, "log") as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
+                print(shown(f"==> {path} <=="), flush=True)
+                if path.stat().st_size == 0:
+                    print("(nothing printed)")
                 _print_shown(file)
         return 0
 

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
 
 FORMATS = "html,md,csv,tex,png,pdf"
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """What to call after each run of a site: a bar on a terminal, every tenth run as a line elsewhere, on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    from harness.base.terminal import stderr_console
-
-    console = stderr_console()
-    if not console.is_terminal:
-
-        def line(done: int, of: int, run: str) -> None:
-            if done % 10 == 0 or done == of:
-                console.print(f"{done} of {of} runs", markup=False, highlight=False, soft_wrap=True)
-
-        yield line
-        return
-    columns = (TextColumn("Reports"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[run]}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reports", total=None, run="")
-        yield lambda done, of, run: bar.update(task, completed=done, total=of, run=run)
 
 
 class ReportCommand:
@@ -71,6 +47,7 @@ class ReportCommand:
         )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from harness.base.terminal import progress
         from harness.records.stored import runs_below, stored_run
         from harness.report.page import write_report
         from harness.report.site import write_site
@@ -90,7 +67,7 @@ class ReportCommand:
         try:
             if sites:
                 formats = _formats(arguments.format, "html")
-                with _progress() as done:
+                with progress("Reports", "runs") as done:
                     path, problems = write_site(
                         sites[0], out, formats, baseline=baseline, subject=subject, labels=labels,
                         set_bad_aside=aside, say=say, done=done,

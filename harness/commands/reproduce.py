@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from harness.reproduce.claims import JudgedClaim
     from harness.reproduce.comparison import FigureComparison
     from harness.reproduce.figures import PaperFigure
-    from harness.reproduce.measured import MeasuredRun
+    from harness.reproduce.points import MeasuredRun
 
 CLAIMS, AUDIT = "claims", "audit"
 
@@ -95,8 +95,8 @@ def _scale_here() -> str:
 def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: Path) -> None:
     from harness.metrics.hardware import hardware_named
     from harness.reproduce.comparison import beside, points_table, verdict
-    from harness.reproduce.measured import PLACES, runs_in
     from harness.reproduce.page import FOLDER, write_figure
+    from harness.reproduce.points import PLACES, runs_in
     from harness.reproduce.predicted import predicted_entries, predicted_for_paper
 
     predicted = predicted_for_paper(figure)
@@ -121,17 +121,21 @@ def _below_places(out: Path, places: Sequence[Path]) -> bool:
 def _tables(arguments: argparse.Namespace) -> int:
     """The list of figures, the claims or the audit; with --out files and a page of everything."""
     from harness.metrics.hardware import hardware_named
-    from harness.reproduce.audit import audit_table, recomputed_rows, systems_table
+    from harness.reproduce.audit import (
+        audit_table,
+        printed_by_systems,
+        printed_table,
+        recomputed_rows,
+        systems_table,
+    )
     from harness.reproduce.claims import claims_table, judged, statements
     from harness.reproduce.comparison import list_table
-    from harness.reproduce.measured import all_rows, runs_in
+    from harness.reproduce.points import all_rows, runs_in
     from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
-    from harness.reproduce.printed import printed_by_systems, printed_table
 
     page = arguments.out is not None
     runs = runs_in()
     _say_bad(runs)
-    figures = _all_figures(runs, drawn=page) if page or arguments.figure is None else []
     predictor = predictor_words(hardware_named(PAPER_HARDWARE))
     sentences: list[str] = []
     if arguments.figure == AUDIT:
@@ -141,7 +145,7 @@ def _tables(arguments: argparse.Namespace) -> int:
         tables = [claims_table(claims)]
         sentences = [*map(_claim_text, claims), *(table.note for table in tables), *statements().values()]
     else:
-        tables = [list_table(figures, predictor)]
+        tables = [list_table(_all_figures(runs), predictor)]
         sentences = ["`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."]
     if arguments.json:
         _print_json(tables)
@@ -154,23 +158,33 @@ def _tables(arguments: argparse.Namespace) -> int:
     if page:
         from harness.reproduce.page import write_all
 
-        path = write_all(figures, runs, predictor, arguments.out)
+        path = write_all(_drawn_figures(runs), runs, predictor, arguments.out)
         if not arguments.json:
             print(shown(f"Page: {path}"))
     return 0
 
 
-def _all_figures(runs: Sequence[MeasuredRun], *, drawn: bool) -> list[tuple[FigureComparison, str]]:
-    """Every figure with its numbers, and the words on what is predicted; where it is `drawn`, with predicted values."""
+def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, str]]:
+    """Every figure with its published and our numbers, and the words on what is predicted."""
+    from harness.reproduce.comparison import beside
+    from harness.reproduce.figures import paper_figures
+    from harness.reproduce.predicted import predicted_words
+
+    return [(beside(figure, runs), predicted_words(figure)) for figure in paper_figures().values()]
+
+
+def _drawn_figures(runs: Sequence[MeasuredRun]) -> Iterator[tuple[FigureComparison, str]]:
+    """The same with predicted values, and with progress on stderr: each takes seconds to predict and to draw."""
+    from harness.base.terminal import progress
     from harness.reproduce.comparison import beside
     from harness.reproduce.figures import paper_figures
     from harness.reproduce.predicted import predicted_for_paper, predicted_words
 
-    found = []
-    for figure in paper_figures().values():
-        predicted = predicted_for_paper(figure) if drawn else []
-        found.append((beside(figure, runs, predicted), predicted_words(figure)))
-    return found
+    figures = list(paper_figures().values())
+    with progress("Figures", "figures") as after:
+        for count, figure in enumerate(figures, 1):
+            yield beside(figure, runs, predicted_for_paper(figure)), predicted_words(figure)
+            after(count, len(figures), figure.name)
 
 
 def _say_bad(runs: Sequence[MeasuredRun]) -> None:

@@ -24,7 +24,7 @@ from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
-    from harness.report.run_records import RunRecords
+    from harness.report.results import RunRecords
     from harness.spec.experiment import Experiment
     from harness.spec.trial import Trial
 
@@ -47,7 +47,7 @@ class RunCommand:
         from harness.plan.matrix import named, plan
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
-        from harness.report.run_records import RunRecords
+        from harness.report.results import RunRecords
         from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, job_end, stop_time
         from harness.run.execution import ExecutionOptions, Resume
@@ -199,7 +199,7 @@ def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Mach
 def _report(records: RunRecords) -> None:
     """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
-    from harness.report.terminal import terminal_table
+    from harness.report.tables.trials import terminal_table
 
     out, rows = stdout_console(), records.rows()
     print_table(out, terminal_table(rows[:PRINTED_TRIALS]))

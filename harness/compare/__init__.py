@@ -1,4 +1,4 @@
 """Trials of equal settings in pairs: of two directories, of two methods in one run, or of two commits.
 
-`sources` finds the records, `pairs` puts them together and judges each pair, `report` says it.
+`pairs` finds the records, puts them together and judges each pair, `report` says it.
 """

@@ -1,26 +1,129 @@
-"""Pairs of trials with equal settings, and what is said of each: time, memory, loss, and whether it got worse.
+"""Records in pairs of equal settings, and what is said of each pair: time, memory, loss, and whether it got worse.
 
 A is the reference and B the candidate: ratios are B over A, so above 1 B takes longer or holds more.
 """
 
 from __future__ import annotations
 
-import math
+import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from harness.compare.sources import ComparedRecord, latest
-from harness.metrics.intervals import Ratio
-from harness.report.results import given_names, in_order, setting_names
-from harness.report.speedup import compared
+from harness.base.errors import UsageError, one_of
+from harness.metrics.intervals import Interval, Ratio, TwoRounds
+from harness.records.provenance import DIRTY
+from harness.records.record import BadRecord, Record, RecordPlace, refuse_bad
+from harness.records.stored import StoredRecord, StoredRun, read_all, resolved, runs_below, stored_run
+from harness.report.results import Row, given_names, grouped, in_order, row_of, setting_names
+from harness.report.speedup import Speedup, speedup
 from harness.report.tables.agreement import has_own_weights, relative_differences
 from harness.report.variants import setting_text
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
 _MOST_HELD = 100  # trials of each side that are held against each other to find what differs
+_MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
+_SHORT = 12  # characters of a commit in a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedRecord:
+    """A record, the path of its run, where it is stored, and its row."""
+
+    run: Path
+    place: RecordPlace
+    record: Record
+    row: Row
+
+    @property
+    def settings(self) -> Row:
+        """The settings of the trial by name, those of its steps left out."""
+        return {name: self.row[name] for name in setting_names(self.row) if not name.startswith("steps.")}
+
+    @property
+    def groups(self) -> set[str]:
+        """The names of settings that have members, such as `checkpoint`."""
+        return {name.partition(".")[0] for name in self.settings if "." in name}
+
+
+def of_directory(directory: Path) -> list[ComparedRecord]:
+    """The records of a run, or of every run below a directory. Raises UsageError where there is none."""
+    found = _read((run, one) for run in _runs(directory) for one in run.records())
+    if not found:
+        raise UsageError(f"no record below {directory}; name a run, or a directory that holds runs")
+    return found
+
+
+def ever_kept(directories: Sequence[Path]) -> list[ComparedRecord]:
+    """Records of all runs at or below `directories`, of their earlier attempts, and of runs moved aside from there."""
+    runs: dict[Path, None] = {}
+    for directory in directories:
+        name, beside = (
+            directory.resolve().name,
+            directory.resolve().parent.glob(f"{_escaped(directory.resolve().name)}.*"),
+        )
+        aside = sorted(path for path in beside if _MOVED_ASIDE.fullmatch(path.name.removeprefix(name)))
+        runs |= {resolved(run.path): None for place in (directory, *aside) for run in _runs(place)}
+    found = _read((run, one) for run in map(stored_run, runs) for one in (*run.records(), *run.attempts()))
+    if not found:
+        places = ", ".join(map(str, directories))
+        raise UsageError(f"no record below {places}; name runs, or directories that hold runs")
+    return found
+
+
+def of_commit(members: Sequence[ComparedRecord], prefix: str) -> list[ComparedRecord]:
+    """The records of one commit, named by the start of its hash; with `-dirty` at the end, those of a changed tree.
+
+    Raises UsageError where no commit or several begin so.
+    """
+    wanted, dirty = prefix.removesuffix(DIRTY), prefix.endswith(DIRTY)
+    found = {
+        member.record.commit
+        for member in members
+        if member.record.commit.startswith(wanted) and member.record.commit.endswith(DIRTY) == dirty
+    }
+    if len(found) != 1:
+        known = sorted({_shortened(member.record.commit) for member in members if member.record.commit})
+        what = "several of these begin so" if found else f"these records are of {one_of(known) if known else 'none'}"
+        listed = one_of(sorted(map(_shortened, found))) if found else ""
+        raise UsageError(f"--commits {prefix}: {what}{f': {listed}' if listed else ''}; give more of one commit's hash")
+    [commit] = found
+    return [member for member in members if member.record.commit == commit]
+
+
+def latest(members: Iterable[ComparedRecord]) -> ComparedRecord:
+    """Of several records of one trial the one that started last."""
+    return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.place)))
+
+
+def _runs(directory: Path) -> list[StoredRun]:
+    return [stored_run(path) for path in runs_below(directory) or [directory]]
+
+
+def _read(stored: Iterable[tuple[StoredRun, StoredRecord | BadRecord]]) -> list[ComparedRecord]:
+    """Raises UsageError that lists every record that cannot be used."""
+    members: list[ComparedRecord] = []
+    bad: list[BadRecord] = []
+    for run, one in stored:
+
+        def use(found: StoredRecord, record: Record, run: StoredRun = run) -> None:
+            members.append(ComparedRecord(run=run.path, place=found.place, record=record, row=row_of(record)))
+
+        bad += read_all([one], use)
+    refuse_bad(bad)
+    return members
+
+
+def _shortened(commit: str) -> str:
+    return commit.removesuffix(DIRTY)[:_SHORT] + (DIRTY if commit.endswith(DIRTY) else "")
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +132,27 @@ class TrialPair:
 
     reference: ComparedRecord
     candidate: ComparedRecord
-    times: Ratio | None  # of the median step; None unless both trials were measured
-    paired: bool  # whether rounds were drawn in pairs
-    apart: tuple[int, ...] = ()  # rounds of one run that the two ran on two machines: left out, or no pairs
+    found: Speedup | None  # of the candidate; None unless both trials were measured
+
+    @property
+    def times(self) -> Ratio | None:
+        """The ratio of the median steps."""
+        return self.found.times if self.found else None
+
+    @property
+    def spread(self) -> Interval | TwoRounds | None:
+        """Of that ratio."""
+        return (self.times.interval or self.times.by_round) if self.times else None
+
+    @property
+    def paired(self) -> bool:
+        """Whether rounds were drawn in pairs."""
+        return self.found is not None and self.found.paired
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Rounds of one run that the two ran on two machines: left out, or no pairs."""
+        return self.found.apart if self.found else ()
 
     @property
     def outcome(self) -> Outcome:
@@ -40,11 +161,6 @@ class TrialPair:
         if before and now:
             return "compared"
         return "lost" if before else "gained" if now else "neither"
-
-    @property
-    def rounds(self) -> tuple[int, int]:
-        """Rounds that gave a figure, of A and of B."""
-        return (self.reference.row["rounds"] or 0, self.candidate.row["rounds"] or 0)
 
     @property
     def memory_column(self) -> str | None:
@@ -133,8 +249,8 @@ class Comparison:
     @property
     def mean_ratio(self) -> float | None:
         """Geometric mean of the ratios of times."""
-        logs = [math.log(pair.times.value) for pair in self.pairs if pair.times is not None]
-        return math.exp(math.fsum(logs) / len(logs)) if logs else None
+        ratios = [pair.times.value for pair in self.pairs if pair.times is not None]
+        return statistics.geometric_mean(ratios) if ratios else None
 
     def differences(self) -> list[tuple[str, str, str, int]]:
         """What else differs within measured pairs: (fact, in A, in B, pairs); hardware first.
@@ -180,19 +296,19 @@ def compare(
         )
         return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)
 
-    before, now = _by_key(reference, key), _by_key(candidate, key)
-    sides = ((before, now), (now, before))
-    alone = [_ordered([found[one] for one in found if one not in other]) for found, other in sides]
-    places = {id(member.row): member for member in before.values()}
+    before, now = ({one: latest(found) for one, found in grouped(side, key).items()} for side in (reference, candidate))
     pairs = [
-        _pair(places[id(row)], now[key(places[id(row)])], one_run)
-        for row in in_order(member.row for one, member in before.items() if one in now)
-    ]
+        TrialPair(
+            reference=first, candidate=(second := now[key(first)]),
+            found=speedup([second.row], [first.row], one_run=one_run),
+        )
+        for first in _ordered(member for one, member in before.items() if one in now)
+    ]  # fmt: skip
     return Comparison(
         labels=labels,
         pairs=pairs,
-        only_reference=alone[0],
-        only_candidate=alone[1],
+        only_reference=_ordered(member for one, member in before.items() if one not in now),
+        only_candidate=_ordered(member for one, member in now.items() if one not in before),
         tolerance=tolerance,
         across=tuple(across),
         one_run=one_run,
@@ -200,27 +316,10 @@ def compare(
     )
 
 
-def _by_key(
-    members: Sequence[ComparedRecord], key: Callable[[ComparedRecord], tuple[Any, ...]]
-) -> dict[tuple[Any, ...], ComparedRecord]:
-    groups: dict[tuple[Any, ...], list[ComparedRecord]] = {}
-    for member in members:
-        groups.setdefault(key(member), []).append(member)
-    return {one: latest(found) for one, found in groups.items()}
-
-
-def _ordered(members: Sequence[ComparedRecord]) -> list[ComparedRecord]:
+def _ordered(members: Iterable[ComparedRecord]) -> list[ComparedRecord]:
+    """In the order of tables."""
     places = {id(member.row): member for member in members}
-    return [places[id(row)] for row in in_order(member.row for member in members)]
-
-
-def _pair(reference: ComparedRecord, candidate: ComparedRecord, one_run: bool) -> TrialPair:
-    found = compared([candidate.row], [reference.row], one_run=one_run)
-    if found is None:
-        return TrialPair(reference=reference, candidate=candidate, times=None, paired=False)
-    return TrialPair(
-        reference=reference, candidate=candidate, times=found.times, paired=found.paired, apart=found.apart
-    )
+    return [places[id(row)] for row in in_order(member.row for member in places.values())]
 
 
 _FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")

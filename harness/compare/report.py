@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, get_args
 
 from harness.base.lengths import format_length
-from harness.compare.pairs import Comparison, TrialPair, is_across
-from harness.compare.sources import ComparedRecord
+from harness.compare.pairs import ComparedRecord, Comparison, TrialPair, is_across
 from harness.metrics.intervals import Interval, TwoRounds, Verdict
 from harness.records.stored import stored_run
 from harness.report.digits import spread_text
-from harness.report.speedup import TWO_VALUES, rounds_text, verdict_text
-from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.report.speedup import TWO_VALUES, apart_text, rounds_text
+from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import panel_name, panel_of, setting_text
 
 SCHEMA = 1
@@ -76,8 +77,8 @@ def heading(comparison: Comparison) -> list[str]:
     if any(pair.paired for pair in measured):
         lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
     for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():
-        number = f"round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds))}"
-        lines.append(f"Left out: {number} of {_pairs(count)}, which ran on two machines.")
+        numbers = apart_text(rounds).removesuffix(" ran on two machines")
+        lines.append(f"Left out: {numbers} of {_pairs(count)}, which ran on two machines.")
     return lines
 
 
@@ -128,80 +129,65 @@ def alone(comparison: Comparison, names: dict[int, str]) -> list[str]:
 
 def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
     """All pairs as a table for papers and pages."""
-    lines = tuple(
-        (
-            names[id(pair.reference)],
-            _time_or_status(pair.reference),
-            pair.reference.row["samples"],
-            pair.reference.row["rounds"],
-            _time_or_status(pair.candidate),
-            pair.candidate.row["samples"],
-            pair.candidate.row["rounds"],
-            pair.times.value if pair.times else None,
-            pair.times.interval or pair.times.by_round if pair.times else None,
-            _verdict(pair),
-            *_peaks(pair),
-            pair.memory,
-            pair.memory_word(comparison.tolerance),
-            pair.loss,
-            pair.regression(comparison.tolerance) or None,
+    tolerance, percent = comparison.tolerance, _percent(comparison.tolerance)
+    ms, ratio = significant(4, 1e3), "{:.3f}".format
+
+    def times(side: str, of: Callable[[TrialPair], ComparedRecord]) -> list[Column]:
+        return [
+            number(f"{side} ms", lambda pair: of(pair).row["step_seconds_median"] or of(pair).record.status, ms),
+            number(f"{side} n", lambda pair: of(pair).row["samples"]),
+            number(f"{side} rounds", lambda pair: of(pair).row["rounds"]),
+        ]
+
+    def peak(side: str, of: Callable[[TrialPair], ComparedRecord]) -> Column:
+        return number(
+            f"{side} GiB", lambda pair: of(pair).row[pair.memory_column] if pair.memory_column else None, significant(3)
         )
-        for pair in comparison.pairs
-    )
-    number = significant(4, 1e3)
+
+    reference, candidate = attrgetter("reference"), attrgetter("candidate")
     columns = (
-        Column(header="trial"),
-        Column(header="A ms", form=number, numeric=True),
-        Column(header="A n", numeric=True),
-        Column(header="A rounds", numeric=True),
-        Column(header="B ms", form=number, numeric=True),
-        Column(header="B n", numeric=True),
-        Column(header="B rounds", numeric=True),
-        Column(header="B ÷ A", form="{:.3f}".format, numeric=True),
-        Column(header="interval", form=_interval, numeric=True),
-        Column(header="verdict"),
-        Column(header="A GiB", form=significant(3), numeric=True),
-        Column(header="B GiB", form=significant(3), numeric=True),
-        Column(header="memory B ÷ A", form="{:.3f}".format, numeric=True),
-        Column(header="memory"),
-        Column(header="loss difference", form="{:.1e}".format, numeric=True),
-        Column(header="regression"),
+        text("trial", lambda pair: names[id(pair.reference)]),
+        *times("A", reference),
+        *times("B", candidate),
+        number("B ÷ A", lambda pair: pair.times and pair.times.value, ratio),
+        number("interval", lambda pair: pair.spread, _interval),
+        text("verdict", lambda pair: pair.found and pair.found.text),
+        peak("A", reference),
+        peak("B", candidate),
+        number("memory B ÷ A", lambda pair: pair.memory, ratio),
+        text("memory", lambda pair: pair.memory_word(tolerance)),
+        number("loss difference", lambda pair: pair.loss, "{:.1e}".format),
+        text("regression", lambda pair: pair.regression(tolerance) or None),
     )
-    return without_empty_columns(
-        Table(
-            name="compare",
-            title=f"B: {comparison.labels[1]}, against A: {comparison.labels[0]}",
-            columns=columns,
-            rows=lines,
-            note="ms = median over n measured steps; B ÷ A = ratio of these medians; interval = its 95% interval, "
-            "whole rounds resampled, absent where a side has fewer than three rounds; faster and slower mean that it "
-            f"excludes 1; {TWO_VALUES}. "
-            "GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within "
-            f"{_percent(comparison.tolerance)}. Loss difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. "
-            f"A regression is beyond {_percent(comparison.tolerance)}: slower with the whole interval, more memory, or "
-            "no number any more. " + " ".join(heading(comparison)[2:]),
-            marked=frozenset(i for i, pair in enumerate(comparison.pairs) if pair.regression(comparison.tolerance)),
-        )
+    note = (
+        "ms = median over n measured steps; B ÷ A = ratio of these medians; interval = its 95% interval, whole rounds "
+        "resampled, absent where a side has fewer than three rounds; faster and slower mean that it excludes 1; "
+        f"{TWO_VALUES}. GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within {percent}. Loss "
+        f"difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. A regression is beyond {percent}: slower "
+        f"with the whole interval, more memory, or no number any more. {' '.join(heading(comparison)[2:])}"
     )
+    title = f"B: {comparison.labels[1]}, against A: {comparison.labels[0]}"
+    table = table_of(
+        "compare", title, columns, comparison.pairs, note=note, marked=lambda pair: bool(pair.regression(tolerance))
+    )
+    assert table is not None, "a comparison without pairs is refused"
+    return table
 
 
 def pair_lines(comparison: Comparison, names: dict[int, str]) -> list[str]:
     """All pairs for a terminal of 80 columns: the trial's name on one line, its figures aligned below it."""
     header = ("A ms (n/r)", "B ms (n/r)", "B ÷ A", "interval", "verdict", "memory", "loss")
     cells = [header, *(_cells(pair, comparison.tolerance) for pair in comparison.pairs)]
-    kept = [place for place in range(len(header)) if any(line[place] for line in cells[1:])]
-    widths = {place: max(len(line[place]) for line in cells) for place in kept}
-    texts = [
-        "  "
-        + " ".join(
-            line[place].ljust(widths[place]) if header[place] == "verdict" else line[place].rjust(widths[place])
-            for place in kept
-        ).rstrip()
-        for line in cells
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [cell.ljust(width) if column[0] == "verdict" else cell.rjust(width) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
     ]
+    texts = [f"  {' '.join(line).rstrip()}" for line in zip(*aligned, strict=True)]
     lines = [texts[0]]
-    for pair, text in zip(comparison.pairs, texts[1:], strict=True):
-        lines += [("! " if pair.regression(comparison.tolerance) else "") + names[id(pair.reference)], text]
+    for pair, figures in zip(comparison.pairs, texts[1:], strict=True):
+        lines += [("! " if pair.regression(comparison.tolerance) else "") + names[id(pair.reference)], figures]
     note = "ms: median of n measured steps in r rounds. memory: peak of B against A."
     return [*lines, note + (" !: regression." if comparison.regressions else "")]
 
@@ -265,8 +251,7 @@ def _member_to_plain(member: ComparedRecord) -> dict[str, Any]:
 
 def _cells(pair: TrialPair, tolerance: float) -> tuple[str, ...]:
     """What a terminal shows of a pair; an empty text where there is nothing."""
-    times, memory = pair.times, pair.memory
-    spread = (times.interval or times.by_round) if times else None
+    times, memory, spread = pair.times, pair.memory, pair.spread
     return (
         _time_cell(pair.reference),
         _time_cell(pair.candidate),
@@ -283,27 +268,11 @@ def _interval(spread: Interval | TwoRounds) -> str:
     return spread_text(spread, "{:.3f}".format)
 
 
-def _verdict(pair: TrialPair) -> str | None:
-    if pair.times is None:
-        return None
-    rounds = 2 if pair.times.by_round else 3 if pair.times.interval else 1
-    return verdict_text(pair.times.verdict(), rounds, pair.apart)
-
-
 def _time_cell(member: ComparedRecord) -> str:
     row = member.row
     if row["step_seconds_median"] is None:
         return str(row["status"])
     return f"{significant(4, 1e3)(row['step_seconds_median'])} ({row['samples']}/{row['rounds']})"
-
-
-def _time_or_status(member: ComparedRecord) -> float | str:
-    return member.row["step_seconds_median"] or str(member.row["status"])
-
-
-def _peaks(pair: TrialPair) -> tuple[float | None, float | None]:
-    column = pair.memory_column
-    return (pair.reference.row[column], pair.candidate.row[column]) if column else (None, None)
 
 
 def _pairs(count: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import end_at_once, look
 from harness.launch.forkserver import ForkServer, ServerLost
@@ -223,10 +224,10 @@ class ProgressTail:
         """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
         and neither what a foreign program prints there nor a read that fails may end its trial."""
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path, "progress") as file:
                 file.seek(self._offset)
                 block = file.read()
-        except OSError:  # not there yet, or a file system that does not answer at this moment
+        except (OSError, ValueError):  # not there yet, or a file system that does not answer at this moment
             return []
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)

@@ -15,7 +15,6 @@ from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
-    matmul_parameters,
     repeated_attention,
     repeated_products,
 )
@@ -96,7 +95,7 @@ def work_of(settings: TrialSettings) -> StepFlops:
         return StepFlops(layers=0.0, head=0.0, attention=attention_forward(settings))
     attention = _attention_flops(settings, layer_pairs(settings))
     return StepFlops(
-        layers=2.0 * tokens * model.layers * matmul_parameters(model),
+        layers=2.0 * tokens * model.layers * model.layer_matrices,
         head=head,
         attention=attention * model.layers,
         recomputed_layers=repeated_products(

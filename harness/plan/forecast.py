@@ -21,7 +21,9 @@ from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare_times
 
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
-START_SECONDS = 25.0  # of a trial: processes, kernels compiled
+# Of a trial in new processes: joining, building, compiling, the check. Wall time less the steps: 2 to 4 s on one H200
+# with kernels of cuDNN; median 16 s of the first trials of published runs, 7 s of which are the imports of a run.
+START_SECONDS = 10.0
 _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
 
 

@@ -16,7 +16,7 @@ from engine.settings import CudaGraph, Kernel, TrialSettings
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
-from harness.predict.validation import write_block, write_table
+from harness.predict.validation import markdown_table, write_block, write_table
 from harness.records.record import Record, refuse_bad
 from harness.records.stored import StoredRecord, StoredRun, read_all, runs_below, stored_run
 from harness.spec.methods import is_native, method_named
@@ -146,7 +146,7 @@ def median_error(rows: list[RecordPrediction], figure: str) -> float:
 def summary() -> str:
     """Markdown for docs/plan.md: errors of each figure, of the records that are judged, by GPUs, and of the others."""
     rows = compared_records()
-    lines = ["| training records | count | figure | median error | largest error |", "|---|---|---|---|---|"]
+    lines = []
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     day = TODAY.replace("T", " ") + " UTC"
     parts: dict[str, Callable[[RecordPrediction], bool]] = {
@@ -158,9 +158,9 @@ def summary() -> str:
         chosen = [row for row in rows if belongs(row)]
         for figure, name in of_figure.items():
             of = [row for row in chosen if figure != "seconds" or row.timed or not row.judged]
-            median, largest = 100 * median_error(of, figure), 100 * max(abs(row.error(figure)) for row in of)
-            lines.append(f"| {label} | {len(of)} | {name} | {median:.1f}% | {largest:.1f}% |")
-    return "\n".join(lines)
+            median, largest = median_error(of, figure), max(abs(row.error(figure)) for row in of)
+            lines.append([label, str(len(of)), name, f"{100 * median:.1f}%", f"{100 * largest:.1f}%"])
+    return markdown_table(["training records", "count", "figure", "median error", "largest error"], lines)
 
 
 def main() -> None:

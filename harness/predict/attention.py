@@ -18,8 +18,7 @@ from functools import lru_cache
 
 from engine.attention.comm_plan import ChunkRanges, comm_plan, length
 from engine.attention.comm_volume import all_to_all_bytes
-from engine.attention.geometry.layout import Layout, as_layout
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Layout, Ring, as_layout
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import pair_table
 from engine.attention.problem import ALL_GATHER, Problem, problem_of_trial

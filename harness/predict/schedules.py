@@ -33,7 +33,7 @@ from engine.attention.resolve import recomputes_attention
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
 from harness.predict.attention import attention_problem, context_ranks_of_node
-from harness.predict.validation import write_block, write_table
+from harness.predict.validation import markdown_table, write_block, write_table
 from harness.records.record import Record
 from harness.records.stored import read_records, run_named
 
@@ -325,13 +325,13 @@ def median_error(calls: Iterable[MeasuredCall], model: HardwareModel) -> float:
 
 def constant_table(model: HardwareModel) -> str:
     """Markdown: the fitted constants beside their guesses."""
-    rows = (f"| `{name}` | {guess:.4g} | {getattr(model, name):.4g} |" for name, guess in GUESSES.items())
-    return "\n".join(["| constant | guess | fitted |", "|---|---|---|", *rows])
+    rows = ([f"`{name}`", f"{guess:.4g}", f"{getattr(model, name):.4g}"] for name, guess in GUESSES.items())
+    return markdown_table(["constant", "guess", "fitted"], rows)
 
 
 def error_table(calls: Sequence[MeasuredCall], model: HardwareModel) -> str:
     """Markdown: errors by ranks, schedule and side."""
-    lines = ["| calls | side | count | median error | largest error |", "|---|---|---|---|---|"]
+    lines = []
     for label in sorted({_kind(call) for call in calls}):
         for side in get_args(Side):
             chosen = [call for call in calls if _kind(call) == label and call.side == side]
@@ -339,27 +339,26 @@ def error_table(calls: Sequence[MeasuredCall], model: HardwareModel) -> str:
                 largest = max((error(call, model) for call in chosen), key=abs)
                 said = "fitted" if side == "fit" else side
                 median = median_error(chosen, model)
-                lines.append(f"| {label} | {said} | {len(chosen)} | {median:.1%} | {largest:+.1%} |")
-    return "\n".join(lines)
+                lines.append([label, said, str(len(chosen)), f"{median:.1%}", f"{largest:+.1%}"])
+    return markdown_table(["calls", "side", "count", "median error", "largest error"], lines)
 
 
 def comparison_table(found: Iterable[ScheduleComparison]) -> str:
     """Markdown: what was measured, what the model takes, and how far that is behind."""
-    lines = [
-        "| GPUs | heads | tokens | side | ring, ms | `ulysses`, ms | `auto` takes | behind |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for choice in sorted(found, key=lambda choice: (_order(choice.problem), choice.folder)):
         problem, ms = choice.problem, {call.schedule: f"{1e3 * call.seconds:.4g}" for call in choice.calls}
         behind = "" if choice.chosen is choice.best else f"{choice.behind:.1%}"
         if behind and choice.within_noise:
             behind += ", within the spread"
         lines.append(
-            f"| {problem.cp_size} | {problem.heads}:{problem.kv_heads} | {problem.seq_len // 1024}K | "
-            f"{'fitted' if choice.side == 'fit' else choice.side} | {ms['ring']} | {ms['ulysses']} | "
-            f"{choice.schedule} | {behind} |"
-        )
-    return "\n".join(lines)
+            [
+                str(problem.cp_size), f"{problem.heads}:{problem.kv_heads}", f"{problem.seq_len // 1024}K",
+                "fitted" if choice.side == "fit" else choice.side, ms["ring"], ms["ulysses"], choice.schedule, behind,
+            ]
+        )  # fmt: skip
+    header = ["GPUs", "heads", "tokens", "side", "ring, ms", "`ulysses`, ms", "`auto` takes", "behind"]
+    return markdown_table(header, lines)
 
 
 def _kind(call: MeasuredCall) -> str:

@@ -1,8 +1,8 @@
 """Seconds of one training step, or of one call of attention, by phase.
 
-A step is the sum of what the GPU does one after another (matrix products, attention along the method's schedule,
-elementwise passes, the LM head, the optimizer) and of the transfers that nothing hides. Parameters that are gathered,
-and activations that go to the host and back, cost time where they take longer than the layer they overlap with.
+A step is the sum of what the GPU does one after another: attention along the method's schedule, and a table of terms
+(`terms`), each with its FLOPs and bytes. Parameters that are gathered, and activations that go to the host and back,
+cost time where they take longer than the layer they overlap with.
 """
 
 from __future__ import annotations
@@ -94,25 +94,47 @@ def step_time(
         _add(phases, "attention backward", back, count)
     across = attention.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
-    gemm = speeds.gemm_tflops * TERA * ranks
-    phases["matrix products"] = 3 * work.layers / gemm
-    phases["matrix products again"] = work.recomputed_layers / gemm
-    phases["elementwise"] = _elementwise_bytes(settings, work) / (speeds.memory_gib * GIB)
-    phases["LM head"] = 3 * work.head / gemm + _logits_bytes(settings) / (speeds.memory_gib * GIB)
-    shard = settings.model.parameters / ranks
-    whole = keeps_whole(settings)
-    phases["optimizer"] = shard * (_ONE_PASS_BYTES if whole else _SHARDED_BYTES) / (speeds.memory_gib * GIB)
-    if settings.optimizer_offload:
-        phases["optimizer"] += shard * _MOMENTS_BYTES / (speeds.host_gib * GIB)
+    phases |= {term.phase: term.seconds(speeds, ranks) for term in terms(settings, work)}
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
-    phases["parameters"] = layers * 3 * max(0.0, _gather_seconds(settings, speeds, node_ranks, across) - computing)
-    if not whole:
-        copied = _copied_bytes(settings) * settings.model.parameters / settings.tp_size * calls
-        phases["parameters"] += copied / (speeds.memory_gib * GIB)
-    phases["host copies"] = layers * 2 * max(0.0, _offload_bytes(settings) / (speeds.host_gib * GIB) - computing)
+    gathering = _gather_seconds(settings, speeds, node_ranks, across)
+    moving = _offload_bytes(settings) / (speeds.host_gib * GIB)
+    phases["parameters"] = layers * 3 * max(0.0, gathering - computing)
+    phases["parameters"] += _copied_bytes(settings) * calls / (speeds.memory_gib * GIB)
+    phases["host copies"] = layers * 2 * max(0.0, moving - computing)
     if not_captured_reason(settings, "cuda") is not None:
         phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
     return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """Work of one phase of a step that overlaps with nothing."""
+
+    phase: str
+    flops: float = 0.0  # of matrix products, over all ranks
+    memory_bytes: float = 0.0  # that a rank reads and writes in its GPU's memory
+    host_bytes: float = 0.0  # that a rank moves to its host or back, whichever is more
+
+    def seconds(self, speeds: HardwareSpeeds, ranks: int) -> float:
+        """On this many ranks."""
+        products = self.flops / (speeds.gemm_tflops * TERA * ranks)
+        return products + self.memory_bytes / (speeds.memory_gib * GIB) + self.host_bytes / (speeds.host_gib * GIB)
+
+
+def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
+    """The phases of a training step besides attention and what overlaps with a layer."""
+    shard = settings.model.parameters / settings.world_size
+    return (
+        Term(phase="matrix products", flops=3 * work.layers),
+        Term(phase="matrix products again", flops=work.recomputed_layers),
+        Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
+        Term(phase="LM head", flops=3 * work.head, memory_bytes=_logits_bytes(settings)),
+        Term(
+            phase="optimizer",
+            memory_bytes=shard * (_ONE_PASS_BYTES if keeps_whole(settings) else _SHARDED_BYTES),
+            host_bytes=shard * _MOMENTS_BYTES if settings.optimizer_offload else 0.0,
+        ),
+    )
 
 
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}
@@ -178,9 +200,12 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
 
 
 def _copied_bytes(settings: TrialSettings) -> float:
-    """Bytes per parameter that a rank copies to gather all in forward and in backward and to reduce their gradients."""
+    """Bytes that a rank copies to gather all parameters in forward and in backward and to reduce their gradients."""
+    if keeps_whole(settings):
+        return 0.0
     ranks = settings.world_size / settings.tp_size
-    return 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) + _REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks
+    per_parameter = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) + _REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks
+    return per_parameter * settings.model.parameters / settings.tp_size
 
 
 def _offload_bytes(settings: TrialSettings) -> float:

@@ -40,6 +40,7 @@ from harness.records.record import (
 from harness.records.stated import NOTHING_STATED, PROVENANCE_FILE, StatedProvenance, stated_in, stated_of
 
 RUN_FILE, EXPERIMENT_FILE = "run.json", "experiment.yaml"  # what `burst run` leaves beside the records
+RESULTS_FILE, REPORT_FILE = "results.csv", "report.html"  # what a report makes of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def decimals_of(value: float, spread: Spread = None) -> int:
     first = int(f"{value:.{USUAL - 1}e}".split("e")[1])  # after rounding: 99.96 is 1.00e2
     if spread is None:
         return USUAL - 1 - first
-    low, high = _ends(spread)
+    low, high = spread.ends
     supported = -math.floor(math.log10(high - low)) if high > low else MOST
     return min(max(supported, LEAST - 1 - first), MOST - 1 - first)
 
@@ -69,7 +69,7 @@ def spread_text(spread: Interval | TwoRounds, form: Callable[[float], str] | Non
     if isinstance(spread, Interval) and spread.too_wide:
         return TOO_WIDE
     if form is None:
-        low, high = _ends(spread)
+        low, high = spread.ends
         decimals = decimals_of((low + high) / 2, spread)
 
         def form(number: float) -> str:
@@ -89,7 +89,7 @@ def ratio_text(value: float, spread: Spread = None) -> str:
 
 def ratio_spread_text(spread: Interval | TwoRounds) -> str:
     """The interval of a ratio with the ratio's digits: `1.14 to 1.17`, never `1.00 to 1.02` for one that excludes 1."""
-    low, high = _ends(spread)
+    low, high = spread.ends
     decimals = _ratio_decimals((low + high) / 2, spread)
     return spread_text(spread, lambda number: rounded(number, decimals))
 
@@ -98,10 +98,6 @@ def _ratio_decimals(value: float, spread: Spread) -> int:
     if spread is None:
         return 2 if abs(value - 1) >= 0.05 else 3
     decimals = decimals_of(value, spread)
-    while decimals < MOST and any(end != 1 and round(end, decimals) == 1 for end in _ends(spread)):
+    while decimals < MOST and any(end != 1 and round(end, decimals) == 1 for end in spread.ends):
         decimals += 1
     return decimals
-
-
-def _ends(spread: Interval | TwoRounds) -> tuple[float, float]:
-    return (min(spread), max(spread)) if isinstance(spread, TwoRounds) else (spread.low, spread.high)

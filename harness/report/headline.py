@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.digits import ratio_text
-from harness.report.footnotes import first_kernel, footnotes_of, kernel_in_words
 from harness.report.rankings import SizeRanking, rankings_of, verdict_sentence
-from harness.report.results import Row
-from harness.report.slow_baselines import slow_baselines, slow_sentence
-from harness.report.speedup import contested_points
-from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
+from harness.report.results import Row, grouped
+from harness.report.speedup import contested_points, slow_baselines, slow_sentence
+from harness.report.tables.agreement import LIMIT, LossDifferences, compared_of, own_weights_sentence
 from harness.report.tables.ideal import share_of_ideal
-from harness.report.tables.trials import CHECKED, CPU_TIMES
-from harness.report.variants import on_cpu
+from harness.report.tables.trials import CPU_TIMES, errors_of
+from harness.report.variants import first_kernel, footnotes_of, kernel_in_words, on_cpu
 
 MOST_WRONG = 8  # trials that a report names above its verdict
 
@@ -48,7 +46,7 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
     if not rows:
         return Headline(verdict="No trial was recorded.", place="", notes=[], footnotes=[], rankings=[])
     rankings = rankings_of(rows, baseline)
-    compared = [pair for pair in agreements(rows) if not pair.is_reference]
+    compared = compared_of(rows)
     agreement = [*_agreement_sentences(compared), *_accuracy_sentence(rows)]
     disagree = any(pair.agrees is False for pair in compared)
     faster = [verdict_sentence(rankings[0]), *_same_kernel(rankings[0])] if rankings else []
@@ -148,18 +146,16 @@ def _agreement_sentences(compared: Sequence[LossDifferences]) -> list[str]:
 
 def _accuracy_sentence(rows: Sequence[Row]) -> list[str]:
     """How far attention and its gradients are from a dense float64 run, where the workers measured it."""
-    worst: dict[str, float] = {}
     measured = [row for row in rows if row["status"] == "ok" and row["task"] == "attention"]
-    checked = 0
-    for row in measured:
-        errors = [row[f"extra_error.{tensor}"] for tensor in CHECKED if row.get(f"extra_error.{tensor}") is not None]
-        if errors:
-            checked += 1
-            worst[row["dtype"]] = max(worst.get(row["dtype"], 0.0), *errors)
-    if not worst:
+    checked = [row for row in measured if errors_of(row)]
+    if not checked:
         return []
+    worst = {
+        dtype: max(max(errors_of(row).values()) for row in alike)
+        for dtype, alike in grouped(checked, lambda row: str(row["dtype"])).items()
+    }
     listed = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
-    some = f", in the {checked} of {len(measured)} trials that were compared" if checked < len(measured) else ""
+    some = f", in the {len(checked)} of {len(measured)} trials that were compared" if checked != measured else ""
     return [f"Attention and its gradients differ from a dense float64 run by at most {listed}{some}."]
 
 

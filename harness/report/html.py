@@ -1,4 +1,4 @@
-"""What a page is made of: tables with what their cells sort by and links to records, templates.
+"""What a page is made of: templates, tables with what their cells sort by and links to records, dot plots.
 
 The page is one file. Its script and style stand inside and are allowed by their digests alone, so that text of a record
 could not run even where escaping failed. Tables are sorted and filtered by DataTables, as the package itables ships it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -21,13 +22,19 @@ from urllib.parse import quote
 
 import jinja2
 
+from harness.metrics.intervals import Interval
 from harness.records.stored import stored_run
+from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, spread_text, supported
 from harness.report.drawing.looks import palette_css
+from harness.report.rankings import RankedSeries, SizeRanking, word_beside
 from harness.report.results import Row
-from harness.report.tables.table import Column, Table
+from harness.report.tables.table import Column, Table, significant
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once
+MOST_DOTS = 16  # of one plot; a longer list is read in its table
+_MARGIN = 4.0  # percent of the strip, left and right, so that a dot at an end is whole
+_FROM_ZERO = 0.4  # an axis starts at 0 where its smallest value is below this share of the largest
 _WORDS = 40  # characters from which a cell takes several lines
 
 
@@ -135,9 +142,8 @@ def _assets() -> tuple[str, str]:
     """The page's style and script: DataTables, which is a module, and below it what we ask of it. Where itables is not
     installed, tables are neither sorted nor filtered."""
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    if found := find_spec("itables"):
-        [folder] = found.submodule_search_locations or ()
-        bundle = (Path(folder) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+    if (found := find_spec("itables")) and found.origin:
+        bundle = (Path(found.origin).parent / "html" / "dt_bundle.js").read_text(encoding="utf-8")
         [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
         script = f"{bundle}\nconst TableLibrary = {library};\n{script}"
     else:
@@ -158,3 +164,149 @@ def render_page(name: str, **values: object) -> str:
 @cache
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    """One row. `at`, `low` and `high` are percent of the strip; `at` is None for a row without a number."""
+
+    name: str
+    link: str = ""
+    about: str = ""  # below the name, smaller
+    at: float | None = None
+    low: float | None = None
+    high: float | None = None
+    hover: str = ""
+    cells: Sequence[str] = ()
+    verdict: str = ""  # in words, with the ratio behind it
+    kind: str = ""  # subject, faster, slower or same: how the dot is coloured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dots:
+    """A sorted dot plot: rows under common headers, at places in percent of a strip, so that the page draws it at any
+    width. `line` is where a vertical line stands: the 1 of ratios."""
+
+    headers: Sequence[str]  # of the strip, of the cells, of the verdict
+    rows: Sequence[Dot]
+    ticks: Sequence[tuple[float, str]]
+    line: float | None = None
+    note: str = ""
+
+
+class Axis:
+    """A linear axis from the smallest to the largest of the values and their intervals."""
+
+    def __init__(self, values: Sequence[MeasuredNumber], holds: Sequence[float] = ()) -> None:
+        ends = [end for value in values for end in (value, *_ends(value))] + list(holds)
+        low, high = min(ends), max(ends)
+        if low < _FROM_ZERO * high:
+            low = 0.0
+        if low == high:
+            low, high = 0.95 * low, 1.05 * high
+        self.low, self.high = low, high
+
+    def at(self, value: float) -> float:
+        """Percent of the strip."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(_MARGIN + (100 - 2 * _MARGIN) * share, 2)
+
+    def dot(self, name: str, value: MeasuredNumber, **shown: Any) -> Dot:
+        """The row of a number, with its interval."""
+        low, high = map(self.at, _ends(value) or (value, value))
+        return Dot(name=name, at=self.at(value), low=low, high=high, **shown)
+
+    def ticks(self, at_most: int = 4) -> list[tuple[float, str]]:
+        """Round numbers along the axis with their places."""
+        rough = (self.high - self.low) / at_most
+        unit: float = 10 ** math.floor(math.log10(rough))
+        step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+        decimals = max(0, -math.floor(math.log10(step)))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [(self.at(step * number), f"{step * number:,.{decimals}f}") for number in range(first, last + 1)]
+
+
+def dots_of(ranking: SizeRanking) -> Dots | None:
+    """The ranking as a plot of speeds, the fastest first; None for a single series."""
+    if len(ranking.compared) + len(ranking.lost) < 2:
+        return None
+    shown = ranking.compared[:MOST_DOTS]
+    if ranking.subject not in shown:
+        shown[-1] = ranking.subject
+    axis = Axis([series.speed for series in shown])
+    training = ranking.rows[0]["task"] == "train"
+    use, header, scale = ("mfu", "MFU %", 100.0) if training else ("tflops_per_gpu", "TFLOP/s", 1.0)
+    used = any(series.of(use) is not None for series in shown)
+    columns = [*([(use, scale)] if used else []), ("peak_memory_gib", 1.0)]
+    rows = []
+    for series in shown:
+        verdict, kind = _beside(ranking, series)
+        speed = supported()(series.speed)
+        figures = [(series.of(column), scale) for column, scale in columns]
+        texts = ["" if value is None else significant(3, scale)(value) for value, scale in figures]
+        between = f", {spread_text(series.speed.spread)}" if series.speed.spread else ""
+        hover = f"{series.name}: {speed} tokens/s per GPU{between}"
+        rows.append(axis.dot(series.name, series.speed, cells=[speed, *texts], verdict=verdict, kind=kind, hover=hover))
+    blank = [""] * len(columns)
+    rows += [Dot(name=name, cells=[status, *blank], kind="lost") for name, status in ranking.lost[:MOST_DOTS]]
+    left = f"The fastest {len(shown)} of {len(ranking.compared)}; the table of all trials has the others."
+    return Dots(
+        headers=("", "tokens/s per GPU", *([header] if used else []), "peak GiB", f"against {ranking.subject.short}"),
+        rows=rows,
+        ticks=axis.ticks(),
+        note=left if len(shown) < len(ranking.compared) else "",
+    )
+
+
+def _beside(ranking: SizeRanking, series: RankedSeries) -> tuple[str, str]:
+    """The verdict on a row against the subject, in words with the ratio, and what colours its dot. Of several methods
+    none is put beside itself with other settings."""
+    subject = ranking.subject
+    if series is subject:
+        return "", "subject"
+    found = ranking.beside(series)
+    if found is None or (ranking.of_methods and series.method == subject.method):
+        return "", "same"
+    word = word_beside(found)
+    kind = "same" if word.startswith("not") else word.split()[0]
+    spread = f" ({found.between})" if found.spread else ""
+    name = subject.method if ranking.of_methods else subject.name
+    return f"{word}; {name} {ratio_text(found.ratio)}×{spread}", kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatioRow:
+    """One row of a plot of ratios: `ratio` is of the speed of `subject`, over that of `other`."""
+
+    subject: str = "burst"
+    name: str
+    link: str
+    about: str
+    ratio: MeasuredNumber
+    verdict: str
+    other: str
+
+
+def ratio_dots(found: Sequence[RatioRow], note: str = "") -> Dots | None:
+    """A plot of ratios around 1, the largest first; None without one."""
+    if not found:
+        return None
+    axis = Axis([one.ratio for one in found], holds=(1.0,))
+    rows = []
+    for one in sorted(found, key=lambda one: -one.ratio):
+        word, spread = one.verdict.split()[0], f" ({ratio_spread_text(one.ratio.spread)})" if one.ratio.spread else ""
+        ratio = ratio_text(one.ratio)
+        rows.append(
+            axis.dot(
+                one.name, one.ratio, link=one.link, about=one.about, cells=[f"{ratio}×"],
+                kind=word if word in ("faster", "slower") else "same", verdict=f"{one.verdict}{spread}; {one.other}",
+                hover=f"{one.name}: {ratio} times as fast as {one.other}{spread}",
+            )
+        )  # fmt: skip
+    headers = ("", "times as fast", "against the fastest other")
+    return Dots(headers=headers, rows=rows, ticks=axis.ticks(), line=axis.at(1.0), note=note)
+
+
+def _ends(value: MeasuredNumber) -> tuple[float, ...]:
+    spread = value.spread
+    return () if spread is None or (isinstance(spread, Interval) and spread.too_wide) else spread.ends

@@ -15,16 +15,14 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
-from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, inline, save_figure, shown_of
-from harness.report.headline import headline_of, wrong_sentences
-from harness.report.html import Addresses, grid_of, render_page
+from harness.report.headline import Headline, headline_of, wrong_sentences
+from harness.report.html import Addresses, dots_of, grid_of, render_page
 from harness.report.rankings import sizes_table
-from harness.report.results import Row, write_results
-from harness.report.run_records import RunRecords
-from harness.report.slow_baselines import slow_baselines, slow_sentence, with_mark_explained
+from harness.report.results import Row, RunRecords, grouped, write_results
+from harness.report.speedup import MARK, slow_baselines, slow_sentence
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.ideal import ideal_table
@@ -140,7 +138,7 @@ def write_report_of(
     if "csv" in wanted:
         write_results(out / "results.csv", rows)
     tables = report_tables(rows, baseline)
-    plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
+    plots, equal = figures_of(rows) if wanted & {"html", *figures.FORMATS} else ([], [])
     written: set[Path] = set()
     for table in tables:
         written.update(save_table(table, out / "tables", [kind for kind in TABLE_FORMATS if kind in wanted]))
@@ -150,7 +148,8 @@ def write_report_of(
     if "html" not in wanted:
         return out
     addresses = Addresses(out, run_dirs, site)
-    text = html_report(records, rows, tables, plots, addresses, frozenset(written), index=index, baseline=baseline)
+    headline = headline_of(rows, baseline)
+    text = html_report(records, rows, headline, tables, plots, equal, addresses, frozenset(written), index=index)
     return write_atomic(out / "report.html", text)
 
 
@@ -194,51 +193,50 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
     explained = slow_sentence(slow_baselines(rows).values())
-    return [with_mark_explained(table, explained) for table in candidates if table is not None]
+    return [_with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
     """Every figure, once per set-up; file names say the set-up only where there are several. Wrong trials have no place
     in any."""
-    return [Plot(name=name, title=shown.title, setup=about(group), figure=shown)
-            for name, group, shown in _shown(rows) if isinstance(shown, Sheet)]  # fmt: skip
+    return figures_of(rows)[0]
 
 
-def figure_sentences(rows: Sequence[Row]) -> list[str]:
-    """What stands in the place of figures that would show that all is equal."""
-    return list(dict.fromkeys(shown for *_, shown in _shown(rows) if isinstance(shown, str)))
-
-
-def _shown(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row], Sheet | str]]:
-    """Name, rows, and the figure or the sentence, of every set-up in the order of the page."""
+def figures_of(rows: Sequence[Row]) -> tuple[list[Plot], list[str]]:
+    """The figures of every set-up in the order of the page, and the sentences that stand in the place of figures which
+    would show that all is equal."""
     groups = groups_of([row for row in rows if row["status"] != "wrong"])
     found = [(name, group, shown) for group in groups for name, shown in shown_of(group).items()]
-    suffixes: dict[tuple[str, int], str] = {}
-    for key in {name for name, *_ in found}:
-        having = [group for name, group, shown in found if name == key and isinstance(shown, Sheet)]
-        suffixes |= {(key, id(group)): end for group, end in zip(having, _suffixes(having), strict=True)}
-    return [(name + suffixes.get((name, id(group)), ""), group, shown) for name, group, shown in found]
+    sheets = [(name, group, shown) for name, group, shown in found if isinstance(shown, Sheet)]
+    names: dict[int, str] = {}
+    for name, alike in grouped(sheets, lambda one: one[0]).items():
+        suffixes = _suffixes([group for _, group, _ in alike])
+        names |= {id(sheet): name + suffix for (*_, sheet), suffix in zip(alike, suffixes, strict=True)}
+    plots = [
+        Plot(name=names[id(sheet)], title=sheet.title, setup=about(group), figure=sheet) for _, group, sheet in sheets
+    ]
+    return plots, list(dict.fromkeys(shown for *_, shown in found if isinstance(shown, str)))
 
 
 def html_report(
     records: Sequence[Record],
     rows: Sequence[Row],
+    headline: Headline,
     tables: Sequence[Table],
     plots: Sequence[Plot],
+    equal: Sequence[str],
     addresses: Addresses,
     written: frozenset[Path] = frozenset(),
     *,
     index: str = "",
-    baseline: str | None = None,
 ) -> str:
-    """One HTML page with everything inside: style, script and figures; all text is escaped. Files are linked that this
-    report has `written`, and records.
+    """One HTML page with everything inside: style, script and figures; all text is escaped. `equal` stands for figures
+    that would show that all is equal. Files are linked that this report has `written`, and records.
 
     First comes who is faster, with a plot of the largest size and a line for each other one; where no trial ran on a
     GPU, whether the methods compute the same thing.
     """
     csv_of = {path.stem: path for path in written if path.suffix == ".csv"}
-    headline = headline_of(rows, baseline)
     tables = [_without(one, headline.footnotes) for one in tables]
     grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
     plot = dots_of(headline.rankings[0]) if headline.rankings else None
@@ -247,7 +245,6 @@ def html_report(
         first = [agreement_summary(rows)]
     early = BEFORE_FIGURES if headline.rankings else BEFORE_FIGURES_ON_CPUS
     parts: list[tuple[str, str, object]] = [(name, grids[name].title, grids[name]) for name in early if name in grids]
-    equal = figure_sentences(rows)
     if plots or equal:
         parts.append(("figures", "Figures", [(plot, _files_of(plot, addresses, written)) for plot in plots]))
     parts += [(name, grid.title, grid) for name, grid in grids.items() if name not in early]
@@ -283,6 +280,14 @@ def _without(table: Table, said: Sequence[str]) -> Table:
     return replace(table, note=note)
 
 
+def _with_mark_explained(table: Table, sentence: str) -> Table:
+    """The table with the sentence below it, where one of its cells or headers is marked."""
+    cells = [column.header for column in table.columns] + [cell for row in table.rows for cell in row]
+    if not sentence or not any(isinstance(cell, str) and MARK in cell for cell in cells):
+        return table
+    return replace(table, note=f"{table.note} {sentence}".strip())
+
+
 def counted(statuses: Iterable[str]) -> list[tuple[str, int]]:
     """How many trials ended how, ok first."""
     return sorted(Counter(statuses).items(), key=lambda item: (item[0] != "ok", item[0]))
@@ -303,23 +308,21 @@ def days_of(records: Sequence[Record]) -> str:
 def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Where the numbers come from: every distinct value of hardware, software, source and commit, labelled."""
     measured = [record.measurement for record in records if record.measurement is not None]
-    software: dict[str, list[str]] = {}
-    for measurement in measured:
-        for name, version in measurement.software.items():
-            software.setdefault(name, []).append(version)
+    versions = grouped((item for one in measured for item in one.software.items()), lambda item: item[0])
+    software = [f"{name} {distinct(version for _, version in found)}" for name, found in versions.items()]
     data = [
         ", ".join(f"{k} {v}" for k, v in one.data.items() if v not in (None, "", [])) for one in measured if one.data
     ]
-    started = sorted(record.started_at for record in records if record.started_at)
+    started = sorted({record.started_at for record in records if record.started_at})
     facts = [
         ("Experiment", distinct(record.experiment for record in records)),
         ("Hardware", distinct(record.gpu for record in records)),
         ("Hosts", distinct(host for record in records for host in record.hosts)),
-        ("Software", ", ".join(f"{name} {distinct(versions)}" for name, versions in software.items())),
+        ("Software", ", ".join(software)),
         ("Launcher", distinct(record.launcher for record in records)),
         ("Commit", distinct(record.commit for record in records)),
         ("Training data", distinct(data)),
-        ("Started (UTC)", started[0] if len(set(started)) < 2 else f"{started[0]} to {started[-1]}" if started else ""),
+        ("Started (UTC)", " to ".join(dict.fromkeys((*started[:1], *started[-1:])))),
     ]
     return [(label, text) for label, text in facts if text]
 

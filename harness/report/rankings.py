@@ -1,7 +1,8 @@
 """Who is faster in a run: at each size the series that were measured there, sorted by speed, one beside all others.
 
 A size is what trials must share to be put beside each other: the set-up, the length, the parallel sizes, the tokens of
-a step and the machine's nodes. Settings may differ, and then stand in the names.
+a step and the machine's nodes. Settings may differ, and then stand in the names; of methods the verdict compares two
+under one value of `settings`, where there are two.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from typing import Any
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, median_interval, medians_of_two
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text, supported
-from harness.report.results import Row
-from harness.report.slow_baselines import SlowBaseline, marked, slow_baselines
-from harness.report.speedup import Speedup, apart_text, rounds_of, rounds_text, speedup, times
+from harness.report.results import Row, grouped
+from harness.report.speedup import (
+    SlowBaseline,
+    Speedup,
+    apart_text,
+    marked,
+    rounds_of,
+    rounds_text,
+    slow_baselines,
+    speedup,
+    times,
+)
 from harness.report.tables.particular import form_of
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (
@@ -70,6 +80,10 @@ class RankedSeries:
         assert value is not None, "an ok trial has a speed"
         return MeasuredNumber(value, seconds and seconds.inverse_times(tokens))
 
+    def is_rival(self, other: RankedSeries) -> bool:
+        """Whether the other is of another method, under the same value of `settings`."""
+        return self.method != other.method and self.rows[0]["settings"] == other.rows[0]["settings"]
+
     def of(self, column: str) -> float | None:
         """The median of a column over its trials."""
         return pooled(self.rows, column)
@@ -96,10 +110,12 @@ class SizeRanking:
 
     @property
     def subject(self) -> RankedSeries:
-        """The series that is put beside the others: the fastest of the subject's, else the fastest."""
-        own = (one for one in self.compared if is_subject(one.rows[0]) and one.method != self.baseline)
-        others = (one for one in self.compared if one.method != self.baseline)
-        return next(own, None) or next(others, self.compared[0])
+        """The series that is put beside the others: the fastest of the subject's, first of those whose value of
+        `settings` another method ran with as well; else the fastest."""
+        others = [one for one in self.compared if one.method != self.baseline]
+        own = [one for one in others if is_subject(one.rows[0])]
+        met = [one for one in own if any(one.is_rival(other) for other in self.compared)]
+        return [*met, *own, *others, *self.compared][0]
 
     @property
     def other(self) -> RankedSeries | None:
@@ -110,6 +126,7 @@ class SizeRanking:
         if self.of_methods:
             others = [one for one in others if one.method != subject.method]
             others = [one for one in others if one.method == self.baseline] or others
+            others = [one for one in others if subject.is_rival(one)] or others
         return next(iter(others), None)
 
     def beside(self, other: RankedSeries) -> Speedup | None:
@@ -145,10 +162,7 @@ def rankings_of(rows: Sequence[Row], baseline: str | None = None) -> list[SizeRa
     """Every size on GPUs at which something was measured, the most telling first: several methods before several
     settings before a single series, training before its parts, long sequences before short ones, many ranks before
     few. A wrong trial takes part in none. With `baseline` that method is compared with, where it was measured."""
-    sizes: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if not on_cpu(row) and row["status"] != "wrong":
-            sizes.setdefault(_size(row), []).append(row)
+    sizes = grouped((row for row in rows if not on_cpu(row) and row["status"] != "wrong"), _size)
     slow = slow_baselines(rows)
     rankings = [found for group in sizes.values() if (found := _ranking(group, slow, baseline))]
     return sorted(rankings, key=_telling)

@@ -15,9 +15,8 @@ from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.intervals import Interval
 from harness.records.stored import runs_below, stored_run
-from harness.report.dots import Dots, RatioRow, ratio_dots
 from harness.report.headline import headline_of, wrong_sentences
-from harness.report.html import render_page
+from harness.report.html import Dots, RatioRow, ratio_dots, render_page
 from harness.report.page import checked_formats, counted, days_of, distinct, named_runs, read_runs, write_report_of
 from harness.report.rankings import SizeRanking
 from harness.report.tables.comparison import known_baseline

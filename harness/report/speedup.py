@@ -9,29 +9,51 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baselines.originals import ORIGINALS
+from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
 from harness.report.digits import TOO_WIDE as TOO_WIDE
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text
-from harness.report.results import RoundMachine, Row, given_names, method_rank
-from harness.report.variants import is_subject, pooled, setting_of
+from harness.report.results import RoundMachine, Row, given_names, grouped, method_rank
+from harness.report.variants import is_subject, on_cpu, panel_name, panel_of, pooled, setting_of
 
 TWO_VALUES = "`a and b` is what each of two rounds gave, and no interval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speedup:
-    """How many times as fast one method is as another; `rounds` is the smaller number of rounds of the two."""
+    """How many times as fast one side is as another, by the ratio of their median steps.
 
-    value: float
-    spread: Interval | TwoRounds | None  # None with a single round
-    verdict: Verdict
-    rounds: int
-    apart: tuple[int, ...] = ()  # rounds that ran on two machines
+    `paired`: rounds of one number were taken together. `apart`: rounds that ran on two machines, which are left out
+    unless no other is there.
+    """
+
+    times: Ratio  # of the steps: below 1 the side named first is faster
+    rounds: int  # of the side with fewer
+    paired: bool
+    apart: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> float:
+        """The speed of the side named first over that of the other."""
+        return 1 / self.times.value
+
+    @property
+    def spread(self) -> Interval | TwoRounds | None:
+        """Of the value; None with a single round."""
+        spread = self.times.interval or self.times.by_round
+        return spread and spread.inverse_times(1.0)
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.times.verdict()
 
     @property
     def text(self) -> str:
         """The verdict, with the reason where there is no interval."""
-        return verdict_text(self.verdict, self.rounds, self.apart)
+        few = self.rounds < ROUNDS_FOR_INTERVAL and self.verdict == "not distinguishable"
+        text = f"{self.verdict} ({rounds_text(self.rounds)})" if few else self.verdict
+        return f"{text}; {apart_text(self.apart)}" if self.apart else text
 
     @property
     def between(self) -> str:
@@ -42,16 +64,6 @@ class Speedup:
     def ratio(self) -> MeasuredNumber:
         """The value, which knows how many of its digits count."""
         return MeasuredNumber(self.value, self.spread)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedRatio:
-    """The ratio of two sides' median steps, and the rounds behind it."""
-
-    times: Ratio
-    rounds: int  # of the side with fewer
-    paired: bool  # whether rounds of one number were taken together
-    apart: tuple[int, ...]  # rounds that ran on two machines: left out, unless no other is there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +89,6 @@ class SpeedupPoint:
         }
         return dict(sorted(found.items(), key=lambda item: (item[1], method_rank(item[0]))))
 
-    def best_other(self, method: str) -> str | None:
-        """The fastest method but this one; None where no other gave a number."""
-        return next((other for other in self.measured() if other != method), None)
-
     def subject(self, baseline: str | None = None) -> str | None:
         """The method that is put beside another: the subject where it gave a number, else the fastest."""
         measured = [method for method in self.measured() if method != baseline]
@@ -97,36 +105,13 @@ def rounds_text(rounds: int) -> str:
     return {1: "one round", 2: "two rounds"}.get(rounds, f"{rounds} rounds")
 
 
-def verdict_text(verdict: Verdict, rounds: int, apart: tuple[int, ...] = ()) -> str:
-    """A verdict in a table: with too few rounds for an interval it says why nothing can be told apart."""
-    few = rounds < ROUNDS_FOR_INTERVAL and verdict == "not distinguishable"
-    text = f"{verdict} ({rounds_text(rounds)})" if few else verdict
-    return f"{text}; {apart_text(apart)}" if apart else text
-
-
 def apart_text(apart: tuple[int, ...]) -> str:
     """`round 2 ran on two machines`."""
     return f"round{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))} ran on two machines"
 
 
-def speedup(rows: Iterable[Row], others: Iterable[Row]) -> Speedup | None:
-    """Speed of trials over that of other trials of the same run; None where one side has no steps."""
-    found = compared(rows, others)
-    if found is None:
-        return None
-    times = found.times
-    spread = times.interval or times.by_round
-    return Speedup(
-        value=1 / times.value,
-        spread=spread and spread.inverse_times(1.0),
-        verdict=times.verdict(),
-        rounds=found.rounds,
-        apart=found.apart,
-    )
-
-
-def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> SpeedRatio | None:
-    """Median step of trials over that of others; None where one side has no steps.
+def speedup(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Speedup | None:
+    """Speed of trials over that of others; None where one side has no steps.
 
     Of one run, rounds are drawn in pairs where both sides ran in the same ones. A round that the sides ran on two
     machines is no pair: it would compare the machines. Where every round is such a one, they are drawn one by one.
@@ -141,7 +126,7 @@ def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True
         ours, theirs = kept
     paired = one_run and list(ours) == list(theirs) and not set(ours) & set(apart)
     times = median_ratio(list(ours.values()), list(theirs.values()), paired=paired)
-    return SpeedRatio(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
+    return Speedup(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
 
 
 def _apart(rows: Iterable[Row], others: Iterable[Row]) -> tuple[int, ...]:
@@ -167,30 +152,88 @@ def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:
 
 def contested_points(rows: Iterable[Row]) -> list[SpeedupPoint]:
     """Points at which several methods were planned and at least one gave a number, in order of appearance."""
-    points: dict[tuple[object, ...], dict[str, list[Row]]] = {}
-    for row in rows:
-        points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
+    points = [grouped(group, lambda row: str(row["method"])) for group in grouped(rows, point_of).values()]
     return [
         SpeedupPoint(by_method=by_method)
-        for by_method in points.values()
+        for by_method in points
         if len(by_method) > 1 and any(row["status"] == "ok" for group in by_method.values() for row in group)
     ]
 
 
-def point_of(row: Row) -> tuple[object, ...]:
-    """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps.
+def point_of(row: Row, but: tuple[str, ...] = ()) -> tuple[object, ...]:
+    """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed, steps and `but`.
 
     Under `settings: as_published` or `tuned` each method has its own values of what the table fills, and under
     `checkpoint: auto` of what the planner chose.
     """
-    settings = tuple(
-        (name, setting_of(row, name))
-        for name in given_names(row)
-        if name not in ("method", "seed", "planned") and not name.startswith("steps.")
-    )
-    return (row["run"], row["experiment"], settings)
+    free = ("method", "seed", "planned", *but)
+    names = (name for name in given_names(row) if name not in free and not name.startswith("steps."))
+    return (row["run"], row["experiment"], tuple((name, setting_of(row, name)) for name in names))
 
 
 def times(value: float) -> str:
     """A ratio of speeds with the digits that its interval supports, if it knows one: `1.32×`."""
     return f"{ratio_text(value)}×"
+
+
+# Native baselines that are slower than the system they are written after, which every table and figure marks: a
+# comparison with a native baseline says something about the system only where it is as fast as the system itself.
+
+LEAST = 0.97  # of its original's speed: below it a native baseline is marked
+MARK = "†"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowBaseline:
+    """One native baseline at one point."""
+
+    native: str
+    original: str
+    found: Speedup  # of the native baseline over the original: below LEAST
+    first: Row
+
+    @property
+    def text(self) -> str:
+        """`megatron_cp 0.91× (0.902 to 0.915) of megatron_lm_upstream at 64K tokens, CP 4`."""
+        place = f"{format_length(self.first['seq_len'])} tokens, {panel_name(panel_of(self.first))}"
+        return f"{self.native} {times(self.found.value)} ({self.found.between}) of {self.original} at {place}"
+
+
+def slow_baselines(rows: Iterable[Row]) -> dict[int, SlowBaseline]:
+    """Of the rows on GPUs, those of native baselines below LEAST of an original, by `id`; with the lowest ratio. An
+    original may stand for a native baseline with some schedules alone, and is then compared whatever the schedule."""
+    measured = grouped((row for row in rows if row["status"] == "ok" and not on_cpu(row)), lambda row: row["method"])
+    found: dict[int, SlowBaseline] = {}
+    for native, originals in ORIGINALS.items():
+        ours = grouped(measured.get(native, ()), point_of).values()
+        for original in originals if ours else ():
+            but = ("schedule",) if original.schedules else ()
+            alike = [
+                row
+                for row in measured.get(original.method, ())
+                if not original.schedules or row["schedule"] in original.schedules
+            ]
+            theirs = grouped(alike, lambda row: point_of(row, but))  # noqa: B023 - called at once
+            for group in ours:
+                ratio = speedup(group, theirs.get(point_of(group[0], but), ()))
+                if ratio is not None and ratio.value < LEAST:
+                    slow = SlowBaseline(native=native, original=original.method, found=ratio, first=group[0])
+                    for row in group:
+                        before = found.setdefault(id(row), slow)
+                        found[id(row)] = min(before, slow, key=lambda one: one.found.value)
+    return found
+
+
+def marked(name: str, slow: bool) -> str:
+    """A name in a table, legend or sentence, marked where its trial is of a slow native baseline."""
+    return f"{name} {MARK}" if slow else name
+
+
+def slow_sentence(slow: Iterable[SlowBaseline]) -> str:
+    """What the mark means, with the lowest ratio of each baseline and original; empty where nothing is marked."""
+    texts = []
+    for alike in grouped(slow, lambda one: (one.native, one.original)).values():
+        points = len({id(one.first) for one in alike})
+        worst = min(alike, key=lambda one: one.found.value)
+        texts.append(worst.text + (f", the lowest of {points} points" if points > 1 else ""))
+    return f"{MARK} Native baseline below {LEAST:g} of its original's speed: {'; '.join(texts)}." if texts else ""

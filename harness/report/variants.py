@@ -10,12 +10,23 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from harness.base.errors import UsageError, nearest
-from harness.report.results import ONE_RANK, UPSTREAM, Row, is_given, method_rank, setting_names, sortable
+from harness.base.lengths import format_length
+from harness.report.results import (
+    ONE_RANK,
+    TENSOR_PARALLEL,
+    UPSTREAM,
+    Row,
+    grouped,
+    is_given,
+    method_rank,
+    setting_names,
+    sortable,
+)
 from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
@@ -65,10 +76,7 @@ def _unplaced_settings(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 def setups_of(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows split by set-up, in order of first appearance."""
-    groups: dict[Setup, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(setup_of(row), []).append(row)
-    return list(groups.values())
+    return list(grouped(rows, setup_of).values())
 
 
 def setup_name(rows: Sequence[Row]) -> str:
@@ -316,3 +324,100 @@ def setting_text(name: str, value: object) -> str:
     if name == "settings":
         return "equal settings" if value == EQUAL else str(value).replace("_", " ")
     return f"{short} {'on' if value else 'off'}" if isinstance(value, bool) else f"{short} {value}"
+
+
+def span_text(lengths: Iterable[int], form: Callable[[int], str] = format_length) -> str:
+    """From the shortest to the longest: `16k to 128k tokens`."""
+    found = sorted(lengths)
+    return f"{' to '.join(dict.fromkeys(map(form, (found[0], found[-1]))))} tokens"
+
+
+# What short names of series leave out: releases, builds, kernels, and how attention was exchanged.
+
+KERNELS = {
+    "fa4": "FlashAttention-4", "fa3": "FlashAttention-3", "fa2": "FlashAttention-2", "cudnn": "cuDNN",
+    "flex": "FlexAttention", "cpu": "torch on the CPU", "reference": "the reference in torch",
+}  # fmt: skip
+_PACKAGES = {"transformer-engine": "TransformerEngine"}
+_BUILD = "extra_upstream.builds."
+
+
+def footnotes_of(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each name among the measured rows that leaves something out, in their order, such as
+    `Megatron-LM: megatron-core 0.19.2, TransformerEngine 2.12.0 compiled -O1, attention by cuDNN.`
+
+    Where a method did several things under one name, each stands with the lengths at which it did. Last come the
+    attention kernels, and what holds where names say nothing else.
+    """
+    measured = [row for row in rows if row["status"] == "ok"]
+    lines = []
+    for name, alike in grouped(measured, _called).items():
+        told = grouped(alike, lambda row: ", ".join(_left_out(row)))  # several where it did several things
+        told.pop("", None)
+        spans = [span_text(row["seq_len"] for row in members) for members in told.values()]
+        texts = [f"{text} ({span})" for text, span in zip(told, spans, strict=True)] if len(told) > 1 else list(told)
+        lines += [f"{name}: {'; '.join(texts)}."] if texts else []
+    lines += _of_kernels(measured)
+    for name, words in unsaid_settings(measured).items():
+        lines.append(f"{name or 'All'}, where a name does not say otherwise: {words}.")
+    return lines
+
+
+def kernel_in_words(kernel: str | None) -> str:
+    """The name of an attention kernel as its authors write it; empty where it is not known. Where torch chooses, its
+    first choice, said to be that."""
+    if not kernel or kernel.startswith("unknown"):
+        return ""
+    asked = first_kernel(kernel)
+    return KERNELS.get(asked, asked) + ("" if asked == kernel else " as torch's first choice")
+
+
+def first_kernel(kernel: str) -> str:
+    """The kernel that runs, and of torch's order of choice (`torch: cudnn, else flash`) the first."""
+    return kernel.removeprefix("torch: ").partition(", else ")[0]
+
+
+def _called(row: Row) -> str:
+    return system_name(row) if row["method"].endswith(UPSTREAM) else method_name(row)
+
+
+def _left_out(row: Row) -> list[str]:
+    if row["method"].endswith(UPSTREAM):
+        release, builds = str(row.get("extra_upstream.release") or ""), _builds(row)
+        rebuilt = any(name == release.partition(" ")[0] for name in builds)
+        return [
+            *([release] if release and not rebuilt else []),
+            *(f"{_PACKAGES.get(name, name)} {words}" for name, words in builds.items()),
+        ]
+    if row["ran"] in (None, ONE_RANK, TENSOR_PARALLEL):
+        return []
+    schedule, *rest = row["ran"].split(", ")
+    parts = [] if schedule.replace(" ", "_") in (row.get("chosen_schedule"), row["method"]) else [schedule]
+    for part in rest:
+        parts.append(f"backward sends the {part}" if part.endswith(" side") else f"heads exchanged by {part}")
+    return [part for part in parts if part != "heads exchanged by none"]
+
+
+def _builds(row: Row) -> dict[str, str]:
+    """Packages that are another build than their authors', by the shortest name of each: `2.12.0 compiled -O1`."""
+    found: dict[str, str] = {}
+    for column in sorted((name for name in row if name.startswith(_BUILD) and row[name]), key=len):
+        words = str(row[column]).partition(" (archive")[0].replace(", another build:", "")
+        if words not in found.values():
+            found[column.removeprefix(_BUILD)] = words
+    return found
+
+
+def _of_kernels(measured: Sequence[Row]) -> list[str]:
+    """Which kernel computed the attention of which names, unless names say it."""
+    if "kernel" in varying_settings(measured):
+        return []
+    attending = [row for row in measured if row["task"] != "lm_head"]
+    by_kernel = grouped(attending, lambda row: kernel_in_words(row.get("chosen_kernel")))
+    by_kernel.pop("", None)
+    everybody, lines = set(map(_called, attending)), []
+    for kernel, rows in by_kernel.items():
+        *others, last = dict.fromkeys(map(_called, rows))
+        whose = f" of {', '.join(others)} and {last}" if others else f" of {last}"
+        lines.append(f"Attention kernel{'' if {*others, last} == everybody else whose}: {kernel}.")
+    return lines

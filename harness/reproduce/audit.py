@@ -1,4 +1,6 @@
-"""`burst reproduce audit`: every published TFLOP/s and MFU recomputed from the published speed or time, by one formula.
+"""`burst reproduce audit`: TFLOP/s and MFU of others, recomputed from the speed or time beside them by one formula.
+
+Three tables: every figure of the sheets, what systems publish of themselves, and what they printed in trials of ours.
 
 The formula is this project's (`harness.metrics.flops`): exact causal pairs, recomputation not counted; attention alone
 in the kernel convention, 3.5 times its forward. Only causal attention is in these sheets, but for the tables of the
@@ -19,15 +21,19 @@ from harness.base.lengths import format_length
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named
 from harness.predict.published import SPEED, Published, published_rows
+from harness.records.record import RecordPlace
+from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
-from harness.reproduce.figure_points import model_text
+from harness.reproduce.points import gpu_text, model_text
 from harness.spec.references import PAPER_DIR
 
 SYSTEMS_FILE = "systems.yaml"
 TIME, FORWARD_TIME = "forward_backward_ms", "forward_ms"
 UTILISATION = ("mfu", "mfu_as_plotted")  # over the peak of the A800
 RATES = ("tflops_per_gpu", "tflops_per_gpu_forward")  # no backward time is published alone
+_PRINTED = "extra_upstream.printed."  # beginning of the columns of what a system prints, under its own names
+_APART = 0.05  # of the recomputed figure: marked beyond it
 NOT_CAUSAL = "burstattention"  # beginning of the experiments whose attention has no mask
 
 
@@ -188,7 +194,7 @@ def audit_table(found: Sequence[Recomputed]) -> Table:
         note=f"Recomputed from the speed or the time that the same source gives for the same trial: exact causal pairs "
         f"(all pairs for the tables of the BurstAttention library), recomputation not counted; MFU over 312 TFLOP/s. "
         f"The median ratio of {len(found)} figures is {middle:.4f}. Marked: more than 5% apart.",
-        marked=frozenset(place for place, one in enumerate(found) if abs(one.ratio - 1) > 0.05),
+        marked=frozenset(place for place, one in enumerate(found) if abs(one.ratio - 1) > _APART),
     )  # fmt: skip
 
 
@@ -220,4 +226,71 @@ def systems_table() -> Table:
         ),
         rows=rows,
         note="Nothing is recomputed where neither a speed nor a time is published.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrintedTrial:
+    """TFLOP/s per GPU and MFU of one trial: as the system printed them, and by our formula from the trial's time."""
+
+    system: str
+    row: Row
+    record: RecordPlace
+    tflops: float | None
+    mfu: float | None  # as a fraction
+
+    @property
+    def ratio(self) -> float:
+        """Printed over recomputed, by TFLOP/s where those were printed."""
+        if self.tflops is not None:
+            return float(self.tflops / self.row["tflops_per_gpu"])
+        assert self.mfu is not None, "one of the two was printed"
+        return float(self.mfu / self.row["mfu"])
+
+
+def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[PrintedTrial]:
+    """Every trial whose system printed TFLOP/s or MFU, by system, length and record."""
+    found = []
+    for row, record in rows:
+        own = {name.removeprefix(_PRINTED).casefold(): row[name] for name in row if name.startswith(_PRINTED)}
+        rates = [value for name, value in own.items() if "tflop" in name and value]
+        shares = [value / 100 for name, value in own.items() if name == "mfu" and value]
+        if (rates and row["tflops_per_gpu"]) or (shares and row["mfu"]):
+            release = row.get("extra_upstream.release")
+            system = f"{row['system']} ({release})" if release else str(row["system"])
+            found.append(
+                PrintedTrial(
+                    system=system, row=row, record=record, tflops=rates[0] if rates else None,
+                    mfu=shares[0] if shares else None,
+                )
+            )  # fmt: skip
+    return sorted(found, key=lambda one: (one.system.casefold(), one.row["seq_len"], one.record))
+
+
+def printed_table(found: Sequence[PrintedTrial]) -> Table:
+    """A line for each trial; those that differ by more than a twentieth are marked."""
+    number, percent = significant(4), significant(3, 100)
+    middle = f" The median ratio is {statistics.median(one.ratio for one in found):.4f}." if found else ""
+    return Table(
+        name="printed",
+        title="What systems printed of themselves in our records, beside one formula",
+        columns=(
+            Column(header="system"), Column(header="model"), Column(header="tokens"), Column(header="on"),
+            Column(header="TFLOP/s, printed", form=number, numeric=True),
+            Column(header="TFLOP/s, recomputed", form=number, numeric=True),
+            Column(header="MFU %, printed", form=percent, numeric=True),
+            Column(header="MFU %, recomputed", form=percent, numeric=True),
+            Column(header="printed ÷ recomputed", form=number, numeric=True), Column(header="run"),
+        ),
+        rows=tuple(
+            (
+                one.system, one.row["model"], format_length(one.row["seq_len"]),
+                f"{one.row['world_size']} × {gpu_text(str(one.row['gpu']))}", one.tflops, one.row["tflops_per_gpu"],
+                one.mfu, one.row["mfu"], one.ratio, one.row["run"],
+            )
+            for one in found
+        ),
+        note="Printed by the program after its last step; recomputed from the median step of the trial: exact causal "
+        f"pairs, recomputation not counted. Marked: more than 5% apart.{middle}",
+        marked=frozenset(place for place, one in enumerate(found) if abs(one.ratio - 1) > _APART),
     )  # fmt: skip

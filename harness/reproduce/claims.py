@@ -1,7 +1,7 @@
 """The claims of the papers with a verdict each, and statements on what the published sheets show.
 
 Words come from results/paper/claims.yaml, numbers and verdicts from code: `checks` for claims, this module for the
-statements, which need the published numbers alone.
+statements, which need the published numbers alone. One function judges every claim.
 """
 
 from __future__ import annotations
@@ -18,23 +18,14 @@ from cluster.files.reader import Node, build, check_keys, convert, read_yaml
 from harness.base.errors import UsageError, nearest
 from harness.predict.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.records.record import RecordPlace
+from harness.report.results import Row
 from harness.report.tables.table import Column, Table, to_markdown
-from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
-from harness.reproduce.checks import (
-    CHECKS,
-    ClaimedNumber,
-    Rows,
-    factors_in_words,
-    sheet_best,
-    sheet_row,
-    too_far,
-)
+from harness.reproduce.checks import CHECKS, ClaimedNumber, sheet_best, sheet_row, too_far
 from harness.reproduce.comparison import VERDICTS, Verdict
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
-ALL_CHECKS = {**CHECKS, **PARTS}
 FACTORS = ("seq_len", "model", "gpus")  # of `partly_within`
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
@@ -93,10 +84,10 @@ def read_claims(path: Path) -> Claims:
     found = {}
     for name, node in root["claims"].mapping("claims").items():
         found[name] = build(Claim, node, f"claims.{name}")
-        _known(found[name].check, ALL_CHECKS, node, "check")
+        _known(found[name].check, CHECKS, node, "check")
     words = root["words"].mapping("words")
     for check, node in words.items():
-        _known(check, ALL_CHECKS, node, "check")
+        _known(check, CHECKS, node, "check")
         for verdict, said in node.mapping("words").items():
             _known(verdict, VERDICTS, said, "verdict")
     statements = root["statements"].mapping("statements")
@@ -124,13 +115,14 @@ def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what
         raise UsageError(f"{node.place}: unknown {what} {name}; {nearest(name, known)}")
 
 
-def judged(rows: Rows) -> list[JudgedClaim]:
-    """Every claim with its verdict, from records of ours with their files."""
-    held = claims()
+def judged(rows: Sequence[tuple[Row, RecordPlace]]) -> list[JudgedClaim]:
+    """Every claim with its verdict, from rows of ours with the places of their records."""
+    held, trials = claims(), [row for row, _ in rows]
+    places = {id(row): place for row, place in rows}
     found = []
     for name, claim in held.claims.items():
         claimed = claim.claimed()
-        evidence = ALL_CHECKS[claim.check](claimed, rows)
+        evidence = CHECKS[claim.check](claimed, trials)
         numbers = {"value": claimed.value} | dict(evidence.numbers)
         verdict, why = evidence.verdict, held.words[claim.check][evidence.verdict].format(**numbers)
         if verdict in ("partly", "not") and (far := too_far(evidence, claimed, held.partly_within)):
@@ -142,7 +134,7 @@ def judged(rows: Rows) -> list[JudgedClaim]:
                 said_in=claim.said_in,
                 verdict=verdict,
                 why=why,
-                records=tuple(evidence.records),
+                records=tuple(places[id(row)] for row in evidence.trials),
             )
         )
     return found
@@ -150,6 +142,7 @@ def judged(rows: Rows) -> list[JudgedClaim]:
 
 def claims_table(found: Sequence[JudgedClaim]) -> Table:
     """A line for each claim."""
+    within = claims().partly_within
     return Table(
         name="claims",
         title="Claims of the papers",
@@ -162,7 +155,8 @@ def claims_table(found: Sequence[JudgedClaim]) -> Table:
             for one in found
         ),
         note="Verdicts follow from records, formulas and the published sheets. Reproduced: on the claimed set-up, or "
-        f"by a formula. Partly: less of it, or with {factors_in_words(claims().partly_within)}. Not: our records "
+        f"by a formula. Partly: less of it, or with a sequence at most {within['seq_len']:g} times shorter, a model at "
+        f"most {within['model']:g} times smaller and at most {within['gpus']:g} times fewer GPUs. Not: our records "
         "contradict it on such a set-up. Not comparable: measured on a smaller set-up than that. Not run: no record of "
         "ours bears on it.",
     )  # fmt: skip

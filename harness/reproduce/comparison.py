@@ -11,17 +11,18 @@ from harness.base.lengths import format_length
 from harness.predict.published import ARTIFACT
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
-from harness.reproduce.figure_points import (
+from harness.reproduce.figures import METRICS, PaperFigure
+from harness.reproduce.points import (
     ORIGINS,
-    UNIT_OF,
     FigurePoint,
+    MeasuredRun,
     gpu_text,
+    is_smoke,
     measured_entries,
     published_entries,
+    rows_for,
     same_hardware,
 )
-from harness.reproduce.figures import PaperFigure
-from harness.reproduce.measured import MeasuredRun, is_smoke, rows_for
 
 Verdict = Literal["reproduced", "partly", "not", "not comparable", "not run"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable", "not run")
@@ -194,9 +195,9 @@ def _lines(key: tuple[Any, ...], group: Sequence[FigurePoint], metric: str, alon
         lines.append(
             (
                 series, model, gpus or None, cp_size or None, format_length(at) if along == "tokens" else at,
-                UNIT_OF[metric], _value(theirs, metric), theirs.hardware if theirs else None, _value(computed, metric),
-                _value(ours, metric), settings or None, ours.hardware if ours else None, ratio, _value(guess, metric),
-                guess.hardware if guess else None, "; ".join(notes) or None,
+                METRICS[metric].unit, _value(theirs, metric), theirs.hardware if theirs else None,
+                _value(computed, metric), _value(ours, metric), settings or None, ours.hardware if ours else None,
+                ratio, _value(guess, metric), guess.hardware if guess else None, "; ".join(notes) or None,
             )
         )  # fmt: skip
     return lines

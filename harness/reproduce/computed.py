@@ -7,7 +7,7 @@ published one, so that a difference shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 
@@ -15,8 +15,8 @@ from engine.settings import BYTES_OF, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
 from harness.predict.published import Published
-from harness.reproduce.figure_points import PUBLISHED_ROWS, FigurePoint, model_text
 from harness.reproduce.figures import PaperFigure
+from harness.reproduce.points import FigurePoint, model_text, published_points
 from harness.spec.models import named_model
 
 BF16, FP32 = BYTES_OF["bf16"], BYTES_OF["fp32"]
@@ -87,26 +87,14 @@ def digits_of(figure: PaperFigure) -> list[ComputedNumber]:
 
 
 def computed_entries(figure: PaperFigure) -> list[FigurePoint]:
-    """The points of a computed figure."""
-    entries = []
-    for one in digits_of(figure):
-        series = figure.series_of(one.row.method)
-        if series is not None:
-            entries.append(
-                FigurePoint(
-                    origin="computed",
-                    series=series.name,
-                    method=str(series.settings.get("method", "")),
-                    settings="",
-                    hardware=PUBLISHED_ROWS,
-                    model=model_text(one.row.model),
-                    gpus=one.row.gpus,
-                    cp_size=None,
-                    at=_tokens(one.row),
-                    values={one.row.metric: one.computed},
-                )
-            )
-    return entries
+    """The points of a computed figure: those that are published, with the numbers of its formula."""
+    if not figure.computed:
+        return []
+    formula = FORMULAS[figure.computed]
+    return [
+        replace(point, origin="computed", values={row.metric: formula(row)}, note="")
+        for point, row in published_points(figure)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

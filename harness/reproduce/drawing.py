@@ -17,7 +17,8 @@ from harness.report.drawing.looks import method_colour
 from harness.report.drawing.points import SeriesPoint, number_text, whisker_note
 from harness.report.drawing.sheet import Sheet
 from harness.reproduce.comparison import FigureComparison
-from harness.reproduce.figure_points import PUBLISHED_ROWS, UNIT_OF, FigurePoint, Origin, gpu_text
+from harness.reproduce.figures import METRICS
+from harness.reproduce.points import PUBLISHED_ROWS, FigurePoint, Origin, gpu_text
 
 MAX_BARS = 60
 _HATCH: Mapping[Origin, str] = {"measured": "", "published": "////", "computed": "xxxx", "predicted": ""}
@@ -33,9 +34,9 @@ def draw_reproduction(found: FigureComparison, metric: str, predictor: str = "")
     groups, points, left = _groups(found, metric, entries)
     return Sheet(
         title=found.figure.title,
-        about=" · ".join([UNIT_OF[metric], *sorted({_where(entry) for entry in entries} - {""})]),
+        about=" · ".join([METRICS[metric].unit, *sorted({_where(entry) for entry in entries} - {""})]),
         notes=_notes(found, entries, points if metric in _TIMED else [], left, predictor),
-        plot=partial(paint_bars, groups=groups, unit=UNIT_OF[metric]),
+        plot=partial(paint_bars, groups=groups, unit=METRICS[metric].unit),
     )
 
 
@@ -98,7 +99,7 @@ def _bar(point: SeriesPoint, entry: FigurePoint, metric: str, where: str, varian
     ends = None if ends is None or ends[1] > 10 * ends[0] else ends
     text = point.lost if value is None else number_text(value, ends)
     return Bar(
-        name=point.series, value=value, text=text, tip=f"{point.series}, {where}: {text} {UNIT_OF[metric]}",
+        name=point.series, value=value, text=text, tip=f"{point.series}, {where}: {text} {METRICS[metric].unit}",
         colour=method_colour(entry.method), alpha=_PALE[variant % len(_PALE)], hatch=_HATCH[entry.origin],
         dashed=entry.origin == "predicted", strong=entry.origin == "measured", ends=ends,
     )  # fmt: skip

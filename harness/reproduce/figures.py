@@ -24,6 +24,31 @@ _CP_UNSTATED = " [sp unstated]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """What a figure shows along one axis: its unit, and where a number of ours for it comes from."""
+
+    unit: str
+    column: str = ""  # of our rows; empty where nothing is measured
+    scale: float = 1.0  # one unit of that column in units of the metric
+    predicted: str = ""  # what the list of figures calls predicted values; empty where none are
+
+
+METRICS: Mapping[str, Metric] = {
+    "tokens_per_gpu_per_second": Metric(
+        unit="tokens/s per GPU", column="tokens_per_gpu_per_second", predicted="speeds"
+    ),
+    "peak_memory_gib": Metric(unit="GiB per GPU", column="peak_memory_gib", predicted="memory"),
+    "tflops_per_gpu": Metric(unit="TFLOP/s per GPU", column="tflops_per_gpu", predicted="TFLOP/s"),
+    "forward_backward_ms": Metric(
+        unit="ms, forward and backward", column="step_seconds_median", scale=1e3, predicted="times"
+    ),
+    "attention_output_store_gib_all_gpus": Metric(unit="GiB over all GPUs"),
+    "logits_memory_gib_all_gpus": Metric(unit="GiB over all GPUs"),
+    "attention_flops_share": Metric(unit="share of the FLOPs"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
     """What a published method stands for: settings of ours by column, and the CP size where its name has one."""
 

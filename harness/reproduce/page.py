@@ -11,15 +11,14 @@ from harness.report.figures import save_figure
 from harness.report.html import Addresses, grid_of, render_page
 from harness.report.page import Plot
 from harness.report.tables.table import FORMATS, Column, Table, save_table
-from harness.reproduce.audit import audit_table, recomputed_rows, systems_table
+from harness.reproduce.audit import audit_table, printed_by_systems, printed_table, recomputed_rows, systems_table
 from harness.reproduce.claims import JudgedClaim, claims_table, judged, statements
 from harness.reproduce.comparison import FigureComparison, list_table, points_table, verdict
 from harness.reproduce.computed import ComputedNumber, digits_of
 from harness.reproduce.drawing import draw_reproduction
-from harness.reproduce.figure_points import UNIT_OF
-from harness.reproduce.measured import MeasuredRun, all_rows
+from harness.reproduce.figures import METRICS
+from harness.reproduce.points import MeasuredRun, all_rows
 from harness.reproduce.predicted import PREDICTOR
-from harness.reproduce.printed import printed_by_systems, printed_table
 
 FOLDER = (
     "reproduction"  # of a run's directory: apart from the files that `burst report` makes and `burst verify` checks
@@ -35,38 +34,44 @@ def plots_of(found: FigureComparison) -> list[Plot]:
         drawn = draw_reproduction(found, metric, PREDICTOR)
         if drawn is not None:
             table = f"reproduction_{found.figure.name}"
-            plots.append(Plot(name=f"{table}-{metric}", title=found.figure.title, setup=UNIT_OF[metric], figure=drawn))
+            plots.append(
+                Plot(name=f"{table}-{metric}", title=found.figure.title, setup=METRICS[metric].unit, figure=drawn)
+            )
     return plots
 
 
 def write_figure(found: FigureComparison, out: Path) -> Path:
     """Drawings, table and page of one figure below `out`; returns the page."""
     make_writable(out)
-    tables = [points_table(found), *([digits_table(digits)] if (digits := digits_of(found.figure)) else [])]
-    plots = plots_of(found)
-    _save(tables, plots, out)
+    tables, plots = _save_figure(found, out)
     said, why = verdict(found)
     return _page(out, f"{found.figure.title}", [f"Verdict: {said}. {why[:1].upper()}{why[1:]}."], tables, plots)
 
 
 def write_all(
-    found: Sequence[tuple[FigureComparison, str]], runs: Sequence[MeasuredRun], predictor: str, out: Path
+    found: Iterable[tuple[FigureComparison, str]],
+    runs: Sequence[MeasuredRun],
+    predictor: str,
+    out: Path,
 ) -> Path:
-    """Every figure, the claims, the statements and the audit as one page with its files; returns the page."""
+    """Every figure, the claims, the statements and the audit as one page with its files; returns the page. A figure is
+    drawn when `found` gives it."""
     make_writable(out)
     rows = all_rows(runs)
     claims = judged(rows)
+    listed, tables, plots = [], [], []
+    for one, predicted in found:
+        of_figure, drawn = _save_figure(one, out)
+        listed.append((one, predicted))
+        tables += of_figure
+        plots += drawn
     printed = printed_table(printed_by_systems(rows))
-    overview = [list_table(found, predictor), audit_table(recomputed_rows()), systems_table(), printed]
-    tables, plots = list(overview), []
-    for one, _ in found:
-        tables.append(points_table(one))
-        if digits := digits_of(one.figure):
-            tables.append(digits_table(digits))
-        plots += plots_of(one)
-    _save([*tables, claims_table(claims)], plots, out)
+    overview = [list_table(listed, predictor), audit_table(recomputed_rows()), systems_table(), printed]
+    for table in (*overview, claims_table(claims)):
+        save_table(table, out / "tables", FORMATS)
     said = list(statements().values())
-    return _page(out, "The paper beside our records", said[:1], tables, plots, claims, said[1:])
+    title = "The paper beside our records"
+    return _page(out, title, said[:1], [*overview, *tables], plots, claims, said[1:])
 
 
 def digits_table(digits: Sequence[ComputedNumber]) -> Table:
@@ -88,11 +93,16 @@ def digits_table(digits: Sequence[ComputedNumber]) -> Table:
     )  # fmt: skip
 
 
-def _save(tables: Iterable[Table], plots: Iterable[Plot], out: Path) -> None:
+def _save_figure(found: FigureComparison, out: Path) -> tuple[list[Table], list[Plot]]:
+    """Write the tables and drawings of a figure below `out`; returns them."""
+    tables, plots = [points_table(found)], plots_of(found)
+    if digits := digits_of(found.figure):
+        tables.append(digits_table(digits))
     for table in tables:
         save_table(table, out / "tables", FORMATS)
     for plot in plots:
         save_figure(plot.figure, out / "figures" / plot.name, PICTURES)
+    return tables, plots
 
 
 def _page(

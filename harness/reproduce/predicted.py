@@ -21,8 +21,8 @@ from harness.plan.predict import attention_or_reason, memory_is_modelled
 from harness.predict.published import Configuration, configuration_of
 from harness.predict.systems import system_memory
 from harness.predict.validation import HARDWARE, predicted_time
-from harness.reproduce.figure_points import FigurePoint, gpu_text, predicted_entry, published_points
-from harness.reproduce.figures import PaperFigure
+from harness.reproduce.figures import METRICS, PaperFigure
+from harness.reproduce.points import FigurePoint, gpu_text, predicted_entry, published_points
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 
@@ -31,12 +31,6 @@ PAPER_HARDWARE, PAPER_SCALE = "a800", "paper"
 PREDICTOR = (
     "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 )
-SHORT = {
-    "tokens_per_gpu_per_second": "speeds",
-    "peak_memory_gib": "memory",
-    "tflops_per_gpu": "TFLOP/s",
-    "forward_backward_ms": "times",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +95,7 @@ def predicted_words(figure: PaperFigure) -> str:
     asked = asked_for(load_experiment(figure.experiment, PAPER_SCALE))
     found = _for_paper(figure, (each for each in asked if unsupported_reason(each, machine) is None))
     counts = {name: sum(name in one.metrics for one in found) for name in figure.shows}
-    given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]
+    given = [f"{count} {METRICS[name].predicted}" for name, count in counts.items() if count]
     return ", ".join(given) or ("none needed" if figure.computed else "none")
 
 
@@ -145,7 +139,8 @@ def _of_published_points(figure: PaperFigure) -> Iterator[Predictable]:
 
 def _shown(figure: PaperFigure, timed: bool, held: bool) -> list[str]:
     """Metrics of the figure that follow from a time and from memory, where these are predicted."""
-    return [name for name in figure.shows if name in SHORT and (held if name == "peak_memory_gib" else timed)]
+    known = {"peak_memory_gib": held}
+    return [name for name in figure.shows if METRICS[name].predicted and known.get(name, timed)]
 
 
 def _values(settings: TrialSettings, seconds: float | None, gib: float | None) -> dict[str, float]:

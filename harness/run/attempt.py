@@ -25,6 +25,7 @@ from engine.measurement import (
 )
 from engine.method import Method
 from engine.profile.breakdown import Breakdown, breakdown_of
+from engine.reader import read_regular
 from engine.settings import to_json
 from harness.launch.environment import render
 from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome, Passed, tells_start
@@ -51,6 +52,7 @@ SHORTEST_HANG = 300.0  # compilation takes minutes
 PREDICTED_TIMES = 4.0
 PREDICTED_MARGIN = 60.0
 STEPS_BEYOND = 2  # after the measured ones: for the trace, and to compare with an exact computation
+MAX_TRACE_BYTES = 1 << 30  # of a packed trace
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -314,7 +316,7 @@ def _left_measured(trial_dir: Path, how: str) -> Measurement | None:
 def _of_rank_0(trial_dir: Path) -> Breakdown | None:
     """The breakdown of rank 0's trace, written before the ranks compared theirs; None where there is none."""
     try:
-        events = json.loads(gzip.decompress((trial_dir / TRACE_FILE).read_bytes()))["traceEvents"]
+        events = json.loads(gzip.decompress(read_regular(trial_dir / TRACE_FILE, MAX_TRACE_BYTES)))["traceEvents"]
         return breakdown_of(events)
     except (*_UNREADABLE, EOFError, zlib.error):
         return None

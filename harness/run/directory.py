@@ -14,16 +14,15 @@ from typing import IO, Any, Required, TypedDict, Unpack, cast
 from cluster.files.filesystem import try_lock
 from engine.atomic import write_atomic
 from engine.measurement import write_json
-from engine.reader import read_json
+from engine.reader import read_json, read_regular
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record
-from harness.records.stored import RUN_FILE as RUN_FILE
-from harness.spec.written import EXPERIMENT_FILE, same_meaning
+from harness.records.stored import EXPERIMENT_FILE, RESULTS_FILE, RUN_FILE
+from harness.spec.written import same_meaning
 
 LOCK_FILE = ".lock"
 TRIAL_FILE = "trial.json"
-RESULTS_FILE = "results.csv"
 ATTEMPTS_DIRECTORY = "attempts"
 ROUNDS_DIRECTORY = "rounds"
 RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on
@@ -86,8 +85,11 @@ class RunDirectory:
 
     def in_use(self) -> bool:
         """Whether a `burst run` is writing to it now."""
+        path = self.path / LOCK_FILE
+        if not path.is_file():
+            return False
         try:
-            with open(self.path / LOCK_FILE, encoding="utf-8", errors="replace") as file:
+            with open(path, encoding="utf-8", errors="replace") as file:
                 locked = try_lock(file, shared=True)
                 return locked is False or (locked is None and not _holder_ended(file))
         except FileNotFoundError:
@@ -137,7 +139,7 @@ class RunDirectory:
         moved = None
         if os.path.lexists(path):
             with contextlib.suppress(OSError, ValueError):  # what cannot be read is another one
-                if same_meaning(path.read_text(encoding="utf-8"), text):
+                if same_meaning(read_regular(path).decode(), text):
                     return None
             moved = path.rename(free_name(path))
         write_atomic(path, text)
@@ -213,6 +215,8 @@ def _lock(directory: Path) -> Iterator[None]:
     On a file system that has none (Lustre and NFS may be mounted so), the holder that the file names stands for it.
     """
     path = directory / LOCK_FILE
+    if os.path.lexists(path) and not path.is_file():
+        raise UsageError(f"{path} is no regular file; remove it")
     with open(path, "a+", encoding="utf-8") as file:
         locked = try_lock(file)
         still_there = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())

@@ -11,7 +11,7 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
 from harness.plan.matrix import at_length, planned_again
 from harness.records.record import RESULTS, Record, Status, write_record
-from harness.report.run_records import RunRecords
+from harness.report.results import RunRecords
 from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, execute
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory

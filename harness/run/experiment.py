@@ -12,7 +12,7 @@ from harness.base.interrupts import deferred
 from harness.plan.matrix import nothing_can_run
 from harness.records.provenance import redacted_command
 from harness.records.record import Record
-from harness.report.run_records import RunRecords
+from harness.report.results import RunRecords
 from harness.run.attempt import RunContext, now
 from harness.run.directory import opened_for_writing
 from harness.run.execution import Execution, ExecutionOptions, Resume

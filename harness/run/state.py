@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import shlex
 import statistics
@@ -12,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
-from harness.run.directory import RESULTS_FILE, TRIAL_FILE, RunDirectory, round_of_files
+from harness.records.stored import EXPERIMENT_FILE, REPORT_FILE, RESULTS_FILE
+from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
-from harness.spec.written import EXPERIMENT_FILE
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
-REPORT_FILE = "report.html"
 REPORT_SECONDS = 2.0  # by which a copy of a run may have been given the times of its files in another order
 _ID = re.compile(r"(?P<task>[a-z_]+)-(?P<method>.+)-s(?P<length>\d+)-cp(?P<cp>\d+)-[0-9a-f]{8}")
 # In which parts of their ids two trials are alike, the most alike first. Their numbers differ, so no keys collide.
@@ -144,7 +145,7 @@ def _reported(run_dir: Path, trials: Sequence[TrialState]) -> bool:
     recorded = {(trial.trial_id, trial.status) for trial in trials if trial.status not in (WAITING, RUNNING, UNUSABLE)}
     results, report = run_dir / RESULTS_FILE, run_dir / REPORT_FILE
     try:
-        with open(results, newline="", encoding="utf-8") as file:
+        with open_regular(results, "results") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             rows = {(row.get("trial_id"), row.get("status")) for row in csv.DictReader(file)}
         return recorded <= rows and report.stat().st_mtime >= results.stat().st_mtime - REPORT_SECONDS
     except (OSError, ValueError, csv.Error):

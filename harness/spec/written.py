@@ -16,8 +16,6 @@ from engine.reader import to_json
 from engine.settings import ModelShape
 from harness.spec.experiment import Experiment, Search
 
-EXPERIMENT_FILE = "experiment.yaml"
-
 
 def experiment_text(experiment: Experiment, heading: str = "") -> str:
     """YAML that `load_experiment` reads as the same experiment, with `heading` as comments above it."""

@@ -156,28 +156,18 @@ def _describe(folder: Path, records: Sequence[Record], rows: Sequence[Row]) -> N
 
 def _environment(records: Sequence[Record]) -> dict[str, Any]:
     """Every distinct value of software, hardware and variables, with the number of records that have it."""
-    measured = [record.measurement for record in records if record.measurement is not None]
-    return {
-        "software": _counted((name, text) for one in measured for name, text in one.software.items()),
-        "hardware": _counted(
-            (name, text)
-            for record in records
-            for name, text in (
-                ("gpu", record.gpu),
-                ("hosts", str(len(set(record.hosts)))),
-                ("ranks", str(record.settings.world_size)),
-            )
-        ),
-        "variables": _counted((name, text) for record in records for name, text in record.environment.items()),
-        "commits": _counted(("commit", record.commit) for record in records)["commit"],
-    }
-
-
-def _counted(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (name, text), count in Counter(pairs).items():
-        found.setdefault(name, {})[text] = count
-    return found
+    found: dict[str, dict[str, Counter[str]]] = {"software": {}, "hardware": {}, "variables": {}}
+    for record in records:
+        hosts, ranks = len(set(record.hosts)), record.settings.world_size
+        values = {
+            "software": record.measurement.software if record.measurement is not None else {},
+            "hardware": {"gpu": record.gpu, "hosts": str(hosts), "ranks": str(ranks)},
+            "variables": record.environment,
+        }
+        for kind, texts in values.items():
+            for name, text in texts.items():
+                found[kind].setdefault(name, Counter())[text] += 1
+    return found | {"commits": Counter(record.commit for record in records)}
 
 
 def _packages() -> list[str]:

@@ -14,13 +14,13 @@ from PIL import Image
 
 from engine.reader import read_regular
 from harness.records.provenance import private_in
+from harness.records.stored import RESULTS_FILE
 from harness.report import figures
 from harness.report.page import write_report_of
 from harness.report.results import Row, cell, columns_of
 from harness.report.tables import table
 from harness.verify.finding import Failure
 
-RESULTS_FILE = "results.csv"
 _FOLDERS = {"tables": ("tables", table.FORMATS), "figures": ("figures/", figures.FORMATS)}  # check, formats asked for
 _SHOWN_COLUMNS = 4
 _SAME_PICTURE = 2.0  # mean difference of a pixel's channels, of 255: machines round colours of edges differently

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import io
 import re
 import tarfile
 import tempfile
@@ -39,8 +38,9 @@ def unpacked(archive: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="burst-verify-") as folder:
         try:
-            with open_regular(archive, "archive") as file:
-                _unpack(file, archive, Path(folder))
+            with open_regular(archive, "archive") as file, tempfile.TemporaryFile() as plain:
+                _decompress(file, plain)
+                _unpack(plain, Path(folder))
         except UsageError as error:
             if str(archive) in str(error):
                 raise
@@ -57,24 +57,32 @@ def unpacked(archive: Path) -> Iterator[Path]:
         yield tops[0]
 
 
-def _unpack(file: IO[bytes], archive: Path, folder: Path) -> None:
+def _decompress(file: IO[bytes], plain: IO[bytes]) -> None:
+    """Write the tar file that a .tar.gz holds, to its end, where the sum of all bytes stands: compressed zeros grow a
+    thousandfold."""
+    with gzip.GzipFile(fileobj=file) as packed:
+        while block := packed.read(1 << 20):
+            plain.write(block)
+            if plain.tell() > MAX_BYTES:
+                raise UsageError(f"it unpacks to more than {MAX_BYTES >> 20} MiB")
+    plain.seek(0)
+
+
+def _unpack(plain: IO[bytes], folder: Path) -> None:
+    """Extract every member; the library's `data` filter keeps it inside, and what no archive of ours holds is refused
+    before."""
     seen: set[PurePosixPath] = set()
-    with gzip.GzipFile(fileobj=file) as plain:
-        content = _Limited(plain, archive)
-        for tar, member in members_of(content):
-            path = PurePosixPath(member.name)
-            if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
-                raise UsageError(f"{archive}: {shown_value(member.name)} {problem}; nothing of it is used")
-            seen.add(path)
-            if len(seen) > MAX_FILES:
-                raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
-            try:
-                tar.extract(member, folder, set_attrs=False, filter="data")
-            except OSError as error:  # such as a file where another name needs a folder
-                name = shown_value(member.name)
-                raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
-        while content.read(1 << 16):  # to the end, where the sum of all bytes stands
-            pass
+    for tar, member in members_of(plain):
+        path, name = PurePosixPath(member.name), shown_value(member.name)
+        if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
+            raise UsageError(f"{name} {problem}")
+        seen.add(path)
+        if len(seen) > MAX_FILES:
+            raise UsageError(f"it holds more than {MAX_FILES:,} files")
+        try:
+            tar.extract(member, folder, set_attrs=False, filter="data")
+        except OSError as error:  # such as a file where another name needs a folder
+            raise UsageError(f"{name} cannot be unpacked ({error.strerror})") from error
 
 
 def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
@@ -85,33 +93,7 @@ def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
         return "leads outside of the archive"
     if any(len(part) > _MAX_NAME for part in path.parts) or not member.name.isprintable():
         return "is no usable name"
-    return f"is larger than {MAX_BYTES >> 20} MiB" if member.size > MAX_BYTES else ""
-
-
-class _Limited(io.RawIOBase):
-    """What an archive unpacks to, read once from its beginning, up to MAX_BYTES: compressed zeros grow a
-    thousandfold."""
-
-    def __init__(self, source: gzip.GzipFile, archive: Path) -> None:
-        self._source = source
-        self._archive = archive
-        self._left = MAX_BYTES
-
-    def tell(self) -> int:
-        return self._source.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        assert (whence, offset) >= (0, self.tell()), "an archive is read once"
-        while (ahead := offset - self.tell()) and self.read(min(ahead, 1 << 16)):
-            pass
-        return self.tell()
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._source.read(self._left + 1 if size < 0 else min(size, self._left + 1))
-        self._left -= len(data)
-        if self._left < 0:
-            raise UsageError(f"{self._archive} unpacks to more than {MAX_BYTES >> 20} MiB; nothing of it is used")
-        return data
+    return ""
 
 
 def sums_of(folder: Path) -> str:

@@ -11,11 +11,10 @@ from harness.base.errors import UsageError
 from harness.metrics.intervals import median_ratio
 from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
-from harness.records.stored import RUN_FILE, StoredRun, run_named, runs_below, stored_run
-from harness.report.results import Row
-from harness.report.run_records import RunRecords
+from harness.records.stored import RESULTS_FILE, RUN_FILE, StoredRun, run_named, runs_below, stored_run
+from harness.report.results import Row, RunRecords
 from harness.verify.finding import Failure, RowComparison, RunVerification
-from harness.verify.products import RESULTS_FILE, read_results, report_failures, results_failures
+from harness.verify.products import read_results, report_failures, results_failures
 from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements
 from harness.verify.schema import schema_failures
 from harness.verify.unpacking import SUMS_FILE, sums_failures

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from baselines.fidelity import run as fidelity
-from baselines.fidelity.attention import compared, error_of
-from baselines.fidelity.cases import SEQ_LEN, SYSTEMS
-from baselines.fidelity.ranks import run_ranks
-from baselines.fidelity.rows import FidelityError, Row, verdict_of
-from baselines.fidelity.table import as_csv, as_markdown
-from baselines.fidelity.training_cases import TRAINING
+from baselines.fidelity.attention import compared, error_of, run_ranks
+from baselines.fidelity.cases import SEQ_LEN, SYSTEMS, TRAINING
+from baselines.fidelity.table import FidelityError, Row, as_csv, as_markdown, verdict_of
 from baselines.install.places import InstallPlace
 from baselines.programs import attention_bytes
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in

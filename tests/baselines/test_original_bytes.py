@@ -233,8 +233,7 @@ MIB = 1 << 20
 def test_megatrons_ring_sends_2304_mib_of_a_7b_layer_at_64k_on_four_ranks(sent: str, expected: int) -> None:
     from engine.attention.comm_plan import comm_plan
     from engine.attention.comm_volume import GradientWidths, RingVolume, Shards, narrowed
-    from engine.attention.geometry.layout import layout_named
-    from engine.attention.geometry.ring import Ring
+    from engine.attention.geometry.layout import Ring, layout_named
     from engine.attention.masks import Causal
     from harness.spec.methods import method_named
 
@@ -246,4 +245,5 @@ def test_megatrons_ring_sends_2304_mib_of_a_7b_layer_at_64k_on_four_ranks(sent: 
     ring = Ring(cp_size=4, node_size=4)
     work = comm_plan(Causal(), layout_named("zigzag"), ring, 65536, 0, False)
     volume = RingVolume(ring=ring, node_size=4, exchange="relay")
-    assert volume.call_bytes(work, work, 0, shards, False).total == expected * MIB
+    forward, backward = volume.chunks(work, 0, shards.tokens, 2 * shards.key), volume.backward(work, 0, shards, False)
+    assert (forward + backward).total == expected * MIB

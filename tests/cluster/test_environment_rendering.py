@@ -8,7 +8,7 @@ import pytest
 
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice, InterfaceChoice
-from cluster.environment.ranks import adapter_values, connections, socket_values
+from cluster.environment.ranks import adapter_values, connections, socket_values, trial_values
 from cluster.environment.rendering import NodeEnvironment, env_sh, render_node
 from cluster.environment.value import Variable, is_secret, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
@@ -67,7 +67,7 @@ def test_h100_with_storage_adapters(node):
 def test_a800_of_the_published_artifact(node):
     a800(node)
     site = Site(environment={"NCCL_DEBUG": "WARN"}, ranks_per_node=4)
-    rendered = render_node(node.facts(site), site, method="megatron_cp_upstream", logs="/var/log/burst")
+    rendered = render_node(node.facts(site), site, method="megatron_cp_upstream")
     assert (
         env_sh(rendered)
         == """\
@@ -105,12 +105,6 @@ export TORCH_FR_BUFFER_SIZE=2000
 
 # default: Ray reports its use to its makers by default
 export RAY_USAGE_STATS_ENABLED=0
-
-# default: one file per host and process, once NCCL_DEBUG is WARN, INFO or TRACE
-export NCCL_DEBUG_FILE=/var/log/burst/nccl.%h.%p.log
-
-# default: beginning of the flight recorder's file names; the rank follows
-export TORCH_FR_DUMP_TEMP_FILE=/var/log/burst/flight_rank
 
 # site: set by the site file
 export NCCL_DEBUG=WARN
@@ -301,11 +295,9 @@ def test_every_variable_stands_in_the_documentation(node):
     page = "".join((docs / name).read_text(encoding="utf-8") for name in ("cluster.md", "reference.md"))
     h100(node)
     site = Site(network=NetworkExpectation(gid_index=3))
-    rendered = [
-        render_node(node.facts(site), site, logs="/logs"),
-        render_node(NodeFacts(node="n"), Site()),
-    ]
+    rendered = [render_node(node.facts(site), site), render_node(NodeFacts(node="n"), Site())]
     names = {value.name for each in rendered for value in each.values} | {"NCCL_IB_DISABLE", "NCCL_HOSTID"}
+    names |= {value.name for value in trial_values("/logs")}
     documented = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page))))  # first cells of tables
     assert sorted(names - documented) == []
 

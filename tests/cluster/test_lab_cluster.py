@@ -314,6 +314,7 @@ def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_noth
     with opened_site(2, tmp_path) as site:
         seconds = scaled(5.0)
         run = site.experiment("late", cp_sizes="1, 2, 3", steps=100_000, seconds=seconds)
+        run += ["--set", "fixed.seq_len=240"]  # which three ranks could divide
         code, said = site.burst("plan", run[1], *site.nodes(), "--json")  # which starts nothing
         assert (code, "no cluster is up; start it with burst cluster up" in said) == (2, True), said
         assert site.rays() == []

@@ -220,7 +220,7 @@ def test_facts_name_addresses_a_free_port_and_whether_a_dashboard_could_start(mo
 
 
 def test_an_interpreter_that_is_none_is_one_sentence():
-    with pytest.raises(NodeError, match=r"false exited with 1 \(no message\); check software\.python"):
+    with pytest.raises(NodeError, match=r"false exited with 1 \(no reason given\); check software\.python"):
         ask(LocalRunner(), ["false"], "status", seconds=AMPLE, mark="m", head="127.0.0.1:1")
     with pytest.raises(NodeError, match="/no/python does not exist"):
         ask(LocalRunner(), ["/no/python"], "status", seconds=AMPLE, mark="m", head="127.0.0.1:1")

@@ -67,10 +67,12 @@ def test_a_container_gets_what_the_site_says_and_no_privileges():
         "--mount 'type=bind,source=/opt/x y,target=/x,readonly' --device /dev/infiniband --entrypoint sleep burst:1 "
         "infinity"
     )
-    private = Container(engine="docker", image="burst:1", ipc="private", shm_size="64g", gpus="", privileged=True)
+    private = Container(
+        engine="docker", image="burst:1", ipc="private", gpus="", extra_arguments=("--shm-size=64g", "--privileged")
+    )
     assert shlex.join(commands.run_container(private, mark="abc/0")) == (
         "docker run --detach --init --name burst-ray-abc-0 --label burst.ray.node=abc/0 --network host --ipc private "
-        "--shm-size 64g --ulimit memlock=-1 --ulimit stack=67108864 --privileged --entrypoint sleep burst:1 infinity"
+        "--ulimit memlock=-1 --ulimit stack=67108864 --shm-size=64g --privileged --entrypoint sleep burst:1 infinity"
     )
 
 

@@ -20,7 +20,6 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.probing.verdict import ACTIONS, LEVELS, Verdict
-from cluster.render.grouping import Selection
 from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
 from cluster.render.text import SCHEMA, headline, json_line, nagios_line, table, why_not
@@ -77,10 +76,10 @@ def test_one_fault_of_256_nodes_is_one_row_whatever_names_its_sentence_has_and_w
     same = [report(f"gpu{n:03}", interface=Verdict(level="fail", summary=f"gpu{n:03}: no route"),
                    **({"xid": Verdict(level="warn", summary=f"XID 13 of {n}")} if n < 3 else {}))
             for n in range(256)]  # fmt: skip
-    rows = table(same, Selection(only_faults=True)).splitlines()
+    rows = table(same, only_faults=True).splitlines()
     assert rows[1].split(maxsplit=4) == ["gpu[000-255]", "interface", "fail", "none", "<node>: no route"]
     assert [row.split()[0] for row in rows[2:5]] == ["gpu000", "gpu001", "gpu002"]
-    assert table(same[:1], Selection(only_faults=True)).splitlines()[1].endswith("gpu000: no route")
+    assert table(same[:1], only_faults=True).splitlines()[1].endswith("gpu000: no route")
 
 
 def test_nodes_that_no_range_expresses_are_named_in_part() -> None:
@@ -88,19 +87,9 @@ def test_nodes_that_no_range_expresses_are_named_in_part() -> None:
     assert table([report(name) for name in names]).splitlines()[1].startswith("a0, b1, c2, d3 and 2 more  1 check")
 
 
-@pytest.mark.parametrize(
-    ("selection", "nodes"),
-    [
-        (Selection(only_faults=True), ["gpu03", "gpu04", "gpu02"]),
-        (Selection(nodes=frozenset({"gpu01", "gpu02"})), ["gpu02", "gpu01", "gpu02"]),
-        (Selection(checks=frozenset({"disk"})), ["gpu03", "gpu01", "gpu02"]),
-        (Selection(checks=frozenset({"disk"}), only_faults=True), ["gpu03"]),
-        (Selection(checks=frozenset({"xid"}), only_faults=True), []),
-    ],
-)
-def test_a_part_is_shown_and_everything_counted(selection: Selection, nodes: list[str]) -> None:
-    *rows, summary = table(FLEET, selection).splitlines()
-    assert re.findall(r"^gpu\S+", "\n".join(rows), re.MULTILINE) == nodes
+def test_faults_alone_are_shown_and_everything_counted() -> None:
+    *rows, summary = table(FLEET, only_faults=True).splitlines()
+    assert re.findall(r"^gpu\S+", "\n".join(rows), re.MULTILINE) == ["gpu03", "gpu04", "gpu02"]
     assert summary == "4 nodes: 1 ok, 1 warn, 1 unknown, 1 fail; 1 usable"
 
 
@@ -215,7 +204,7 @@ def test_the_page_is_whole_self_contained_and_escaped() -> None:
     for name in ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05"):
         assert f"<th>{name}</th>" in page
     assert page.index("<h2>Faults</h2>") < page.index("7 of 8 | GPUs") < page.index("<h2>In order</h2>")
-    part = html_page(FLEET, selection=Selection(only_faults=True))
+    part = html_page(FLEET, only_faults=True)
     assert "<th>gpu03</th>" in part
     assert "gpu01" not in part
 

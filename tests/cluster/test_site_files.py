@@ -51,7 +51,6 @@ def test_network_storage_container_and_environment_are_read_as_they_are_written(
     assert site.container.mounts == (Mount(source="/data"),)
     assert site.container.ulimits == {"memlock": "-1"}
     assert site.environment == {"NCCL_IB_TC": "106", "NCCL_DEBUG": "INFO"}
-    assert not site.container.privileged
 
 
 def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> None:
@@ -101,7 +100,6 @@ def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> No
         ("container: {engine: docker}\n", "container.engine is docker but container.image is empty"),
         ("container: {image: '--privileged'}\n", "container.image is '--privileged'; expected a name"),
         ("container: {image_id: latest}\n", "container.image_id is 'latest'; expected sha256:"),
-        ("container: {shm_size: 64g}\n", "container.shm_size has no effect with ipc: host"),
         ("container: {mounts: [{source: data}]}\n", "container.mounts has 'data'; expected an absolute path"),
         ("container: {ulimits: {memlock: lots}}\n", "container.ulimits has memlock: lots; expected numbers"),
         ("container: {ulimits: {memlock: true}}\n", "container.ulimits.memlock is true; expected text"),

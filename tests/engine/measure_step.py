@@ -33,9 +33,9 @@ import engine.models.decoder
 from engine.attention.kernels import kernel_named
 from engine.burst import METHOD
 from engine.distributed import World, join
-from engine.lm_head import fused
+from engine.lm_head import loss
 from engine.models.decoder import project_whole
-from engine.ops import norm, swiglu
+from engine.ops import elementwise, norm
 from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
 from engine.profile.breakdown import breakdown_of
@@ -73,18 +73,20 @@ def apart_swiglu() -> contextlib.AbstractContextManager[object]:
     """SwiGLU's product in a pass of its own after its gradients."""
     from engine.layers import tiled_mlp
 
-    def saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dgate, dup = swiglu.swiglu_gradients(dhidden, gate, up)
-        return swiglu.swiglu(gate, up), dgate, dup
+    def again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if not saved:
+            return elementwise.swiglu_again(dhidden, gate, up)
+        dgate, dup = elementwise.swiglu_gradients(dhidden, gate, up)
+        return elementwise.swiglu(gate, up), dgate, dup
 
-    return replaced(tiled_mlp, "swiglu_saved", saved)
+    return replaced(tiled_mlp, "swiglu_again", again)
 
 
 def labels_on_device() -> contextlib.AbstractContextManager[object]:
     """Labels that are read back from the GPU in the middle of the step."""
-    read = fused.runs_with_labels
+    read = loss.runs_with_labels
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return replaced(fused, "runs_with_labels", lambda labels, *rest: read(labels.to(device), *rest))
+    return replaced(loss, "runs_with_labels", lambda labels, *rest: read(labels.to(device), *rest))
 
 
 def two_passes() -> contextlib.AbstractContextManager[object]:

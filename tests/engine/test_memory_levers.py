@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.lm_head.fused import fused_loss_sum
+from engine.lm_head.loss import fused_loss_sum
 from engine.models.decoder import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import set_layers

@@ -10,7 +10,7 @@ import torch
 
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
-from engine.ops.rotary import rotate
+from engine.ops.elementwise import rotate
 from engine.rope import rotary_tables
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import dense_run, errors, parallel_runs

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.counts import matmul_parameters
 from engine.settings import TrialSettings
 from engine.tasks.products import DIRECTIONS, matrix_products
 from harness.metrics.flops import work_of
@@ -38,7 +37,7 @@ def all_at(speed: float) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 def test_the_products_hold_every_weight_that_the_flops_count(model) -> None:
     weights = sum(product.weights for product in matrix_products(model))
-    assert weights == model.layers * matmul_parameters(model) + model.vocab * model.hidden
+    assert weights == model.layers * model.layer_matrices + model.vocab * model.hidden
     work = work_of(TrialSettings(task="train", method="burst", model=model, seq_len=1024))
     assert 2 * 1024 * weights == work.layers + work.head
 

@@ -13,9 +13,8 @@ import pytest
 from engine.settings import Checkpoint, Steps
 from harness.cli import main
 from harness.commands import parse_tolerance
-from harness.compare.pairs import Comparison, compare
+from harness.compare.pairs import Comparison, compare, of_directory
 from harness.compare.report import closing, comparison_of, heading, pair_lines, to_plain, trial_names
-from harness.compare.sources import of_directory
 from harness.records.record import Record, write_record
 from tests.harness.synthetic_records import H200, around, record
 from tests.harness.test_cli_end_to_end import burst

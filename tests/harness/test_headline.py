@@ -7,8 +7,8 @@ import pytest
 from engine.settings import Checkpoint
 from harness.records.record import Record
 from harness.report.digits import MeasuredNumber
-from harness.report.dots import Axis, Dots, RatioRow, dots_of, ratio_dots
 from harness.report.headline import TOO_FEW_ROUNDS, headline_of
+from harness.report.html import Axis, Dots, RatioRow, dots_of, ratio_dots
 from harness.report.rankings import SizeRanking, rankings_of, sizes_table, verdict_sentence
 from harness.report.results import rows_of
 from harness.report.tables.trials import CPU_TIMES
@@ -69,6 +69,15 @@ def test_ours_is_never_beside_itself_where_other_methods_ran() -> None:
     assert ranking.other.method == "ring"
     dots = dots_of(ranking)
     assert [row.verdict.partition(";")[0] for row in dots.rows] == ["", "", "slower"]
+
+
+def test_methods_are_told_apart_under_one_value_of_settings_where_both_ran_with_it() -> None:
+    trials = [on_gpu(settings="equal", rounds=around(1.0)), on_gpu(settings="as_published", rounds=around(2.0)),
+              on_gpu(method="ring", settings="as_published", rounds=around(3.0)),
+              on_gpu(method="ulysses", settings="tuned", rounds=around(2.5))]  # fmt: skip
+    told = verdict_sentence(first(*trials))
+    assert told.startswith("burst, as published is 1.500 times as fast as ring, as published")
+    assert verdict_sentence(first(trials[0], trials[2])).startswith("burst, equal settings is 3.000 times as fast as")
 
 
 def test_settings_of_one_method_are_named_by_what_differs() -> None:

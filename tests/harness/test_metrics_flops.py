@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from engine.checkpoint.counts import matmul_parameters
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import (
     seconds_at_kernel_speed,
@@ -86,7 +85,7 @@ def test_tiled_projections_repeat_queries_and_keys_where_these_are_normed() -> N
 
 def test_an_ungated_mlp_has_two_matrices() -> None:
     ungated = ModelShape(name="g", layers=1, hidden=4, ffn=3, heads=2, kv_heads=1, head_dim=2, vocab=5, gated=False)
-    assert matmul_parameters(ungated) == 48 + 2 * 4 * 3
+    assert ungated.layer_matrices == 48 + 2 * 4 * 3
 
 
 def test_norms_of_queries_and_keys_are_parameters_but_no_work() -> None:

@@ -13,16 +13,14 @@ from engine.settings import Checkpoint, Steps
 from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.drawing.looks import looks_of
-from harness.report.footnotes import footnotes_of
 from harness.report.headline import headline_of
 from harness.report.page import TABLES, report_tables
 from harness.report.results import row_of, rows_of, write_results
 from harness.report.tables.comparison import comparison_table
 from harness.report.tables.particular import mask_table
 from harness.report.tables.table import to_markdown
-from harness.report.tables.trials import series_names
-from harness.report.terminal import terminal_table
-from harness.report.variants import series_of
+from harness.report.tables.trials import series_names, terminal_table
+from harness.report.variants import footnotes_of, series_of
 from tests.harness.synthetic_records import H200, record
 
 RING = {"schedule": "ring", "backward": "query", "exchange": "relay"}

@@ -19,7 +19,7 @@ from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.page import read_runs, write_report
 from harness.report.results import rows_of
-from harness.report.terminal import terminal_table
+from harness.report.tables.trials import terminal_table
 from tests.harness.synthetic_records import H200, LARGE, around, cpu_sweep, record
 
 

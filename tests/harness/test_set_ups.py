@@ -9,8 +9,7 @@ from typing import Any
 
 from engine.settings import Checkpoint
 from harness.cli import main
-from harness.compare.pairs import compare
-from harness.compare.sources import ComparedRecord
+from harness.compare.pairs import ComparedRecord, compare
 from harness.records.record import Record, RecordPlace
 from harness.records.stored import read_records
 from harness.report.page import report_tables

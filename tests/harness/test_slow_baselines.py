@@ -17,9 +17,9 @@ from harness.report.headline import headline_of
 from harness.report.page import draw_plots, read_runs, report_tables, write_report
 from harness.report.rankings import rankings_of
 from harness.report.results import METHOD_ORDER, rows_of
-from harness.report.slow_baselines import LEAST, MARK, slow_baselines, slow_sentence
+from harness.report.speedup import LEAST, MARK, slow_baselines, slow_sentence
 from harness.report.tables.table import to_latex
-from harness.report.terminal import terminal_table
+from harness.report.tables.trials import terminal_table
 from harness.spec.methods import all_methods
 from tests.harness.drawn import texts
 from tests.harness.synthetic_records import H200, LARGE, around, record

@@ -9,8 +9,9 @@ import pytest
 
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
+from harness.records.stored import EXPERIMENT_FILE
 from harness.spec.experiment import Experiment, load_experiment
-from harness.spec.written import EXPERIMENT_FILE, experiment_text, same_meaning
+from harness.spec.written import experiment_text, same_meaning
 
 ROOT = Path(__file__).parents[2]
 NODE = Machine(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from harness.base.terminal import print_table
 from harness.report.results import rows_of
-from harness.report.terminal import terminal_table
+from harness.report.tables.trials import terminal_table
 from harness.run.progress import LiveView
 from harness.training.progress import TrainingView
 from tests.harness.synthetic_records import cpu_sweep

@@ -17,7 +17,7 @@ from engine.data import open_tokens
 from engine.data.sequences import spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.hf.safetensors_folder import SINGLE
+from engine.hf import SINGLE
 from engine.models.architecture import architecture_named, config_of
 from engine.settings import ModelShape, TrialSettings
 from engine.training.config import Evaluation, TrainingConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +41,19 @@ def tensor_specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-def covered_spans(length: int, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Cut rows [0, length) where a range starts or stops: (start, stop, indices of the ranges that cover it)."""
-    cuts = sorted({0, length, *(cut for bounds in ranges for cut in bounds)})
-    return [
-        (start, stop, tuple(i for i, (first, last) in enumerate(ranges) if first <= start and stop <= last))
-        for start, stop in itertools.pairwise(cuts)
-    ]
+def covered_spans(length: int, parts: Sequence[slice]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    """Rows [0, length) cut where a part starts or stops: the rows, and for each part that covers them its index and
+    which of its own rows they are."""
+    cuts = sorted({0, length, *(cut for part in parts for cut in (part.start, part.stop))})
+    for start, stop in itertools.pairwise(cuts):
+        yield (
+            slice(start, stop),
+            [
+                (index, slice(start - part.start, stop - part.start))
+                for index, part in enumerate(parts)
+                if part.start <= start and stop <= part.stop
+            ],
+        )
 
 
 def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: Tensor) -> None:
@@ -156,16 +162,8 @@ class OutputAccumulator:
         else:
             out_BLND = running[0] if running[0].dtype == dtype else torch.empty_like(running[0], dtype=dtype)
             lse_BNL = running[1]
-        ranges = [(part.rows.start, part.rows.stop) for part in self._parts]
-        for start, stop, covering in covered_spans(like.shape[1], ranges):
-            rows = slice(start, stop)
-            sources = [
-                (
-                    self._parts[i].out_BLND[:, start - ranges[i][0] : stop - ranges[i][0]],
-                    self._parts[i].lse_BNL[:, :, start - ranges[i][0] : stop - ranges[i][0]],
-                )
-                for i in covering
-            ]
+        for rows, covering in covered_spans(like.shape[1], [part.rows for part in self._parts]):
+            sources = [(self._parts[i].out_BLND[:, own], self._parts[i].lse_BNL[:, :, own]) for i, own in covering]
             if running is not None:
                 if running[0] is out_BLND and not sources:
                     continue
@@ -246,14 +244,13 @@ class GradAccumulator:
         like, running = self._like, self._sum
         in_place = running is not None and running.dtype == dtype
         summed = running if running is not None and in_place else like.new_empty(like.shape, dtype=dtype)
-        ranges = [(part.tokens.start, part.tokens.stop) for part in self._parts]
-        for start, stop, covering in covered_spans(like.shape[1], ranges):
-            sources = [self._parts[i].gradient[:, start - ranges[i][0] : stop - ranges[i][0]] for i in covering]
+        for tokens, covering in covered_spans(like.shape[1], [part.tokens for part in self._parts]):
+            sources = [self._parts[i].gradient[:, own] for i, own in covering]
             if running is not None:
                 if in_place and not sources:
                     continue
-                sources.insert(0, running[:, start:stop])
-            add_parts(sources, into=summed[:, start:stop])
+                sources.insert(0, running[:, tokens])
+            add_parts(sources, into=summed[:, tokens])
         for part in self._parts:
             if part.release is not None:
                 part.release()

@@ -31,7 +31,7 @@ from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import CopyEngine, copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.peers import agreed_unsupported_reason, report
 from engine.attention.comm_volume import CHUNK_SLOTS, GRADIENT_SLOTS
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Ring
 from engine.attention.problem import host_name, shared_node_size
 
 

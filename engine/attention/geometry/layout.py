@@ -1,4 +1,5 @@
-"""Which global positions each context-parallel rank holds. Pure integer code.
+"""Which global positions each context-parallel rank holds, and the order in which ranks receive each other's. Pure
+integer code.
 
 A layout cuts the sequence into equal shards, each a few arithmetic runs of positions (`Segment`). Causal attention over
 contiguous shards leaves rank 0 almost idle; zigzag (chunks r and 2P-1-r of 2P) and striped (every P-th token) give all
@@ -6,6 +7,10 @@ ranks equal work. Sources: zigzag, Llama 3 (arXiv:2407.21783, section 3.3.2); st
 
 Selective checkpointing cuts the sequence into a head, recomputed in backward, and a tail, saved. Because shards
 ascend in position, a rank's tokens of the head are the first of its local tokens.
+
+On a flat ring, chunks move one rank on at every step. On a double ring (BurstAttention, arXiv:2403.09347, section 3.3;
+LoongTrain, arXiv:2406.18485), in outer step c and inner step t, local rank i of node n holds the chunk of node n - c,
+local rank i - t; a transfer between nodes starts with its outer step and may last as long as the inner steps of it.
 """
 
 from __future__ import annotations
@@ -207,3 +212,27 @@ def split_unsupported_reason(layout: str | Layout, seq_len: int, cp_size: int) -
     size = f"2 x cp_size = {chunks}" if chunks == 2 * cp_size else f"cp_size = {chunks}"
     wanted = f"{size} equal {layout.name} chunks"
     return f"seq_len {seq_len} does not split into {wanted}; the nearest lengths that do: {nearest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Order in which every rank processes every chunk. node_size == cp_size is the flat ring."""
+
+    cp_size: int
+    node_size: int  # CP ranks per node; divides cp_size
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1 or self.cp_size % self.node_size:
+            raise ValueError(
+                f"node_size {self.node_size} does not divide cp_size {self.cp_size}; give ranks per node that do"
+            )
+
+    @property
+    def nodes(self) -> int:
+        return self.cp_size // self.node_size
+
+    def owner(self, cp_rank: int, step: int) -> int:
+        """CP rank whose chunk `cp_rank` processes at `step`, 0 <= step < cp_size."""
+        node, local_rank = divmod(cp_rank, self.node_size)
+        outer_step, inner_step = divmod(step, self.node_size)
+        return (node - outer_step) % self.nodes * self.node_size + (local_rank - inner_step) % self.node_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 from engine.attention.geometry.tile_table import Region, TooManyTiles
-from engine.attention.masks.bands import Causal, Full, SlidingWindow
 from engine.attention.masks.block_sparse import (
     BlockGrid,
     BlockPattern,
@@ -19,7 +18,7 @@ from engine.attention.masks.block_sparse import (
     parse_pattern,
 )
 from engine.attention.masks.documents import Documents
-from engine.attention.masks.mask import Mask
+from engine.attention.masks.mask import Causal, Full, Mask, SlidingWindow
 from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, recompute_share
 
 __all__ = [

@@ -11,12 +11,11 @@ from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
     layers_run_again,
-    matmul_parameters,
     repeated_attention,
     repeated_products,
 )
-from engine.checkpoint.planning.memory import own_tile_tokens
 from engine.checkpoint.planning.memory_settings import MemorySettings
+from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.settings import BYTES_OF, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -57,12 +56,12 @@ class CostModel:
         row = item * model.head_dim + 4  # of output and LSE, of one token and head
         self._copy_attention = self._tokens * model.heads * row / speeds.host_link
         self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
-        self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._passes + self._attention
+        self._layer = 2.0 * self._tokens * model.layer_matrices / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
-        own = own_tile_tokens(model, item, self._rank_tokens)
+        own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
 
     def seconds(self, choice: MemorySettings) -> float:

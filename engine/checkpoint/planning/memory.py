@@ -22,13 +22,12 @@ from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
-from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
+from engine.lm_head.loss_kernel import gpu_tile_tokens
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
 GIB = 1 << 30
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
-_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.plain), unless the hidden states take more
-_HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
@@ -321,22 +320,15 @@ class MemoryModel:
         chooses; input, norm and gradient of the head.
 
         A head that is not fused holds in backward, of all logits in fp32 or wider, the log probabilities, their
-        gradient and the gradient of the logits (`engine.lm_head.plain`), and forms the weight's gradients when of these
+        gradient and the gradient of the logits (`engine.lm_head.loss`), and forms the weight's gradients when of these
         the last one is left, in the inputs' dtype.
         """
         tokens, logit = self._tokens, self._item * self._shape.vocab
         if self._fused:
-            tokens = -(-tokens // tiles) if tiles else own_tile_tokens(self._shape, self._item, tokens)
+            own = gpu_tile_tokens(self._shape.vocab, self._shape.hidden, self._item, tokens)
+            tokens = -(-tokens // tiles) if tiles else own
             needed = held.head + logit * min(tokens, self._tokens)
         else:
             wide = 3 * max(4, self._item) * self._shape.vocab
             needed = max(held.head_weight + wide * tokens, held.head + logit * tokens)
         return needed + 3 * self._state
-
-
-def own_tile_tokens(shape: ModelShape, item: int, tokens: float) -> float:
-    """Tokens of a tile that the fused LM head chooses on a GPU (`engine.lm_head.plain`), as a number that may be a
-    fraction."""
-    low, high = _HEAD_TOKENS
-    fit = max(_HEAD_TILE, item * tokens * shape.hidden) / (item * shape.vocab)
-    return min(fit, max(low, tokens / 8), high)

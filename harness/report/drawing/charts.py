@@ -94,13 +94,13 @@ def paint_bars(page: Page, groups: Sequence[Bars], unit: str = "") -> None:
             middles.append(middle)
             y += tall[id(bar)]
     if whiskers := [(middle, *bar.ends) for bar, middle in zip(every, middles, strict=True) if bar.ends]:
-        at, low, high = (np.array(column) for column in zip(*whiskers, strict=True))
-        ax.hlines(at, low * scale, high * scale, colors=INK, linewidths=0.9)
-        for end in (low, high):
-            ax.vlines(end * scale, at - 0.03, at + 0.03, colors=INK, linewidths=0.9)
+        heights, lows, highs = np.array(whiskers).T
+        ax.hlines(heights, lows * scale, highs * scale, colors=INK, linewidths=0.9)
+        for ends in (lows, highs):
+            ax.vlines(ends * scale, heights - 0.03, heights + 0.03, colors=INK, linewidths=0.9)
     if ceilings := [(middle, bar.ceiling) for bar, middle in zip(every, middles, strict=True) if bar.ceiling]:
-        at, ceiling = (np.array(column) for column in zip(*ceilings, strict=True))
-        ax.vlines(ceiling * scale, at - 0.1, at + 0.1, colors=INK, linewidths=1.8)
+        heights, highest = np.array(ceilings).T
+        ax.vlines(highest * scale, heights - 0.1, heights + 0.1, colors=INK, linewidths=1.8)
 
 
 def _face(bar: Bar, width: float, middle: float) -> Rectangle:
@@ -138,8 +138,9 @@ class SeriesLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineAxes:
-    """What the axes of lines show: sequence lengths on a logarithmic scale, or the steps of a run. `least` is the lower
-    end of a logarithmic scale of values, which otherwise is chosen where they span over 1 : 30; `limit` is drawn."""
+    """What the axes of lines show: values over sequence lengths, from 0 (on a logarithmic scale where they span over
+    1 : 30), or over the `steps` of a run, from the smallest (on a logarithmic scale from `least`, where it is given).
+    `limit` is drawn."""
 
     unit: str
     steps: bool = False
@@ -188,6 +189,7 @@ def _scale_values(ax: Axes, axes: LineAxes, values: Sequence[float]) -> None:
         ax.set_yscale("log")
         ax.set_ylim(axes.least, max(2 * high, 10 * (axes.limit or 0.0)))
         ax.yaxis.set_minor_locator(NullLocator())
+    if axes.steps:  # else as wide as the values: a loss is far from 0
         return
     if low > 0 and high > 30 * low:
         ax.set_yscale("log")

@@ -17,10 +17,10 @@ from harness.metrics.intervals import Interval, TwoRounds
 from harness.metrics.throughput import OWN_GEMMS
 from harness.report.digits import decimals_of, rounded
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
-from harness.report.footnotes import footnotes_of
 from harness.report.results import UPSTREAM, Row, grouped, setting_names, spread_of
-from harness.report.slow_baselines import marked, slow_baselines, slow_sentence
+from harness.report.speedup import marked, slow_baselines, slow_sentence
 from harness.report.variants import (
+    footnotes_of,
     is_subject,
     panel_name,
     panel_of,
@@ -30,6 +30,7 @@ from harness.report.variants import (
     setup_name,
     setup_of,
     setups_of,
+    span_text,
     varying_settings,
 )
 
@@ -56,7 +57,7 @@ def groups_of(rows: Sequence[Row]) -> list[FigureRows]:
         run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
         return (run, experiment, task, model, dtype, shape)
 
-    groups = []
+    groups: list[FigureRows] = []
     for members in grouped(setups_of(rows), but_mask).values():
         groups += [FigureRows(chain.from_iterable(members))] if len(members) > 2 else map(FigureRows, members)
     kept = _most_measured(groups, MAX_GROUPS, lambda group: group)
@@ -148,9 +149,8 @@ def range_text(values: Iterable[float | None], scale: float = 1.0) -> str:
 
 
 def span_of(lengths: Iterable[int]) -> str:
-    """`16K to 128K tokens`."""
-    found = sorted(lengths)
-    return f"{' to '.join(dict.fromkeys(format_length(one).upper() for one in (found[0], found[-1])))} tokens"
+    """`16K to 128K tokens`, as figures write lengths."""
+    return span_text(lengths, lambda length: format_length(length).upper())
 
 
 def decimals_between(value: float, ends: tuple[float, float] | None) -> int:

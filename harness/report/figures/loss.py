@@ -9,10 +9,9 @@ from harness.report.drawing.charts import LineAxes, PlottedValue, SeriesLine, pa
 from harness.report.drawing.looks import looks_of
 from harness.report.drawing.points import IN_CSV, about, samples_note, span_of
 from harness.report.drawing.sheet import Sheet
-from harness.report.footnotes import footnotes_of
 from harness.report.results import Row
 from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
-from harness.report.variants import panel_name, panel_of, series_of
+from harness.report.variants import footnotes_of, panel_name, panel_of, series_of
 
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
 COINCIDE = 0.01  # relative difference below which curves lie on each other

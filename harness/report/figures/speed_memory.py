@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -33,10 +34,9 @@ from harness.report.drawing.points import (
     whole_text,
 )
 from harness.report.drawing.sheet import FigureSize, Page, Sheet, text_inches, wrapped
-from harness.report.footnotes import kernel_in_words
 from harness.report.results import Row, grouped
 from harness.report.speedup import Speedup, speedup
-from harness.report.variants import is_subject, on_cpu, panel_of, setting_text, subject_name
+from harness.report.variants import is_subject, kernel_in_words, on_cpu, panel_of, setting_text, subject_name
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
@@ -316,8 +316,8 @@ def _label(
     to_axes = ax.transScale + ax.transLimits
     at = {id(spot): to_axes.transform((spot.memory, spot.speed)) * (wide, tall) for spot in spots}
     taken = [_around(x, y, 0.07) for x, y in at.values()]
-    for start, end in pairwise(at[id(spot)] for spot in line):
-        taken += [_around(*(start + (end - start) * part / 12), 0.03) for part in range(1, 12)]
+    for start, end in pairwise(at[id(spot)] for spot in line):  # pieces of the line
+        taken += [_around(x, y, 0.03) for x, y in np.linspace(start, end, 13)[1:-1]]
     joints = []
     for spot in sorted(spots, key=lambda spot: (not spot.own, spot.memory)):
         words = wrapped(spot.label, 1.15 if form.narrow else wide, size, bold=spot.own)
@@ -333,8 +333,8 @@ def _label(
                 va="center", color=spot.colour if spot.own else INK, fontweight="bold" if spot.own else "normal",
             )  # fmt: skip
         if box not in near:
-            end = (min(max(x, box[0]), box[2]), box[1] if box[1] > y else box[3])
-            joints.append([(x / wide, y / tall), (end[0] / wide, end[1] / tall)])
+            nearest = (min(max(x, box[0]), box[2]), box[1] if box[1] > y else box[3])
+            joints.append([(x / wide, y / tall), (nearest[0] / wide, nearest[1] / tall)])
     ax.add_collection(LineCollection(joints, colors=MUTED, linewidths=0.6, transform=ax.transAxes), autolim=False)
 
 

@@ -6,17 +6,18 @@ the same numbers up to rounding. A system that trains in a program of its own st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
-from harness.report.results import UPSTREAM, Row
+from harness.report.results import UPSTREAM, Row, grouped
 from harness.report.tables.table import Table, number, significant, table_of, text
-from harness.report.tables.trials import CHECKED, difference, lines_of
+from harness.report.tables.trials import CHECKED, difference, errors_of, lines_of
 
 TITLE = "Do the methods compute the same thing?"
 LIMIT = 1e-4  # largest relative difference accepted in fp32 and fp64; narrower types round more and are only shown
+_DIFFERENCES = ("loss", "grad norm", *CHECKED)
 _VERDICTS = {True: "agrees", False: "differs", None: "not compared"}
 
 
@@ -71,6 +72,11 @@ def agreements(rows: Sequence[Row]) -> list[LossDifferences]:
     return found
 
 
+def compared_of(rows: Sequence[Row]) -> list[LossDifferences]:
+    """Those less the references."""
+    return [pair for pair in agreements(rows) if not pair.is_reference]
+
+
 def agreement_table(rows: Sequence[Row]) -> Table | None:
     """Loss and gradient norm of every training trial against the first ok trial that computes the same function; None
     where no two trials do. A trial that nothing is held against has no line."""
@@ -100,47 +106,32 @@ def agreement_table(rows: Sequence[Row]) -> Table | None:
 def agreement_summary(rows: Sequence[Row]) -> Table | None:
     """What the page shows first of trials on CPUs: for each task and method the largest differences of its trials from
     those they are held against; None where nothing is compared."""
-    worst: dict[tuple[str, str, str], dict[str, float]] = {}
-    counts: dict[tuple[str, str, str], int] = {}
-    for pair in agreements(rows):
-        if not pair.is_reference:
-            _keep(worst, counts, pair.row, {"loss": pair.loss, "grad norm": pair.grad_norm})
-    for row in rows:
-        if row["status"] == "ok" and row["task"] == "attention":
-            _keep(worst, counts, row, {tensor: row.get(f"extra_error.{tensor}") for tensor in CHECKED})
-    shown = ("loss", "grad norm", *CHECKED)
-
-    def largest(name: str) -> Callable[[tuple[str, str, str]], float | None]:
-        return lambda key: worst[key].get(name)
-
+    measured = [(pair.row, {"loss": pair.loss, "grad norm": pair.grad_norm}) for pair in compared_of(rows)]
+    measured += [(row, dict(errors_of(row))) for row in rows if row["status"] == "ok"]
+    told = [(row, found) for row, found in measured if any(value is not None for value in found.values())]
+    alike = grouped(told, lambda one: (one[0]["task"], one[0]["method"], one[0]["dtype"]))
+    lines = [
+        {"task": task, "method": method, "dtype": dtype, "trials": len(members)}
+        | {name: _largest(found.get(name) for _, found in members) for name in _DIFFERENCES}
+        for (task, method, dtype), members in alike.items()
+    ]
     columns = (
-        text("method", lambda key: key[1]),
-        text("task", lambda key: key[0]),
-        number("differs by", lambda key: max(worst[key].values()), difference),
-        number("trials", lambda key: counts[key]),
-        text("dtype", lambda key: key[2]),
-        *(number(name, largest(name), difference) for name in shown),
+        text("method", "method"),
+        text("task", "task"),
+        number("differs by", lambda line: _largest(line[name] for name in _DIFFERENCES), difference),
+        number("trials", "trials"),
+        text("dtype", "dtype"),
+        *(number(name, name, difference) for name in _DIFFERENCES),
     )
     return table_of(
-        "same", TITLE, columns, list(worst),
+        "same", TITLE, columns, lines,
         note="Largest relative differences: of training from the first trial that computes the same function, of "
         "attention from a dense float64 run.",
     )  # fmt: skip
 
 
-def _keep(
-    worst: dict[tuple[str, str, str], dict[str, float]],
-    counts: dict[tuple[str, str, str], int],
-    row: Row,
-    found: Mapping[str, float | None],
-) -> None:
-    """Take one trial's differences into the largest of its task, method and dtype."""
-    measured = {name: value for name, value in found.items() if value is not None}
-    if measured:
-        key = (row["task"], row["method"], row["dtype"])
-        counts[key] = counts.get(key, 0) + 1
-        held = worst.setdefault(key, {})
-        held.update((name, max(value, held.get(name, 0.0))) for name, value in measured.items())
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def has_own_weights(row: Row) -> bool:

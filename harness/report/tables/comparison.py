@@ -14,14 +14,13 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.metrics.throughput import FORMULAS
 from harness.report.digits import ratio_spread_text, supported
-from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
-from harness.report.slow_baselines import marked, slow_baselines
-from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, rounds_of, times
+from harness.report.speedup import TWO_VALUES, SpeedupPoint, contested_points, marked, rounds_of, slow_baselines, times
 from harness.report.tables.table import Table, number, table_of, text
-from harness.report.tables.trials import CPU_TIMES, measured_speed, per_unit, unit_of, varying_by_setup
+from harness.report.tables.trials import CPU_TIMES, measured_speed, or_status, per_unit, unit_of, varying_by_setup
 from harness.report.variants import (
     SUBJECT,
+    footnotes_of,
     is_subject,
     masks_of,
     method_name,
@@ -53,6 +52,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
             method: marked(max(map(method_name, group), key=len), any(id(row) in slow for row in group))
             for method, group in point.by_method.items()
         }
+        speeds = {method: or_status(measured_speed(group), group) for method, group in point.by_method.items()}
         for method, other in _pairs(point, baseline):
             if SUBJECT in first and not is_subject(point.by_method[method][0]):
                 continue  # another method was asked about
@@ -62,8 +62,8 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
                 "model": model, "mask": mask,
                 "tokens": first["seq_len"], "parallel": panel_name(panel_of(first)),
                 "settings": settings_name(first, varying[setup_of(first)]) or None,
-                "method": names[method], "speed": _speed_or_status(point.by_method[method]),
-                "other": names[other], "other speed": _speed_or_status(point.by_method[other]),
+                "method": names[method], "speed": speeds[method],
+                "other": names[other], "other speed": speeds[other],
                 "ratio": found and found.ratio, "interval": found and found.spread, "verdict": found and found.text,
             })  # fmt: skip
     unit = unit_of([row for point in points for row in point.rows])
@@ -133,8 +133,3 @@ def _note(points: Sequence[SpeedupPoint]) -> str:
 
 def _commits_differ(point: SpeedupPoint) -> bool:
     return len({row["commit"] for group in point.by_method.values() for row in group if row["status"] == "ok"}) > 1
-
-
-def _speed_or_status(rows: Sequence[Row]) -> float | str | None:
-    value = measured_speed(rows)
-    return value if value is not None else "/".join(sorted({row["status"] for row in rows})) or None

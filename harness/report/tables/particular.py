@@ -8,7 +8,7 @@ from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import UPSTREAM, Row, cell, method_rank
-from harness.report.slow_baselines import marked, slow_baselines
+from harness.report.speedup import marked, slow_baselines
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.tables.trials import MASK, MODEL, NAME, PARALLEL, TASK, TOKENS, lines_of, unit_of
 from harness.report.variants import method_name, panel_of, system_name
@@ -52,6 +52,7 @@ def _filled(row: Row) -> str | None:
 
 
 _PROFILE = "extra_profile."
+SPAN = f"{_PROFILE}span_seconds"
 # What the worker calls a category, and how the table does; the order is that of precedence where several run at once.
 HEADERS = {
     "attention_forward": "attention forward %",
@@ -70,21 +71,26 @@ HEADERS = {
 _STEPS = {"extra_step": "one more", "measured_step": "the measured one"}
 
 
+def seconds_by_category(row: Row) -> dict[str, float]:
+    """Of a traced step."""
+    return {name: row.get(f"{_PROFILE}seconds.{name}") or 0.0 for name in HEADERS}
+
+
 def breakdown_table(rows: Sequence[Row]) -> Table | None:
     """A line per profiled trial; categories in which no trial spent any time have no column. None without a profile."""
 
     def share(category: str) -> Callable[[Row], float]:
-        return lambda line: line.get(f"{_PROFILE}seconds.{category}", 0.0) / line[f"{_PROFILE}span_seconds"]
+        return lambda line: seconds_by_category(line)[category] / line[SPAN]
 
-    lines = [line for line in lines_of(rows) if line.get(f"{_PROFILE}span_seconds")]
-    met = [name for name in HEADERS if any(line.get(f"{_PROFILE}seconds.{name}") for line in lines)]
+    lines = [line for line in lines_of(rows) if line.get(SPAN)]
+    met = [name for name in HEADERS if any(seconds_by_category(line)[name] for line in lines)]
     columns = (
         NAME, TASK, MODEL, MASK, TOKENS, PARALLEL,
         number("step ms", "step_seconds_median", significant(3, 1e3)),
         text("traced step", lambda line: _STEPS[line[f"{_PROFILE}of"]]),
         number("of rank", f"{_PROFILE}rank"),
         text("on", f"{_PROFILE}on"),
-        number("traced ms", f"{_PROFILE}span_seconds", significant(3, 1e3)),
+        number("traced ms", SPAN, significant(3, 1e3)),
         *(number(HEADERS[name], share(name), lambda share: f"{100 * share:.1f}") for name in met),
     )  # fmt: skip
     return table_of(

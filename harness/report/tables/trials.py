@@ -6,17 +6,16 @@ Methods side by side are in `comparison`, losses side by side in `agreement`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
-from harness.report.results import Row, spread_of
-from harness.report.slow_baselines import marked, slow_baselines
-from harness.report.speedup import TWO_VALUES
-from harness.report.tables.table import Column, Table, number, significant, table_of, text
+from harness.report.results import Row, grouped, spread_of
+from harness.report.speedup import TWO_VALUES, marked, slow_baselines, slow_sentence
+from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.variants import (
     Setup,
     masks_of,
@@ -29,6 +28,9 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -119,12 +121,9 @@ def results_table(rows: Sequence[Row]) -> Table:
 
 def speed_by_length(rows: Sequence[Row]) -> Table | None:
     """Methods down, sequence lengths across, speeds inside; None where one length was run."""
-    unit = unit_of(rows)
-    about = "Tokens per second and {}, the median over trials of equal settings; a word says how a trial ended instead."
-    return _by_length(
-        rows, "speed_by_length", f"Tokens per second and {unit}, by length", supported(), about.format(unit),
-        measured_speed,
-    )  # fmt: skip
+    title = f"Tokens per second and {unit_of(rows)}"
+    note = f"{title}, the median over trials of equal settings; a word says how a trial ended instead."
+    return _by_length(rows, "speed_by_length", f"{title}, by length", supported(), note, measured_speed)
 
 
 def memory_by_length(rows: Sequence[Row]) -> Table | None:
@@ -151,36 +150,26 @@ def _by_length(
     note: str,
     value: Callable[[Sequence[Row]], float | None],
 ) -> Table | None:
-    lengths = sorted({row["seq_len"] for row in rows})
-    cells: dict[tuple[Any, ...], tuple[TrialRow, dict[int, list[Row]]]] = {}
-    for line in lines_of(rows):
-        place = (setup_of(line.row), panel_of(line.row), line["shown_name"])
-        cells.setdefault(place, (line, {}))[1].setdefault(line["seq_len"], []).append(line.row)
-    groups = [group for _, found in cells.values() for group in found.values()]
-    if len(lengths) < 2 or all(value(group) is None for group in groups):
+    lengths, measured = sorted({row["seq_len"] for row in rows}), False
+    places = grouped(lines_of(rows), lambda line: (setup_of(line.row), panel_of(line.row), line["shown_name"]))
+    for lines in places.values():
+        for length, alike in grouped(lines, lambda line: line["seq_len"]).items():
+            lines[0][f"at {length}"] = or_status(value(alike), alike)
+            measured = measured or value(alike) is not None
+    if len(lengths) < 2 or not measured:
         return None
-
-    def at(length: int) -> Callable[[Any], Any]:
-        def cell(entry: tuple[TrialRow, dict[int, list[Row]]]) -> float | str | None:
-            group = entry[1].get(length, [])
-            found = value(group)
-            ended = sorted({row["status"] for row in group} - {"ok"})
-            return found if found is not None else "/".join(ended) or None
-
-        return cell
-
     runs = len({row["run"] for row in rows}) > 1
     columns = (
-        text("run", lambda entry: entry[0]["run"] if runs else None),
-        *(text(one.header, partial(_of_line, one)) for one in (TASK, MODEL, MASK, PARALLEL, NAME)),
-        *(number(format_length(length), at(length), form) for length in lengths),
+        text("run", lambda line: line["run"] if runs else None),
+        *(TASK, MODEL, MASK, PARALLEL, NAME),
+        *(number(format_length(length), f"at {length}", form) for length in lengths),
     )
-    return table_of(name, title, columns, list(cells.values()), note=note)
+    return table_of(name, title, columns, [lines[0] for lines in places.values()], note=note)
 
 
-def _of_line(column: Column, entry: tuple[TrialRow, object]) -> Any:
-    assert column.value is not None
-    return column.value(entry[0])
+def or_status(value: float | None, rows: Sequence[Row]) -> float | str | None:
+    """The value, or how the trials ended that gave none."""
+    return value if value is not None else "/".join(sorted({row["status"] for row in rows} - {"ok"})) or None
 
 
 def _note(rows: Sequence[Row]) -> str:
@@ -209,7 +198,7 @@ def problems_table(rows: Sequence[Row]) -> Table | None:
 
 def accuracy_table(rows: Sequence[Row]) -> Table | None:
     """Error of attention against dense float64 where the workers measured it; None when none did."""
-    checked = [line for line in lines_of(rows) if line["status"] == "ok" and _has_error(line)]
+    checked = [line for line in lines_of(rows) if line["status"] == "ok" and errors_of(line)]
     errors = [number(f"{tensor} error", f"extra_error.{tensor}", difference) for tensor in CHECKED]
     return table_of(
         "accuracy", "Attention against a dense float64 run",
@@ -218,8 +207,10 @@ def accuracy_table(rows: Sequence[Row]) -> Table | None:
     )  # fmt: skip
 
 
-def _has_error(row: Row) -> bool:
-    return any(row.get(f"extra_error.{tensor}") is not None for tensor in CHECKED)
+def errors_of(row: Row) -> dict[str, float]:
+    """Of an attention trial, by tensor: how far it is from the dense float64 run; empty where none was made."""
+    found = {tensor: row.get(f"extra_error.{tensor}") for tensor in CHECKED if row["task"] == "attention"}
+    return {tensor: error for tensor, error in found.items() if error is not None}
 
 
 def difference(value: float) -> str:
@@ -230,15 +221,42 @@ def difference(value: float) -> str:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native baselines that
     are slower than their originals are marked."""
-    slow = slow_baselines(rows)
-    names = {
-        id(row): name
-        for group in setups_of(rows)
-        for row, name in zip(group, variants.series_names(group), strict=True)
-    }
+    slow, groups = slow_baselines(rows), setups_of(rows)
+    members = [row for group in groups for row in group]
+    names = dict(zip(map(id, members), chain.from_iterable(map(variants.series_names, groups)), strict=True))
     return [marked(names[id(row)], id(row) in slow) for row in rows]
 
 
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
     """The settings that vary within each set-up."""
     return {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
+
+
+# Columns of the table of all trials that a terminal has room for.
+_SHOWN = (
+    "task", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %", "peak GiB", "loss",
+)  # fmt: skip
+
+
+def terminal_table(rows: Sequence[Row]) -> RichTable:
+    """The compact table that `burst run` ends with: one line per trial, with the names and digits of the report."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    every = results_table(rows)
+    headers = [column.header for column in every.columns]
+    places = [(header, headers.index(header)) for header in _SHOWN if header in headers]
+    explained = slow_sentence(slow_baselines(rows).values())
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
+    table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
+    for header, place in places:
+        table.add_column(header, justify="right" if every.columns[place].numeric else "left", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for row, texts in zip(rows, every.texts(), strict=True):
+        ok = row["status"] == "ok"
+        style = "green" if ok else "yellow" if row["status"] == "refused" else "red"
+        # Text, not str: a reason may hold brackets, which rich would read as markup.
+        status = Text(row["status"] if ok else f"{row['status']}: {row['reason'] or 'no reason recorded'}", style=style)
+        table.add_row(Text(texts[0]), *(Text(texts[place]) for _, place in places), status)
+    return table

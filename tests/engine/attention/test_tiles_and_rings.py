@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import P2PRing
 from engine.attention.comm.p2p import NoTransport
-from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import LAYOUTS, Gathered, Ring, layout_named, split_unsupported_reason
 from engine.attention.geometry.tiles import Tile, band_area, row_blocks, trim
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas
 from tests.positions import rank_pair_tiles, shard_positions

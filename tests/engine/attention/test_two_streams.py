@@ -18,7 +18,7 @@ from engine.attention.algorithms.ring import RingPlan
 from engine.attention.comm.exchange import ChunkSpec, RemoteChunk, RingComms
 from engine.attention.comm_plan import ChunkRanges
 from engine.attention.masks import Causal
-from engine.attention.prepared import prepare_attention
+from engine.attention.op import run_attention
 from engine.attention.reference import dense_attention
 from engine.cuda.alternate import ONE_STREAM, TwoStreams, streams_of
 from tests.plans import plan_attention
@@ -108,7 +108,7 @@ def test_a_cpu_has_one_stream_whatever_is_asked() -> None:
     assert streams_of(2, torch.device("cpu")) is ONE_STREAM
     q, k, _ = (t.cpu().float() for t in inputs())
     with pytest.raises(ValueError, match="forward_streams is 3; give 1 or 2"):
-        prepare_attention(q, k, forward_streams=3)
+        plan_attention(q, k, mask=Causal(), cp=ContextParallel.single(), forward_streams=3)
 
 
 def differing_bits(schedule: str, calls: int) -> float:
@@ -118,14 +118,14 @@ def differing_bits(schedule: str, calls: int) -> float:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4096, n, 128, device=device, dtype=torch.bfloat16) for n in (16, 8, 8))
     one, two = (
-        prepare_attention(
+        plan_attention(
             q, k, mask=Causal(), cp=cp, schedule=schedule, backward="key_value",
             exchange="relay" if schedule == "ring" else "auto", grad_comm_dtype="input", forward_streams=streams,
         )
         for streams in (1, 2)
     )  # fmt: skip
-    expected = one(q, k, v)
-    outs = [two(q, k, v) for _ in range(calls)]
+    expected = run_attention(one, q, k, v)
+    outs = [run_attention(two, q, k, v) for _ in range(calls)]
     return max((out - expected).abs().max().item() for out in outs)
 
 

@@ -16,8 +16,8 @@ from engine.checkpoint.recompute import set_activations
 from engine.layers.tiled_projection import project_in
 from engine.measurement import relative_errors
 from engine.models.decoder import Attention, Decoder, Project, project_whole
+from engine.ops.elementwise import rotate, rotate_into
 from engine.ops.norm import RMSNorm
-from engine.ops.rotary import rotate, rotate_into
 from engine.rope import rotary_tables
 from engine.settings import Checkpoint, ModelShape
 

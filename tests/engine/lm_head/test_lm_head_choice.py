@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import LIBRARIES, available, loss_sum_of, unsupported_reason
-from engine.lm_head.plain import plain_loss_sum
 from engine.settings import ModelShape, TrialSettings
 from harness.commands.doctor import examine
 from harness.machine.this_machine import Machine

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import ENOUGH_TOKENS, TILE_BYTES, tile_tokens
+from engine.lm_head.loss import CPU_TILE_BYTES, tile_tokens
+from engine.lm_head.loss_kernel import ENOUGH_TOKENS, GPU_TILE_BYTES
 
 
 def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -24,7 +25,7 @@ def hidden(tokens: int, device: str, width: int = 4096, dtype: torch.dtype = tor
 @pytest.mark.parametrize("vocabulary", [1, 256, 32000, 128256, 151936, 262144, 524288, 1 << 20])
 def test_a_tile_on_a_cpu_fills_its_bytes_and_no_more(vocabulary) -> None:
     logits = tile_tokens(vocabulary, hidden(1 << 20, "cpu")) * vocabulary
-    assert 0.9 * TILE_BYTES["cpu"] / 4 < logits <= TILE_BYTES["cpu"] / 4
+    assert 0.9 * CPU_TILE_BYTES / 4 < logits <= CPU_TILE_BYTES / 4
 
 
 @pytest.mark.parametrize("tokens", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
@@ -33,7 +34,7 @@ def test_a_tile_on_a_cpu_fills_its_bytes_and_no_more(vocabulary) -> None:
 def test_a_tile_on_a_gpu_takes_at_most_its_bytes_or_the_hidden_states(vocabulary, dtype, tokens) -> None:
     given = hidden(tokens, "cuda", dtype=dtype)
     run = tile_tokens(vocabulary, given)
-    assert run * vocabulary * dtype.itemsize <= max(TILE_BYTES["cuda"], given.nbytes)
+    assert run * vocabulary * dtype.itemsize <= max(GPU_TILE_BYTES, given.nbytes)
     assert run <= ENOUGH_TOKENS[1]
 
 

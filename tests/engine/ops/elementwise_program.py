@@ -19,9 +19,8 @@ from torch import Tensor
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.measurement import NOT_FINITE, relative_error
 from engine.models.decoder import MLP, add_whole_mlp
+from engine.ops.elementwise import rotate, rotate_into, swiglu, swiglu_again
 from engine.ops.norm import add_norm, norm_gradients
-from engine.ops.rotary import rotate, rotate_into
-from engine.ops.swiglu import swiglu, swiglu_again, swiglu_saved
 from engine.optimizer import OnePassAdamW
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
@@ -69,7 +68,7 @@ def swiglu_faults(device: str) -> Iterator[str]:
         apart = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (gate, up)]  # without unit stride
         yield from complaints(f"swiglu {shape} apart", with_gradients(swiglu, tuple(apart), dhidden), truth, dtype)
         given = dhidden.clone(), gate.clone(), up.clone()
-        yield from complaints(f"swiglu saved {shape}", list(swiglu_saved(*given)), truth, dtype)
+        yield from complaints(f"swiglu saved {shape}", list(swiglu_again(*given, saved=True)), truth, dtype)
         if not (torch.equal(given[1], gate) and torch.equal(given[2], up)):
             yield f"swiglu saved {shape}, {dtype}: gate or up has changed"
         places = {tensor.data_ptr() for tensor in (dhidden, gate, up)}
@@ -154,7 +153,8 @@ def norm_faults(device: str) -> Iterator[str]:
             normal(tokens, features, seed=seed, dtype=dtype, device=device) for seed in range(4)
         )
         weight = normal(features, seed=4, dtype=dtype, device=device)
-        total, normed = add_norm(x, branch, weight, 1e-5)
+        total = torch.empty_like(x)
+        normed = add_norm(x, branch, weight, 1e-5, total)
         # What is normed is the sum as it is stored.
         exact = F.rms_norm(total.double(), (features,), weight.double(), 1e-5)
         yield from complaints(f"{name}, sum and norm", [total, normed], [x.double() + branch.double(), exact], dtype)
@@ -225,14 +225,14 @@ def faults(device: str) -> list[str]:
 def force_kernels() -> None:
     """Give CPU tensors to the kernels, which the interpreter runs."""
     from engine import optimizer
-    from engine.ops import norm, norm_triton, rotary, swiglu
+    from engine.ops import elementwise, norm, norm_triton
     from engine.ops.autograd import KERNEL_DTYPES
 
     def kernels_for(tensor: Tensor, module: str):
         return importlib.import_module(module) if tensor.dtype in KERNEL_DTYPES else None
 
     norm_triton.PROGRAMS = 2  # so that a few rows are several for each
-    for module in (optimizer, norm, rotary, swiglu):
+    for module in (optimizer, norm, elementwise):
         module.kernels_for = kernels_for
 
 

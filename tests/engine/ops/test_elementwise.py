@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops.autograd import kernels_for
-from engine.ops.rotary import rotate
-from engine.ops.swiglu import KERNELS, swiglu, swiglu_again
+from engine.ops.elementwise import KERNELS, rotate, swiglu, swiglu_again
 from engine.rope import rotary_tables
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

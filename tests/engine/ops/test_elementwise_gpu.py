@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.measurement import relative_error
 from engine.models.decoder import MLP
-from engine.ops.rotary import rotate
-from engine.ops.swiglu import swiglu, swiglu_again
+from engine.ops.elementwise import rotate, swiglu, swiglu_again
 from engine.rope import rotary_tables
 from engine.settings import ModelShape
 from tests.engine.interpreter import in_the_interpreter, interpret

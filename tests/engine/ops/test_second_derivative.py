@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
-from engine.lm_head.fused import fused_loss_sum
+from engine.lm_head.loss import fused_loss_sum
 from engine.models.decoder import MLP, Attention
 from engine.ops.norm import RMSNorm
 from engine.rope import rotary_tables

@@ -13,7 +13,7 @@ from engine.settings import TrialSettings
 from engine.tasks.products import matrix_products
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware, speeds_of
-from harness.plan.forecast import cost_of, forecast, held_out_width, longest
+from harness.plan.forecast import START_SECONDS, cost_of, forecast, held_out_width, longest
 from harness.predict.calibration import Calibrated, Figure, hardware_document
 from harness.records.record import write_record
 from harness.spec.models import named_model
@@ -267,12 +267,13 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     assert one.time is not None
     cost = cost_of([settings, settings], hardware, rounds=3)
     steps = settings.steps.warmup + settings.steps.measured
-    assert cost.seconds == pytest.approx(6 * (25 + steps * one.time.seconds))
+    assert cost.seconds == pytest.approx(6 * (START_SECONDS + steps * one.time.seconds))
     assert cost.gpu_hours == pytest.approx(8 * cost.seconds / 3600)
     short = forecast(replace(settings, seq_len=1 << 15), hardware)
     assert short.time is not None
     warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
-    assert cost_of([warmed], hardware).seconds == pytest.approx(25 + 2 * short.time.seconds + 3 * one.time.seconds)
+    taken = START_SECONDS + 2 * short.time.seconds + 3 * one.time.seconds
+    assert cost_of([warmed], hardware).seconds == pytest.approx(taken)
 
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

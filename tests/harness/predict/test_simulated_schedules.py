@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.attention.comm_plan import comm_plan
 from engine.attention.comm_volume import GradientWidths, RingVolume, Shards
-from engine.attention.geometry.layout import layout_named
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Ring, layout_named
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
 from engine.attention.resolve import Choices, HardwareModel, resolve

@@ -13,13 +13,14 @@ from harness.report.results import row_of
 from harness.report.tables.table import to_csv
 from harness.reproduce.audit import (
     audit_table,
+    printed_by_systems,
+    printed_table,
     published_systems,
     recomputed_rows,
     recomputed_systems,
     systems_table,
 )
-from harness.reproduce.measured import all_rows, runs_in
-from harness.reproduce.printed import printed_by_systems, printed_table
+from harness.reproduce.points import all_rows, runs_in
 from tests.harness.synthetic_records import H200, LARGE, record
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "published"

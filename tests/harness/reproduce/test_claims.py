@@ -16,7 +16,6 @@ from harness.cli import main
 from harness.predict.published import published_rows
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
-from harness.reproduce.abstract import PARTS
 from harness.reproduce.checks import CHECKS, ClaimedNumber
 from harness.reproduce.claims import (
     claims,
@@ -30,7 +29,7 @@ from harness.reproduce.claims import (
     statements,
 )
 from harness.reproduce.comparison import VERDICTS
-from harness.reproduce.measured import all_rows, runs_in
+from harness.reproduce.points import all_rows, runs_in
 from harness.spec.models import read_model
 from tests.harness.synthetic_records import H200, record, with_memory
 
@@ -38,6 +37,11 @@ ROOT = Path(__file__).parents[3]
 SEVEN = read_model(Node("7b", "here"), Path())
 A800 = "NVIDIA A800-SXM4-80GB"
 PART_NAMES = {"topology", "sequence_level_checkpointing", "fused_head", "balance", "falling_utilisation"}
+
+
+def check(name: str, claimed: ClaimedNumber, rows):
+    """The outcome of one check over rows with their places."""
+    return CHECKS[name](claimed, [row for row, _ in rows])
 
 
 def rows_of(*records, run: str = "one"):
@@ -80,22 +84,22 @@ def test_evidence_lies_below_results_published(ours) -> None:
 def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_is_not_comparable() -> None:
     claimed = ClaimedNumber(value=1.2, model="7b", gpus=32, seq_len=2 << 20)
     rows = rows_of(trained("burst", 10.0), trained("ulysses", 12.5), trained("megatron_cp", 20.0))
-    found = CHECKS["speedup"](claimed, rows)
+    found = check("speedup", claimed, rows)
     assert (found.verdict, found.numbers["other"]) == ("reproduced", "ulysses")
     assert found.numbers["ours"] == pytest.approx(1.25)
-    assert len(found.records) == 2
-    slower = CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0), trained("ulysses", 10.5)))
+    assert len(found.trials) == 2
+    slower = check("speedup", claimed, rows_of(trained("burst", 10.0), trained("ulysses", 10.5)))
     assert slower.verdict == "partly"
-    behind = CHECKS["speedup"](claimed, rows_of(trained("burst", 12.0), trained("ulysses", 10.0)))
+    behind = check("speedup", claimed, rows_of(trained("burst", 12.0), trained("ulysses", 10.0)))
     assert (behind.verdict, behind.numbers["said"]) == ("not", "burst is at 0.83x the speed of ulysses")
     small = rows_of(trained("burst", 10.0, cp_size=4), trained("ulysses", 12.5, cp_size=4))
-    assert CHECKS["speedup"](claimed, small).verdict == "not comparable"
-    assert CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0))).verdict == "not run"
+    assert check("speedup", claimed, small).verdict == "not comparable"
+    assert check("speedup", claimed, rows_of(trained("burst", 10.0))).verdict == "not run"
 
 
 def test_trials_of_different_runs_are_no_speedup() -> None:
     rows = [*rows_of(trained("burst", 10.0), run="one"), *rows_of(trained("ulysses", 12.5), run="two")]
-    assert CHECKS["speedup"](ClaimedNumber(value=1.2), rows).verdict == "not run"
+    assert check("speedup", ClaimedNumber(value=1.2), rows).verdict == "not run"
 
 
 def test_a_claim_about_a_model_is_held_against_that_model_before_a_longer_sequence_of_another() -> None:
@@ -104,9 +108,9 @@ def test_a_claim_about_a_model_is_held_against_that_model_before_a_longer_sequen
         trained("burst", 10.0, cp_size=4, seq_len=1 << 18), trained("ulysses", 11.0, cp_size=4, seq_len=1 << 18),
         trained("burst", 10.0, cp_size=4, model=other), trained("ulysses", 13.0, cp_size=4, model=other),
     )  # fmt: skip
-    found = CHECKS["speedup"](ClaimedNumber(value=1.2, model="7b", gpus=32, seq_len=2 << 20), rows)
+    found = check("speedup", ClaimedNumber(value=1.2, model="7b", gpus=32, seq_len=2 << 20), rows)
     assert (found.numbers["model"], found.numbers["ours"]) == ("7b", pytest.approx(1.1))
-    longest = CHECKS["speedup"](ClaimedNumber(value=1.2), rows)
+    longest = check("speedup", ClaimedNumber(value=1.2), rows)
     assert (longest.numbers["model"], longest.numbers["ours"]) == ("14b", pytest.approx(1.3))
 
 
@@ -117,23 +121,23 @@ def test_memory_is_compared_with_settings_as_published_alone() -> None:
         return with_memory(gib, 10.0, method=method, settings=settings, model=SEVEN, cp_size=1)
 
     equal = rows_of(with_gib("burst", 40.0, "equal"), with_gib("megatron_cp", 60.0, "equal"))
-    assert CHECKS["memory"](claimed, equal).verdict == "not run"
+    assert check("memory", claimed, equal).verdict == "not run"
     published = rows_of(with_gib("burst", 40.0, "as_published"), with_gib("megatron_cp", 60.0, "as_published"))
-    found = CHECKS["memory"](claimed, published)
+    found = check("memory", claimed, published)
     assert found.verdict == "partly", "one GPU is not the claimed set-up"
     assert found.numbers["ours"] == pytest.approx(1 / 3)
     worse = rows_of(with_gib("burst", 60.0, "as_published"), with_gib("megatron_cp", 40.0, "as_published"))
-    assert CHECKS["memory"](claimed, worse).verdict == "not"
+    assert check("memory", claimed, worse).verdict == "not"
 
 
 def test_a_length_under_a_window_is_partly_and_a_causal_one_reproduced() -> None:
     claimed = ClaimedNumber(value=4 << 20, model="7b")
     window = trained("burst", 100.0, seq_len=4 << 20, mask="sliding_window:8191")
-    assert CHECKS["longest"](claimed, rows_of(window)).verdict == "partly"
-    assert CHECKS["longest"](claimed, rows_of(window, trained("burst", 900.0, seq_len=4 << 20))).verdict == "reproduced"
-    assert CHECKS["longest"](claimed, rows_of(trained("burst", 9.0, seq_len=1 << 20))).verdict == "partly"
+    assert check("longest", claimed, rows_of(window)).verdict == "partly"
+    assert check("longest", claimed, rows_of(window, trained("burst", 900.0, seq_len=4 << 20))).verdict == "reproduced"
+    assert check("longest", claimed, rows_of(trained("burst", 9.0, seq_len=1 << 20))).verdict == "partly"
     small = record(gpu=H200, seq_len=4 << 20)
-    assert CHECKS["longest"](claimed, rows_of(small)).verdict == "not run"
+    assert check("longest", claimed, rows_of(small)).verdict == "not run"
 
 
 def test_utilisation_that_falls_with_the_gpus_is_not_scaling() -> None:
@@ -144,12 +148,12 @@ def test_utilisation_that_falls_with_the_gpus_is_not_scaling() -> None:
 
     held = rows_of(at(1, 4.0), at(4, 10.0))
     few, many = (row["mfu"] for row, _ in held)
-    found = CHECKS["scaling"](claimed, held)
+    found = check("scaling", claimed, held)
     assert found.numbers["first"] == few
     assert found.numbers["last"] == many
     assert found.verdict == ("partly" if many >= 0.95 * few else "not")
-    assert CHECKS["scaling"](claimed, rows_of(at(1, 4.0), at(4, 40.0))).verdict == "not"
-    assert CHECKS["scaling"](claimed, rows_of(at(1, 4.0))).verdict == "not run"
+    assert check("scaling", claimed, rows_of(at(1, 4.0), at(4, 40.0))).verdict == "not"
+    assert check("scaling", claimed, rows_of(at(1, 4.0))).verdict == "not run"
 
 
 def test_the_headline_row_is_that_of_whole_checkpointing() -> None:
@@ -254,9 +258,9 @@ def test_kept_outputs_lower_memory_and_save_time_or_the_claim_is_not_reproduced(
     half_seconds: float, half_gib: float, verdict: str
 ) -> None:
     rows = rows_of(kept(0.0, 10.0, 18.0), kept(0.5, half_seconds, half_gib), kept(1.0, 8.0, 25.0))
-    found = PARTS["kept_outputs"](ClaimedNumber(value=None), rows)
+    found = check("kept_outputs", ClaimedNumber(value=None), rows)
     assert found.verdict == verdict
-    assert len(found.records) == 3
+    assert len(found.trials) == 3
     assert found.numbers["half"] == pytest.approx(half_gib)
 
 
@@ -269,13 +273,13 @@ def test_a_flat_ring_that_is_faster_contradicts_the_double_ring() -> None:
         one.measurement.chosen = {"schedule": schedule}
         return one
 
-    slower = PARTS["topology"](
-        ClaimedNumber(value=None), rows_of(over_nodes("ring", 1.0), over_nodes("double_ring", 2.0))
+    slower = check(
+        "topology", ClaimedNumber(value=None), rows_of(over_nodes("ring", 1.0), over_nodes("double_ring", 2.0))
     )
     assert slower.verdict == "not"
     assert slower.numbers["faster"] == pytest.approx(0.5)
-    faster = PARTS["topology"](
-        ClaimedNumber(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0))
+    faster = check(
+        "topology", ClaimedNumber(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0))
     )
     assert faster.verdict == "partly"
 

@@ -18,10 +18,9 @@ from harness.report.figures import render
 from harness.report.results import row_of
 from harness.reproduce.comparison import beside, list_table, points_table, verdict
 from harness.reproduce.drawing import draw_reproduction, name_of
-from harness.reproduce.figure_points import published_entries, published_points
-from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import MeasuredRun, runs_in
-from harness.reproduce.predicted import PREDICTOR, SHORT, predicted_for_paper, predicted_words
+from harness.reproduce.figures import METRICS, paper_figures
+from harness.reproduce.points import MeasuredRun, published_entries, published_points, runs_in
+from harness.reproduce.predicted import PREDICTOR, predicted_for_paper, predicted_words
 from harness.spec.models import read_model
 from harness.spec.references import PAPER_DIR
 from harness.spec.table import values_for
@@ -208,7 +207,7 @@ def test_the_list_counts_the_values_that_a_figure_is_drawn_with(name: str) -> No
     figure = paper_figures()[name]
     drawn = predicted_for_paper(figure)
     counted = {metric: sum(metric in entry.values for entry in drawn) for metric in figure.shows}
-    words = [f"{count} {SHORT[metric]}" for metric, count in counted.items() if count]
+    words = [f"{count} {METRICS[metric].predicted}" for metric, count in counted.items() if count]
     assert predicted_words(figure) == (", ".join(words) or "none needed")
 
 

@@ -52,7 +52,7 @@ def test_the_one_gpu_scale_needs_one_gpu_and_the_node_scale_at_most_eight(figure
 
 @pytest.mark.parametrize("figure", [figure for figure in FIGURES if not figure.computed], ids=named)
 def test_the_paper_scale_plans_every_published_point_that_has_a_series(figure: PaperFigure) -> None:
-    from harness.reproduce.figure_points import predicted_entry, published_entries
+    from harness.reproduce.points import predicted_entry, published_entries
 
     trials = trials_of(figure, "paper", hardware_named("a800"))
     planned = {

@@ -15,7 +15,7 @@ from harness.plan.matrix import plan
 from harness.reproduce.claims import judged
 from harness.reproduce.comparison import beside, verdict
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import MeasuredRun, all_rows, runs_in
+from harness.reproduce.points import MeasuredRun, all_rows, runs_in
 from harness.spec.experiment import load_experiment
 
 ROOT = Path(__file__).parents[3]

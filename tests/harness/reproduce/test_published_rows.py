@@ -8,8 +8,8 @@ import pytest
 
 from harness.base.errors import UsageError
 from harness.predict.published import COLUMNS, only, published_rows, read_published
-from harness.reproduce.figure_points import gpu_text, published_entries, same_hardware
 from harness.reproduce.figures import figure_named, paper_figures, read_figures, without_figure
+from harness.reproduce.points import gpu_text, published_entries, same_hardware
 from harness.spec.references import paper_experiments
 
 HEADER = ",".join(COLUMNS)

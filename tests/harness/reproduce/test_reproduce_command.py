@@ -14,8 +14,8 @@ import pytest
 from harness.cli import main
 from harness.reproduce.comparison import beside
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import runs_in
 from harness.reproduce.page import write_all
+from harness.reproduce.points import runs_in
 
 PROJECT = Path(__file__).parents[3]
 BURST = [sys.executable, "-m", "harness"]

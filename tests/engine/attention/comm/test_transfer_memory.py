@@ -15,7 +15,8 @@ from engine.attention.accumulate.accumulators import tensor_specs
 from engine.attention.comm import p2p
 from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Causal
-from engine.attention.prepared import prepare_attention
+from engine.attention.op import run_attention
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -117,13 +118,11 @@ def grown_while_the_device_waits(exchange: str, streams: int) -> tuple[float, bo
         torch.randn(1, 8192, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (16, 8, 8)
     )
-    attend = prepare_attention(
-        q, k, mask=Causal(), cp=cp, schedule="ring", exchange=exchange, forward_streams=streams
-    )  # fmt: skip
+    plan = plan_attention(q, k, mask=Causal(), cp=cp, schedule="ring", exchange=exchange, forward_streams=streams)
     dout = torch.randn_like(q)
 
     def call() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+        return torch.autograd.grad(run_attention(plan, q, k, v), (q, k, v), dout)
 
     for _ in range(3):
         call()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.attention.accumulate.accumulators import WAITING_PARTS
-from engine.attention.geometry.layout import Layout
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Layout, Ring
 from engine.attention.masks import Mask
 from tests.positions import rank_pair_tiles
 

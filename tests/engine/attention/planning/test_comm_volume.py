@@ -17,8 +17,7 @@ from engine.attention.comm.collectives import token_runs_in_order
 from engine.attention.comm.symm_mem.all_to_all import CopyPlanner
 from engine.attention.comm_volume import CallBytes, GradientWidths, RingVolume, SentBytes, Shards, all_to_all_bytes
 from engine.attention.cost import HardwareModel
-from engine.attention.geometry.layout import layout_named
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import Ring, layout_named
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
 from engine.attention.op import run_attention

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.comm_plan import ring_traffic
+from engine.attention.comm_plan import RingTraffic, ring_traffic
 from engine.attention.comm_volume import GradientWidths, RingVolume, Shards
 from engine.attention.cost import (
     Estimate,
@@ -20,8 +20,7 @@ from engine.attention.cost import (
     estimate,
     ring_backward,
 )
-from engine.attention.geometry.layout import layout_named
-from engine.attention.geometry.ring import Ring, RingTraffic
+from engine.attention.geometry.layout import Ring, layout_named
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.problem import Problem, schedule_unsupported_reason
 from engine.attention.resolve import cheaper_backward

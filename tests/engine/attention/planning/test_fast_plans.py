@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engine.attention.comm_plan import comm_plan, reach
-from engine.attention.geometry.layout import LAYOUTS, Gathered, Layout, SplitZigzag
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import LAYOUTS, Gathered, Layout, Ring, SplitZigzag
 from engine.attention.masks import (
     BlockSparse,
     Causal,

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from engine.attention.geometry.layout import LAYOUTS
-from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.layout import LAYOUTS, Ring
 from engine.attention.masks import BlockSparse, LocalGlobal, Strided
 from tests.engine.attention.planning.test_fast_plans import compare
 

@@ -1,24 +1,50 @@
-"""The fused operation: tile by tile from hidden states to loss and gradients.
+"""LM head and loss: as torch writes them, all logits at once, and fused, run by run of the tokens.
 
-For a token with logits x, label y and weight z of the squared log-partition, with lse = log sum exp(x) and p = softmax:
+The first is the reference of every other implementation. For a token with logits x, label y and weight z of the squared
+log-partition, with lse = log sum exp(x) and p = softmax:
 
     loss = lse - x_y + z lse^2          d loss / d x = p (1 + 2 z lse) - onehot(y)
 
-On a GPU one Triton kernel forms both; elsewhere its reference implementation here.
+The fused operation forms loss and gradients of a run before the logits of the next one: on a GPU by one Triton kernel,
+elsewhere by its reference implementation `loss_and_gradient`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.lm_head.plain import IGNORE, runs_with_labels, tile_tokens
+from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.ops.autograd import accumulation_dtype, kernels_for, refuse_second_derivative
-from engine.ops.runs import add_product
+from engine.ops.runs import add_product, runs, zeros_for_sum
+
+LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
+
+IGNORE = -100  # label of a token that predicts nothing: torch's own convention
+
+CPU_TILE_BYTES = 1 << 26  # of one tile's logits, in fp32
 
 SOFTMAX_KERNELS = "engine.lm_head.softmax_triton"
+
+
+def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Sum over tokens of -log softmax(logits)[label] + z_loss x (log sum exp(logits))^2, in fp32 or wider.
+
+    The logits are hidden @ weight^T. Tokens labelled -100 do not count. The second term keeps the softmax's
+    normaliser near 1 (PaLM, arXiv:2204.02311). Labels may be in host memory.
+    """
+    labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
+    logits_TV = F.linear(hidden_TE, weight_VE)
+    logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
+    loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
+    if z_loss:
+        lse_T = torch.logsumexp(logits_TV, dim=-1)
+        loss = loss + z_loss * lse_T.square().masked_fill(labels_T == IGNORE, 0).sum()
+    return loss
 
 
 def fused_loss_sum(
@@ -52,9 +78,7 @@ class _FusedLossSum(torch.autograd.Function):
     def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, run: int) -> Tensor:
         loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
         dhidden_TE = torch.empty_like(hidden_TE)
-        dweight_VE = (
-            torch.zeros_like(weight_VE, dtype=accumulation_dtype(weight_VE.dtype)) if ctx.needs_input_grad[1] else None
-        )
+        dweight_VE = zeros_for_sum(weight_VE) if ctx.needs_input_grad[1] else None
         of_tokens = runs_with_labels(labels_T, run, weight_VE.shape[0])
         labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
         for tokens, counts in of_tokens:
@@ -95,14 +119,8 @@ def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_
     if kernels is not None:
         logits_TV = hidden_TE @ weight_VE.T
         return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
-    return loss_and_gradient(_logits(hidden_TE, weight_VE), labels_T, z_loss, hidden_TE.dtype)
-
-
-def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-    """hidden @ weight^T, fp32 or wider. On CUDA the matmul writes its accumulator unrounded."""
-    if hidden_TE.is_cuda and hidden_TE.dtype == torch.bfloat16:
-        return torch.mm(hidden_TE, weight_VE.T, out_dtype=torch.float32)
-    return (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
+    logits_TV = (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
+    return loss_and_gradient(logits_TV, labels_T, z_loss, hidden_TE.dtype)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
@@ -137,3 +155,39 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, z_loss: float, dtype:
     dlogits_TV = torch.mul(exps_TV, factor_T1, out=out_TV)
     entry_T1 = (torch.expm1(log_p_T1) + z_factor_T1 * log_p_T1.exp()).masked_fill(ignored_T1, 0).to(dtype)
     return loss_T1.masked_fill(ignored_T1, 0).sum(), dlogits_TV.scatter_(1, label_T1, entry_T1)
+
+
+def tile_tokens(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> int:
+    """Tokens of a tile: the logits that exist at one time are theirs, each of the whole vocabulary.
+
+    With `tiles`: one of so many runs of the tokens. Without: as many as suit the device.
+    """
+    tokens, width = hidden_TE.shape
+    if tiles:
+        return max(1, -(-tokens // tiles))
+    if hidden_TE.device.type != "cuda":
+        return max(1, CPU_TILE_BYTES // (4 * vocabulary))
+    return max(1, int(gpu_tile_tokens(vocabulary, width, hidden_TE.itemsize, tokens)))
+
+
+def check_labels(labels_T: Tensor, vocabulary: int) -> None:
+    """Raises ValueError for a label that is neither a word nor -100. Reads the labels on the host, once."""
+    runs_with_labels(labels_T, labels_T.shape[0], vocabulary)
+
+
+def runs_with_labels(labels_T: Tensor, size: int, vocabulary: int) -> list[tuple[slice, bool]]:
+    """Runs of `size` tokens, each with whether any of its labels counts: the others need no logits.
+
+    Reads the labels on the host, once: where they are on a GPU, that waits for all work before. Raises ValueError for a
+    label that is no word, which a GPU kernel would take as an address.
+    """
+    counted_T = labels_T != IGNORE
+    wrong_T = counted_T & ((labels_T < 0) | (labels_T >= vocabulary))
+    slices = list(runs(labels_T.shape[0], size))
+    *present, wrong = torch.stack([*(counted_T[run].any() for run in slices), wrong_T.any()]).tolist()
+    if wrong:
+        raise ValueError(
+            f"label {labels_T[wrong_T][0].item()} is no word of a vocabulary of {vocabulary}; expected 0 to "
+            f"{vocabulary - 1}, or {IGNORE} for a token that predicts nothing"
+        )
+    return list(zip(slices, present, strict=True))

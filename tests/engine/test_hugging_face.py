@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from engine.hf import export_hugging_face, import_hugging_face
-from engine.hf.export import shards_of
-from engine.hf.safetensors_folder import INDEX, SINGLE
+from engine.hf import INDEX, SINGLE, export_hugging_face, import_hugging_face, shards_of
 from engine.initialise import initialise
 from engine.models.architecture import architecture_named
 from engine.models.decoder import Decoder

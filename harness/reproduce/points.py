@@ -1,47 +1,35 @@
 """The numbers of a figure, whoever they are from: published, measured, predicted or computed, each with its hardware.
 
 Entries of one panel and place (sequence length or batch size) answer one question. Only entries of equal hardware,
-model and number of GPUs are the same set-up.
+model and number of GPUs are the same set-up. Measured ones are our records in results/published, and what `burst run`
+left in results/runs; records whose commit is lost, as their provenance.yaml states, are passed over.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from engine.attention.problem import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
 from harness.predict.published import Published
-from harness.records.record import RecordPlace
-from harness.report.results import ONE_RANK, Row, flatten
-from harness.report.variants import OWN_METHOD
-from harness.reproduce.figures import PaperFigure
+from harness.records.record import BadRecord, RecordPlace
+from harness.records.stored import runs_below
+from harness.report.results import ONE_RANK, Row, RunRecords, flatten
+from harness.report.variants import OWN_METHOD, on_cpu
+from harness.reproduce.figures import METRICS, PaperFigure
 
 Origin = Literal["published", "computed", "measured", "predicted"]
 ORIGINS: tuple[Origin, ...] = ("published", "computed", "measured", "predicted")
 PUBLISHED_ROWS = "published numbers"  # hardware of what needs none
 ANALYTIC = "(analytic)"
 _KERNEL_MODEL = re.compile(r"attn_(?:b(?P<batch>\d+)_)?h(?P<heads>\d+)_d(?P<dim>\d+)")
-
-# Columns of our rows by the metric's name in the published table, and what one unit there is of ours.
-COLUMN_OF = {
-    "tokens_per_gpu_per_second": ("tokens_per_gpu_per_second", 1.0),
-    "peak_memory_gib": ("peak_memory_gib", 1.0),
-    "tflops_per_gpu": ("tflops_per_gpu", 1.0),
-    "forward_backward_ms": ("step_seconds_median", 1e3),
-}
-UNIT_OF = {
-    "tokens_per_gpu_per_second": "tokens/s per GPU",
-    "peak_memory_gib": "GiB per GPU",
-    "tflops_per_gpu": "TFLOP/s per GPU",
-    "forward_backward_ms": "ms, forward and backward",
-    "attention_output_store_gib_all_gpus": "GiB over all GPUs",
-    "logits_memory_gib_all_gpus": "GiB over all GPUs",
-    "attention_flops_share": "share of the FLOPs",
-}
+SMOKE_WIDTH = 1024  # query heads x head dim: every published model is wider, every one of a scale smoke narrower
+PLACES = (Path("results") / "published", Path("results") / "runs")  # of our records, below the working directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,17 +93,63 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Publish
         yield entry, first
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """One run, its rows with the place of each record, and the records that cannot be used."""
+
+    path: Path
+    rows: tuple[tuple[Row, RecordPlace], ...]
+    bad: tuple[BadRecord, ...]
+
+
+def runs_in(places: Sequence[Path] = PLACES) -> list[MeasuredRun]:
+    """Every run below the places that exist, in their order."""
+    return [_run(path) for place in places if place.is_dir() for path in runs_below(place) or [place]]
+
+
+def rows_for(figure: PaperFigure, runs: Sequence[MeasuredRun]) -> Iterator[tuple[Row, RecordPlace]]:
+    """Rows of the experiment that asks the figure's question, and of others that answer it too."""
+    names = {figure.name, *figure.also}
+    for run in runs:
+        for row, record in run.rows:
+            if row["experiment"] in names:
+                yield row, record
+
+
+def is_smoke(row: Row) -> bool:
+    """Whether a trial only shows that everything runs: on a CPU, or with heads as few and narrow as at scale smoke."""
+    return on_cpu(row) or row["model.heads"] * row["model.head_dim"] < SMOKE_WIDTH
+
+
+def all_rows(runs: Sequence[MeasuredRun]) -> list[tuple[Row, RecordPlace]]:
+    """Every row of every run."""
+    return [one for run in runs for one in run.rows]
+
+
+def _run(path: Path) -> MeasuredRun:
+    records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
+    bad = records.read()
+    stated = records.stored.stated()
+    rows = tuple(
+        (row, records.place(row["trial_id"]))
+        for row in records.rows()
+        if stated.reason(row["trial_id"], "lost_commit") is None  # nobody can look up what such a record measured
+    )
+    return MeasuredRun(path=path, rows=rows, bad=tuple(bad))
+
+
 def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[FigurePoint]:
     """Trials of ours as points of the figure. A trial that no published method stands for is a series by its own
     name. A figure of computed numbers has none: its records measure something else that leads to them."""
     entries = []
-    for row, _ in rows if any(metric in COLUMN_OF for metric in figure.shows) else ():
+    shown = {name: METRICS[name] for name in figure.shows if METRICS[name].column}
+    for row, _ in rows if shown else ():
         settings = str(row.get("settings") or "equal")
-        values = {}
-        for metric in figure.shows:
-            column, scale = COLUMN_OF.get(metric, ("", 1.0))
-            if row.get(column) is not None:
-                values[metric] = row[column] * scale
+        values = {
+            name: row[metric.column] * metric.scale
+            for name, metric in shown.items()
+            if row.get(metric.column) is not None
+        }
         if not values and row["status"] == "ok":
             continue  # nothing of what the figure shows, such as memory on a CPU
         entries.append(_own("measured", figure, row, settings, str(row["gpu"] or "unknown device"), values))
