@@ -23,7 +23,6 @@ from baselines.called_attention import ENTERED
 from baselines.drive import ran, write_error
 from baselines.install.places import InstallPlace
 from baselines.upstream import Rendered, foreign_environment
-from engine.measurement import TrialQueue
 from engine.reader import to_json
 
 _LINKS = "ours"  # folder of an installation with links to our packages
@@ -39,9 +38,7 @@ def main(words: Sequence[str]) -> int:
     method: InWorker = importlib.import_module(words[0]).METHOD  # the system's adapter
     place = method.place
     if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
-        turns = TrialQueue.named_in(os.environ)
-        if turns is None or rank < turns.wait(1).ranks:  # the others have no part in the trial
-            write_error(trial_dir, rank, "refused", reason)
+        write_error(trial_dir, rank, "refused", reason)
         return 1
     become(worker_of(place, trial_dir), place, os.environ)
 

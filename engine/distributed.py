@@ -91,12 +91,6 @@ def limit_threads() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def show_world(ranks: int) -> None:
-    """Let the environment say that the trial has `ranks` ranks, all on this host: a set of ranks that were started for
-    larger trials runs it too, and whatever reads the environment must find the trial's own world."""
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-
-
 def check_world_size(settings: TrialSettings) -> None:
     """Raises ValueError when the launched ranks are not those of `settings`, or do not factor."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -111,11 +105,11 @@ def check_world_size(settings: TrialSettings) -> None:
         )
 
 
-def join(settings: TrialSettings, turn: int = 1) -> World:
+def join(settings: TrialSettings, start: int = 1) -> World:
     """Enter the trial's process groups as torchrun's environment variables say; without them, as a world of one.
 
-    NCCL on GPUs, gloo otherwise. Collective over all ranks. `turn` counts the trials these processes run: each has
-    groups of its own, whose names, and so their keys in the ranks' common store, repeat.
+    NCCL on GPUs, gloo otherwise. Collective over all ranks. `start` counts how often the ranks were started
+    with one store, where their launcher starts them again: the groups' keys in it are those of each start.
     """
     device = local_device()
     if device.type == "cuda":
@@ -126,7 +120,7 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
     if "RANK" in os.environ:
         store, rank = _rendezvous()
         size = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=dist.PrefixStore(f"turn{turn}", store), rank=rank, world_size=size)
+        dist.init_process_group(backend, store=dist.PrefixStore(f"start{start}", store), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return arrange(settings, device)
@@ -134,8 +128,7 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
 
 @cache
 def _rendezvous() -> tuple[dist.Store, int]:
-    """The store that all ranks share while their processes run, and this rank. Rank 0, which serves the store, waits
-    for the ranks of its first trial; those of larger trials connect later."""
+    """The store that all ranks share while their processes run, and this rank."""
     if os.environ["RANK"] == "0" and not store_is_of_agent():
         serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, rank, _ = next(dist.rendezvous("env://"))

@@ -1,18 +1,15 @@
 """One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
-errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
-(`engine.measurement.TrialQueue`), the rank reads its trials there, until its process is ended. Importing this module
-starts nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
+errors/rank<r>.json and exits with 1. Importing this module starts nothing: no process group, no CUDA, no thread, so
+that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
-import itertools
 import json
 import os
 import signal
@@ -21,30 +18,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
-import torch.distributed as dist
-from torch import Tensor
 
 from engine.distributed import (
     World,
     check_world_size,
-    close_groups,
     join,
     leave,
     limit_threads,
-    show_world,
-    wait_for_all,
 )
 from engine.measurement import (
     CHECK_UNFINISHED,
-    IDLE_POLL_SECONDS,
-    POLL_SECONDS,
     PROFILE,
     UNCHECKED,
-    TrialQueue,
     unfinished,
     write_json,
     write_measurement,
@@ -68,8 +56,8 @@ TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the trial of the given directory, and those that follow it, and end the process; returns the exit code of a
-    command line that names no directory."""
+    """Run the trial of the given directory and end the process; returns the exit code of a command line that names no
+    directory."""
     if len(arguments) != 1:
         print("usage: python -m engine.worker TRIAL_DIR", file=sys.stderr)
         return 2
@@ -79,57 +67,11 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGTERM, chain=True)
     phases = PhaseTimer(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
-    if turns := TrialQueue.named_in(os.environ):
-        serve(turns, rank, phases)
     with exit_on_error(trial_dir, rank):
-        _run(trial_dir, rank, phases)
+        task, profiler = _set_up(trial_dir, phases)
+        measure(task, profiler, trial_dir, rank, phases)
         leave()
     raise AssertionError("a rank does not outlive its trial")
-
-
-def serve(turns: TrialQueue, rank: int, phases: PhaseTimer) -> NoReturn:
-    """Run one trial after another, as if each ran in a process of its own, until this process is ended.
-
-    A trial may have fewer ranks than there are. The ranks beyond wait for the next turn and write nothing meanwhile;
-    their allocators have been empty since their last trial.
-
-    A trial that fails ends the process: the state of GPUs and peers is then unknown. A refused one does not, because
-    all ranks refuse the same settings.
-    """
-    poll_seconds = POLL_SECONDS
-    for turn in itertools.count(1):
-        trial_dir, ranks = turns.wait(turn, poll_seconds)
-        if rank >= ranks:
-            log_to(Path(os.devnull))  # a signal makes it write its stack, which belongs to no trial
-            poll_seconds = IDLE_POLL_SECONDS
-            continue
-        poll_seconds = POLL_SECONDS
-        show_world(ranks)
-        if turn > 1:
-            log_to(trial_dir / LOG_DIRECTORY / f"rank{rank}.log")
-            phases = PhaseTimer(shown=rank == 0)
-        with exit_on_error(trial_dir, rank):
-            task: Task | None = None
-            try:
-                task = _run(trial_dir, rank, phases, turn)
-            except Refused as error:
-                write_error(trial_dir, rank, error)
-            if dist.is_initialized():  # not where the trial was refused before
-                wait_for_all()
-            del task
-            clear()
-            if dist.is_initialized():
-                close_groups()
-            phases.end("giving back memory and process groups")
-        turns.finish(turn, rank)
-    raise AssertionError("turns do not run out")
-
-
-def _run(trial_dir: Path, rank: int, phases: PhaseTimer, turn: int = 1) -> Task:
-    """Set the trial up, measure, write the measurement; returns the task, which still holds its memory."""
-    task, profiler = _set_up(trial_dir, phases, turn)
-    measure(task, profiler, trial_dir, rank, phases)
-    return task
 
 
 def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: PhaseTimer) -> None:
@@ -164,11 +106,11 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
     phases.end("the check against float64")
 
 
-def _set_up(trial_dir: Path, phases: PhaseTimer, turn: int) -> tuple[Task, StepProfiler | None]:
+def _set_up(trial_dir: Path, phases: PhaseTimer) -> tuple[Task, StepProfiler | None]:
     """Task and profiler of the trial: all checks of its settings, before anything is measured. Raises Refused."""
     try:
         settings, method, profiled = read_trial(trial_dir)
-        world = prepare(settings, method, turn)
+        world = prepare(settings, method)
         phases.end("joining the other ranks")
         task = TASKS[settings.task](settings, method, world)
         phases.end("building the task")
@@ -179,7 +121,7 @@ def _set_up(trial_dir: Path, phases: PhaseTimer, turn: int) -> tuple[Task, StepP
         raise Refused(str(error)) from error
 
 
-def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> World:
+def prepare(settings: TrialSettings, method: NativeMethod, start: int = 1) -> World:
     """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
     unsupported_reason = method_unsupported_reason(method, settings)
     if unsupported_reason:
@@ -189,7 +131,7 @@ def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> Wor
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True)
-    return join(settings, turn)
+    return join(settings, start)
 
 
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
@@ -253,47 +195,6 @@ def _one_sentence(error: Exception) -> str:
         return reason
     end = reason.rfind(". ", 0, REASON_CHARACTERS)
     return reason[: end + 1] if end > 0 else reason[: REASON_CHARACTERS - 3] + "..."
-
-
-CACHING = ("engine.attention.", "baselines.")  # their modules cache results, and with them device memory
-_FORGET_PEAK = "5"  # resets the peak of resident memory: proc_pid_clear_refs(5)
-
-
-def clear() -> None:
-    """Free the memory of a trial to whose objects no reference is left, and reset all peaks."""
-    _clear_caches()
-    # Graphs of another length would be compiled for any length, and would count towards the limit of recompilations.
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # or they count in the next trial's peak
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # a kernel without it counts the largest trial so far
-        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK, encoding="ascii")
-
-
-def _clear_caches() -> None:
-    """Empty the caches of modules: results of cached functions, and tensors for later calls."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(CACHING):
-            continue
-        for value in list(vars(module).values()):
-            if isinstance(value, dict) and any(isinstance(kept, Tensor) for kept in value.values()):
-                value.clear()
-            elif hasattr(value, "cache_clear") and value.__module__ == name:
-                value.cache_clear()
-
-
-def log_to(path: Path) -> None:
-    """Append all later output of this process, that of libraries below Python included, to `path`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for target in (1, 2):
-        os.dup2(log, target)
-    os.close(log)
 
 
 class PhaseTimer:

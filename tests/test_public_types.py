@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "engine/reader.py: parts": _READ,
     "harness/launch/ray/connection.py: RayConnection.nodes": _RAY,
     "harness/launch/ray/host.py: Description.machine": _JSON,
-    "harness/launch/ray/launcher.py: ReservedHost.group": _RAY,
+    "harness/launch/ray/job.py: ReservedHost.group": _RAY,
     "harness/launch/ray/watch.py: Member.actor": _RAY,
     "harness/launch/ray/watch.py: Member.call": _RAY,
     "harness/launch/ray/watch.py: Member.result": _RAY,

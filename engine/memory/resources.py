@@ -75,5 +75,5 @@ def limit_memory(memory: str, device: torch.device) -> None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
     share = min(1.0, size_in_bytes(memory, "memory") / total) if memory else 1.0
-    # Set even without a limit: ranks that run several trials would keep that of the last one.
+    # Set even without a limit: one process may run several tasks, as tests do.
     torch.cuda.set_per_process_memory_fraction(share, device)

@@ -14,7 +14,6 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
@@ -71,8 +70,6 @@ _NEGLIGIBLE = 1e-6  # of the gradients' usual size: below it a gradient is zero 
 
 HIDDEN, DINPUT, LOSS = "hidden", "dinput", "loss"  # tensors beside the parameters' gradients
 
-_checked: dict[object, Extra] = {}  # extras by method and check problem: these ranks have run it before
-
 
 def check_training(settings: TrialSettings, method: NativeMethod, world: World, resolved: dict[str, str]) -> Extra:
     """Entries of `Measurement.extra` that say how far a trial's training is from a dense float64 step. Collective.
@@ -84,20 +81,17 @@ def check_training(settings: TrialSettings, method: NativeMethod, world: World, 
     - `checked`: `tokens`, the length of the check problem.
     - `unchecked` in their place: one sentence, where the method or the machine refuses the check problem.
 
-    `resolved` says what the trial's `auto` became. Ranks that run several trials check equal problems once. Changes no
-    random state, and leaves no memory allocated.
+    `resolved` says what the trial's `auto` became. Changes no random state, and leaves no memory allocated.
     """
     problem = check_problem(settings, method, resolved)
-    key = (type(method), problem)
-    if key not in _checked:
-        _give_back(world.device)  # for what is not allocated by torch, such as communicators
-        try:
-            _checked[key] = _CheckedStep(problem, method, world).compared()
-        except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
-            _checked[key] = {UNCHECKED: str(error)}
+    _give_back(world.device)  # for what is not allocated by torch, such as communicators
+    try:
+        return _CheckedStep(problem, method, world).compared()
+    except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
+        return {UNCHECKED: str(error)}
+    finally:
         gc.collect()
         _give_back(world.device)
-    return copy(_checked[key])
 
 
 def _give_back(device: torch.device) -> None:

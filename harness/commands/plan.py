@@ -79,10 +79,7 @@ class PlanCommand:
 
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
                 hosts = machine if over_hosts else None
-                cost = cost_of(
-                    fitting, hardware, rounds=experiment.rounds, hosts=hosts,
-                    share_ranks=experiment.limits.share_ranks and hosts is None,  # over nodes every trial starts anew
-                )  # fmt: skip
+                cost = cost_of(fitting, hardware, rounds=experiment.rounds, hosts=hosts)
                 print(_cost(cost))
                 for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)

@@ -166,7 +166,8 @@ class TrialPair:
     def memory_column(self) -> str | None:
         """The peak that both trials have: the GPU's, else the process's; None where they have none in common.
 
-        Ranks that ran several trials hold memory of the ones before, so the peak of such a process says nothing.
+        Ranks that ran several trials, as in records until 2026-11-24, held memory of the ones before, so the peak of
+        such a process says nothing.
         """
         shared = any(member.record.ranks_turn for member in (self.reference, self.candidate))
         for column in ("peak_memory_gib", *(() if shared else ("peak_rss_gib",))):

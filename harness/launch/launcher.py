@@ -5,6 +5,7 @@ One interface serves one machine without Ray (`local`), embedded Ray, and a Ray 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,10 +89,6 @@ class Job:
     part: Part | None = None  # None: all ranks, on one host
     exchange: Exchange | None = None  # None: the files of `trial_dir` alone
     again: str = "--resume --retry-failed"  # what repeats the job after a host was lost; empty: its caller says it
-    share: str | None = None  # ranks that ended a job with an equal string, and are like its own, may run this one
-    set_ranks: int = 0  # to be started where none wait, if more than `ranks`: for jobs that follow and share them
-    # Ranks can run this only if those before it that said so had as many ranks.
-    same_size: bool = False
 
     @property
     def own_ranks(self) -> range:
@@ -109,14 +106,11 @@ class Outcome:
     reason: str
     wall_seconds: float
     hosts: list[str]
-    turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
-    idle_ranks: int = 0  # that waited beside them for a larger job
     lost: tuple[str, ...] = ()  # hosts that were lost
 
 
 class Launcher(Protocol):
-    """Runs jobs one after another; every job gets a deadline, and fresh processes unless it may share them. A launcher
-    need not share: `Outcome.turn` records whether it did."""
+    """Runs jobs one after another; every job gets a deadline and fresh processes."""
 
     name: str
 
@@ -131,3 +125,81 @@ class Launcher(Protocol):
 
 
 LAUNCHERS = ("local", "ray")
+
+
+# Programs whose first line of progress says that start-up has ended: the engine's worker, and the one that runs this
+# worker in a compared system's interpreter.
+_WORKERS = ("engine.worker", "baselines.enter")
+
+
+def is_module_command(command: Sequence[str]) -> bool:
+    """Whether this is `python -m MODULE ...` with this interpreter, which a fork replaces."""
+    return len(command) > 2 and command[0] == sys.executable and command[1] == "-m"
+
+
+def tells_start(command: Sequence[str]) -> bool:
+    """Whether the program's first line of progress says that start-up has ended; a foreign one has none before its
+    first step."""
+    return is_module_command(command) and command[2] in _WORKERS
+
+
+# What comes next may take so many times the longest time between two lines of progress so far, unless the user has set
+# the limit: steps of some tasks differ in length.
+LONGEST_STEPS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passed:
+    """A limit that a job has passed, its length in seconds, and where that is from, in words."""
+
+    limit: Limit
+    seconds: float
+    origin: str = ""
+
+
+class JobLimits:
+    """Which limit a job has passed. All times are seconds of one clock that never goes back."""
+
+    def __init__(self, job: Job, started: float) -> None:
+        self._job = job
+        self._started = started
+        self._begun: float | None = None  # when the first line of progress came
+        self._last = started  # when the newest line came
+        self._longest = 0.0  # time between two lines
+
+    def progressed(self, now: float) -> None:
+        """A line of progress came."""
+        if self._begun is None:
+            self._begun = now
+        else:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+
+    def passed(self, now: float) -> Passed | None:
+        """The limit that is passed at `now`, if any."""
+        job, start = self._job, self._job.start_seconds
+        if 0 not in job.own_ranks or start is None:
+            whole = longest_seconds(job)
+            if now >= self._started + whole:
+                return self._of("trial", whole)
+        elif self._begun is None:
+            return self._of("start", start) if now >= self._started + start else None
+        elif now >= self._begun + job.deadline_seconds:
+            return self._of("trial", job.deadline_seconds)
+        if self._begun is None or job.hang_seconds is None or now < self._last + job.hang_seconds:
+            return None
+        stretched = LONGEST_STEPS * self._longest
+        if stretched <= job.hang_seconds or job.limits_from.get("hang") == SET:
+            return self._of("hang", job.hang_seconds)
+        if now < self._last + stretched:
+            return None
+        origin = f"{LONGEST_STEPS:g} times the longest time between two signs of progress before"
+        return Passed(limit="hang", seconds=stretched, origin=origin)
+
+    def _of(self, limit: Limit, seconds: float) -> Passed:
+        return Passed(limit=limit, seconds=seconds, origin=self._job.limits_from.get(limit, ""))
+
+
+def longest_seconds(job: Job) -> float:
+    """The longest that any host's part of a job may run."""
+    return job.deadline_seconds + (job.start_seconds or 0.0)

@@ -85,11 +85,10 @@ def stacks_in_logs(sizes: Mapping[int, int], logs: Path, folder: Path) -> dict[i
     return places
 
 
-def ask_flight_recorder(pipes: Path, started_in: Path, logs: Path) -> None:
+def ask_flight_recorder(pipes: Path, logs: Path) -> None:
     """Have NCCL's flight recorder of each rank write the collectives it remembers, into `logs`.
 
-    torch listens at a named pipe per rank in `pipes` (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). It writes to the directory that
-    the ranks were started with, `started_in`; ranks that run several trials were started for an earlier one.
+    torch listens at a named pipe per rank in `pipes` (TORCH_NCCL_DEBUG_INFO_PIPE_FILE).
     """
     asked = 0
     since = time.time()
@@ -102,11 +101,8 @@ def ask_flight_recorder(pipes: Path, started_in: Path, logs: Path) -> None:
             finally:
                 os.close(descriptor)
     give_up = time.monotonic() + RECORDER_SECONDS
-    while asked and len(_written_since(started_in, since)) < asked and time.monotonic() < give_up:
+    while asked and len(_written_since(logs, since)) < asked and time.monotonic() < give_up:
         time.sleep(0.1)
-    if asked and started_in != logs:
-        for path in _written_since(started_in, since):
-            path.rename(logs / path.name)
 
 
 def places_sentence(places: Mapping[int, str], silent: Sequence[int] = ()) -> str:

@@ -19,12 +19,10 @@ from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import end_at_once, look
 from harness.launch.forkserver import ForkServer, ServerLost
-from harness.launch.launcher import Job, Outcome
-from harness.launch.limits import JobLimits
+from harness.launch.launcher import Job, JobLimits, Outcome, is_module_command
 from harness.launch.ranks import Ranks
 from harness.launch.stacks import STACKS_DIRECTORY, ask_flight_recorder, dump_stacks, log_sizes, stacks_in_logs
 from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge, oom_kills
-from harness.launch.zygote import is_module_command
 
 Progress = Callable[[dict[str, object]], None]
 
@@ -63,7 +61,6 @@ class Supervisor:
         self._stacks_wanted = False  # of the job that is cancelled
         self._may_save = True  # likewise
         self._servers: dict[_ServerKey, ForkServer] = {}  # the one used last is last
-        self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
     def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
         """Execute one job to its end; see `harness.launch.launcher.Launcher.run`."""
@@ -75,8 +72,6 @@ class Supervisor:
             reason=reason,
             wall_seconds=time.monotonic() - started,
             hosts=[socket.gethostname()],
-            turn=watched.turn,
-            idle_ranks=watched.idle_ranks,
         )
 
     def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
@@ -88,16 +83,14 @@ class Supervisor:
         watched = Watched()
         (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
         try:
-            ranks = self._ranks_for(job, watched)
+            ranks = Ranks(self._server_for(job), job)
             try:
-                ranks.begin(job, {**self._environment, **job.environment})
-                watched.turn, watched.idle_ranks = ranks.turn, ranks.idle
+                ranks.begin({**self._environment, **job.environment})
                 self._watch(ranks, job, watched, JobLimits(job, started), on_progress)
                 if self._wants_stacks(watched):
                     self._take_stacks(ranks, job, watched)
             finally:  # also at Ctrl-C, which then goes on
-                if not ranks.waiting:
-                    self._end(ranks, job, watched)
+                self._end(ranks, job, watched)
         except ServerLost as loss:
             watched.server_lost = str(loss)
             self.close()
@@ -115,16 +108,10 @@ class Supervisor:
         self._stacks_wanted, self._may_save = stacks, may_save
         self._cancel.set()
 
-    @property
-    def has_ranks(self) -> bool:
-        """Whether ranks run a job, or wait for another one."""
-        return self._ranks is not None
-
     def close(self) -> None:
         """End everything this supervisor started. Idempotent."""
         while self._servers:
             self._servers.popitem()[1].close()
-        self._dismiss()
 
     def _server_for(self, job: Job) -> ForkServer:
         """A running fork server that suits the job, else a new one in place of the one that was idle for longest."""
@@ -139,24 +126,6 @@ class Supervisor:
             server = ForkServer({**self._environment, **job.environment}, preload)
         self._servers[key] = server
         return server
-
-    def _ranks_for(self, job: Job, watched: Watched) -> Ranks:
-        """Ranks that wait for such a job, else new ones. Other waiting ranks are ended, because they hold memory."""
-        if self._ranks is None or not self._ranks.suit(job):
-            watched.left += self._dismiss()
-            self._ranks = Ranks(self._server_for(job), job)
-        return self._ranks
-
-    def _dismiss(self) -> list[int]:
-        """End the ranks that wait, if any; returns the processes that SIGKILL did not end."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is None:
-            return []
-        try:
-            return ranks.end()
-        except ServerLost:  # and its ranks with it
-            ranks.server.close()
-            return []
 
     def _watch(self, ranks: Ranks, job: Job, watched: Watched, limits: JobLimits, on_progress: Progress | None) -> None:
         """Return when all ranks have ended, or when they should be ended: late, cancelled, or failed for a while."""
@@ -195,7 +164,7 @@ class Supervisor:
         folder = job.trial_dir / STACKS_DIRECTORY
         try:
             watched.places = dump_stacks(ranks.pids, folder)
-            ask_flight_recorder(ranks.pipes, ranks.logs, (job.trial_dir / "logs").absolute())
+            ask_flight_recorder(ranks.pipes, (job.trial_dir / "logs").absolute())
         except OSError as error:  # a full disk: the trial's end is recorded all the same
             watched.no_stacks = f"{error.filename or folder.name}: {error.strerror}"
 
@@ -218,7 +187,6 @@ class Supervisor:
                 if time.monotonic() >= since + patience or end_at_once():
                     break
                 exits += ranks.exits(self._patience.poll)
-        self._ranks = None
         watched.left += ranks.end()
         with contextlib.suppress(OSError):
             watched.places |= stacks_in_logs(sizes, logs, job.trial_dir / STACKS_DIRECTORY)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.files.errors import quantity
-from harness.launch.launcher import Job
-from harness.launch.limits import Passed
+from harness.launch.launcher import Job, Passed
 from harness.launch.stacks import STACKS_DIRECTORY, places_sentence
 from harness.records.record import Status
 
@@ -30,7 +29,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """One rank's end, before anything was sent to it; of one that waits for another job, its end of this one."""
+    """One rank's end, before anything was sent to it."""
 
     rank: int
     returncode: int  # negative: the signal that killed it
@@ -50,8 +49,6 @@ class Watched:
     server_lost: str = ""  # how the fork server ended, should it have
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
     progress: dict[str, object] = field(default_factory=dict)  # the last line of progress.jsonl
-    turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
-    idle_ranks: int = 0  # that waited beside them for a larger job
     left: list[int] = field(default_factory=list)  # processes that SIGKILL did not end in time
 
 

@@ -37,6 +37,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.launch.launcher import is_module_command
+
 PACKET_BYTES = 1 << 18
 SWEEP_SECONDS = 20.0  # a process stuck in a driver call dies late; longer than this is reported, not waited for
 
@@ -206,11 +208,6 @@ def become(order: dict[str, Any], *, execute: bool) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def is_module_command(command: list[str]) -> bool:
-    """Whether this is `python -m MODULE ...` with this interpreter, which a fork replaces."""
-    return len(command) > 2 and command[0] == sys.executable and command[1] == "-m"
-
-
 def fork_hazard() -> str:
     """Why a forked child could not safely go on in Python: threads or a CUDA driver state, neither of which survives
     a fork. Empty when it can."""
@@ -248,17 +245,12 @@ def of_all_processes(name: str) -> Iterator[tuple[int, bytes]]:
             yield int(entry), content
 
 
-def fields_of(stat: bytes) -> list[str]:
-    """Fields of a /proc/PID/stat from the state on; the parent follows it."""
-    # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
-    return stat.decode(errors="replace").rpartition(")")[2].split()
-
-
 def _children() -> list[int]:
     """Direct children, adopted ones included."""
     own, found = os.getpid(), []
     for pid, stat in of_all_processes("stat"):
-        fields = fields_of(stat)
+        # The name in field 2 may hold spaces and brackets; the state follows its last bracket, then the parent.
+        fields = stat.decode(errors="replace").rpartition(")")[2].split()
         if len(fields) > 1 and int(fields[1]) == own:
             found.append(pid)
     return found

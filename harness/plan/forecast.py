@@ -21,11 +21,9 @@ from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare_times
 
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
-START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
-# Of a trial on ranks that another trial started: making process groups and the model, freeing memory. It is the wall
-# time less the steps of trials with ranks_turn above 1 in results/published/h200x4: training_8b 5 to 7 s,
-# checkpoint_tail 7 s.
-NEXT_SECONDS = 7.0
+# Of a trial in new processes: joining, building, compiling, the check. Wall time less the steps: 2 to 4 s on one H200
+# with kernels of cuDNN; median 16 s of the first trials of published runs, 7 s of which are the imports of a run.
+START_SECONDS = 10.0
 _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
 
 
@@ -175,40 +173,22 @@ def cost_of(
     *,
     rounds: int = 1,
     hosts: Machine | None = None,
-    share_ranks: bool = False,
 ) -> Cost:
     """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round; on these hosts, by
-    default on nodes as the hardware file has them. With `share_ranks` trials of one set of ranks start once: in every
-    round, or in the run where one set runs them all. GPUs whose ranks wait for a larger trial are not counted."""
+    default on nodes as the hardware file has them."""
     seconds = gpu_seconds = 0.0
     count = unknown = 0
-    kinds: dict[tuple[int, bool, int], set[int]] = {}  # world sizes of trials that may share ranks
     for settings in trials:
         time, _ = time_or_reason(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
         if time is None:
             unknown += 1
             continue
         count += 1
-        ranks, nodes = settings.world_size, settings.emulate_nodes
-        kinds.setdefault((nodes, settings.deterministic, ranks if nodes > 1 else 0), set()).add(ranks)
         warm_up = _warm_up_seconds(settings, hardware, hosts, time)
-        start = NEXT_SECONDS if share_ranks else START_SECONDS
-        taken = rounds * (start + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
+        taken = rounds * (START_SECONDS + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
-    sets = [ranks for sizes in kinds.values() for ranks in _sets_for(sizes)]
-    often = rounds if len(sets) > 1 or unknown else 1  # other ranks between them end those that wait
-    for ranks in sets if share_ranks else ():
-        seconds += often * (START_SECONDS - NEXT_SECONDS)
-        gpu_seconds += often * (START_SECONDS - NEXT_SECONDS) * ranks
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
-
-
-def _sets_for(sizes: set[int]) -> list[int]:
-    """Ranks of each set that trials of these world sizes need on GPUs, as `harness.run.sharing` forms them: those of
-    one rank run on the set of the largest. Ranks of each size have the same environment on hosts with eight or more
-    cores for each GPU."""
-    return sorted(sizes - {1} or sizes)
 
 
 def _warm_up_seconds(settings: TrialSettings, hardware: Hardware, hosts: Machine | None, own: StepTime) -> float:

@@ -77,7 +77,6 @@ def plan(
             deadline_seconds=experiment.limits.trial_seconds,
             start_seconds=experiment.limits.start_seconds,
             hang_seconds=experiment.limits.hang_seconds,
-            share_ranks=experiment.limits.share_ranks,
             unsupported_reason=unsupported_reason(each, machine),
             table=origin_of(each.method, each.settings, given),
             plan=planned,

@@ -75,7 +75,9 @@ class Record:
     command: list[str] = field(default_factory=list)
     commit: str = ""
     started_at: str = ""  # ISO 8601, UTC
-    wall_seconds: float = 0.0  # launch to end of the last process, start-up included; in shared ranks, its own turn
+    wall_seconds: float = 0.0  # launch to end of the last process, start-up included
+    # Of records until 2026-11-24, when ranks could be given several trials, one after another. Start-up is then in the
+    # wall time of the first alone, and the peak of host memory is the largest of all.
     ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
     idle_ranks: int = 0  # that waited beside its ranks, each with a GPU of its own, for a trial with more of them
     attempts: int = 1

@@ -26,12 +26,10 @@ from engine.measurement import (
 from engine.method import Method
 from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.reader import read_regular
-from engine.settings import TrialSettings, to_json
+from engine.settings import to_json
 from harness.launch.environment import render
-from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome
-from harness.launch.limits import Passed
+from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome, Passed, tells_start
 from harness.launch.ports import port_was_taken
-from harness.launch.ranks import tells_start
 from harness.machine.this_machine import Machine
 from harness.plan.predict import step_seconds
 from harness.records.judging import judged
@@ -81,7 +79,6 @@ class RoundPosition:
 
     round: int
     place: int
-    sharing: tuple[int, ...] = ()  # world sizes of the trials that may share its ranks in this round
 
 
 def execute(
@@ -153,9 +150,7 @@ def _attempt(
         plan=trial.plan,
     )
     if trial.unsupported_reason is None:
-        job = dataclasses.replace(
-            job_of(trial, trial_dir, host), avoid=avoid, set_ranks=_largest(position.sharing, host.machine)
-        )
+        job = dataclasses.replace(job_of(trial, trial_dir, host), avoid=avoid)
         write_json(
             trial_dir / TRIAL_FILE,
             {
@@ -186,8 +181,6 @@ def _attempt(
             environment=redact(job.environment),
             command=portable_command(job.command, trial_dir),
             wall_seconds=round(outcome.wall_seconds, 3),
-            ranks_turn=outcome.turn,
-            idle_ranks=outcome.idle_ranks,
         )
         record.rounds.append(round_of(record, number=position.round, place=position.place))
         record = judged(record)
@@ -195,11 +188,6 @@ def _attempt(
         record = with_round(before, record)
     write_record(trial_dir, record)
     return record
-
-
-def _largest(sizes: Sequence[int], machine: Machine) -> int:
-    """The largest of these world sizes that one host of this machine, or part of a machine, holds; 0 for none."""
-    return max((ranks for ranks in sizes if machine.nodes_for(ranks) == 1), default=0)
 
 
 def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
@@ -229,10 +217,6 @@ def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
         hang_seconds=None if trial.profile else hang_seconds,
         limits_from={name: limit.origin for name, limit in limits.items()},
         emulate_nodes=settings.emulate_nodes,
-        share=_for_good(settings) if trial.share_ranks else None,
-        # torch's symmetric memory numbers its rendezvous from the start of a process, and all ranks of one must have
-        # the same number: ranks that waited while others had one could not take part in the next.
-        same_size=host.machine.device == "cuda" and settings.world_size > 1,
     )
 
 
@@ -254,11 +238,6 @@ def limits_of(trial: Trial, machine: Machine) -> dict[Limit, Passed]:
     add("trial", trial.deadline_seconds, TRIAL_SECONDS, steps, f"each of {steps} steps")
     add("hang", trial.hang_seconds, max(SHORTEST_HANG, (trial.deadline_seconds or TRIAL_SECONDS) / 2), 1, "a step")
     return found
-
-
-def _for_good(settings: TrialSettings) -> str:
-    """The settings that a process cannot change: cuBLAS reads its own only once."""
-    return f"deterministic {settings.deterministic}"
 
 
 def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:

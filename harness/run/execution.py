@@ -18,7 +18,6 @@ from harness.run.directory import RunDirectory
 from harness.run.progress import ProgressView
 from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
-from harness.run.sharing import Sharing
 from harness.spec.experiment import Search
 from harness.spec.trial import Trial
 
@@ -217,8 +216,7 @@ class Execution:
         # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
         others = [record for record in self._records.records() if record.trial_id not in due]
         place = sum(round_in(record, number) is not None for record in others)
-        sharing = Sharing(due.values(), self._host)
-        order = arranged(list(due.values()), self._options.order, sharing.group, self._options.shuffle)
+        order = arranged(list(due.values()), self._options.order, self._options.shuffle)
         queue = deque(self._search.ascending(order))
         while True:
             where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
@@ -230,7 +228,7 @@ class Execution:
             if not self._may_execute(trial.id, trial):
                 continue
             place += 1
-            record = self._execute(trial, RoundPosition(round=number, place=place, sharing=sharing.sizes(trial)))
+            record = self._execute(trial, RoundPosition(round=number, place=place))
             done += 1
             if (stopped := self._take(record, number, where)) is not None:
                 return stopped

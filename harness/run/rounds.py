@@ -7,7 +7,7 @@ machine) does not favour the trial that the file names first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol, TypeVar
 
@@ -35,28 +35,15 @@ ERROR_FACTOR = 2.0  # between errors against float64
 ERROR_FLOOR = 1e-9  # below it an error is rounding of float64 itself
 
 
-def in_random_order(trials: Sequence[Trial], kind: Callable[[Trial], Hashable], shuffle: Shuffle) -> list[Trial]:
-    """The trials of a round as they are to run. Trials of one `kind`, which the same ranks may run, follow one another:
-    groups are shuffled, and the trials inside each. A trial whose kind is None is a group of its own."""
-    groups: dict[Hashable, list[Trial]] = {}
-    for trial in trials:
-        of = kind(trial)
-        groups.setdefault(trial.id if of is None else of, []).append(trial)
-    order = list(groups.values())
-    shuffle(order)
-    for group in order:
-        shuffle(group)
-    return list(itertools.chain.from_iterable(order))
-
-
-def arranged(trials: Sequence[Trial], order: Order, kind: Callable[[Trial], Hashable], shuffle: Shuffle) -> list[Trial]:
-    """The trials of a round in the order asked for: at random (see `in_random_order`), as in the file, or those
-    first that have the least, or the most, model FLOPs per rank."""
+def arranged(trials: Sequence[Trial], order: Order, shuffle: Shuffle) -> list[Trial]:
+    """The trials of a round in the order asked for: at random, as in the file, or those first that have the least, or
+    the most, model FLOPs per rank."""
+    if order in ("shortest", "longest"):
+        return sorted(trials, key=_rank_flops, reverse=order == "longest")
+    arranged = list(trials)
     if order == "random":
-        return in_random_order(trials, kind, shuffle)
-    if order == "file":
-        return list(trials)
-    return sorted(trials, key=_rank_flops, reverse=order == "longest")
+        shuffle(arranged)
+    return arranged
 
 
 def _rank_flops(trial: Trial) -> float:

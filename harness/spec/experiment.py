@@ -38,7 +38,6 @@ class Limits:
     trial_seconds: float = 0.0  # from the end of start-up
     start_seconds: float = 0.0  # of start-up: imports, joining the other ranks, building the task
     hang_seconds: float = 0.0  # without progress
-    share_ranks: bool = False  # may be given to the ranks of the trial before it, where it needs the same ones
 
     def __post_init__(self) -> None:
         for name in ("trial_seconds", "start_seconds", "hang_seconds"):

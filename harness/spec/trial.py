@@ -25,7 +25,6 @@ class Trial:
     # No part of the id:
     start_seconds: float = 0.0
     hang_seconds: float = 0.0  # without progress
-    share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
     table: TableSources = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml
     plan: Forecast | None = None  # of the planner, where it chose some of the settings

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.base.errors import UsageError
-from harness.launch.ranks import has_ended
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -147,3 +147,12 @@ def follow(leader: int, over: threading.Event) -> None:
                 os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also one that nothing has reaped yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"  # behind the name, which may hold brackets: the state

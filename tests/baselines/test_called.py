@@ -26,11 +26,10 @@ from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_gradients
-from engine.measurement import TrialQueue, relative_errors
+from engine.measurement import relative_errors
 from engine.method import in_worker
 from engine.settings import ModelShape, TrialSettings
-from harness.launch.launcher import Job
-from harness.launch.ranks import kind, tells_start
+from harness.launch.launcher import tells_start
 from harness.spec.methods import method_named
 
 SHAPE = ModelShape(name="some", layers=1, hidden=256, ffn=64, heads=32, kv_heads=8, head_dim=8, vocab=64)
@@ -154,30 +153,13 @@ def test_the_worker_gets_the_method_with_its_layout_and_the_plan_does_not(name: 
     assert in_worker(method_named("burst")) is method_named("burst")
 
 
-def test_trials_of_one_system_share_ranks_and_those_of_two_do_not(tmp_path: Path) -> None:
-    def job(name: str, trial: str) -> Job:
-        folder = tmp_path / trial
-        return Job(trial_id=trial, trial_dir=folder, command=adapter(name).command(folder), ranks=2, share="all")
-
-    first, second, other = job(CALLED[1], "a"), job(CALLED[1], "b"), job(CALLED[2], "c")
-    assert tells_start(first.command)
-    assert kind(first) == kind(second) is not None
-    assert kind(first) != kind(other)
-
-
-@pytest.mark.parametrize(("rank", "written"), [("1", True), ("2", False)])
-def test_a_rank_that_has_no_part_in_the_trial_writes_no_refusal_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, written: bool
-) -> None:
-    trial_dir = tmp_path / "trial"
-    trial_dir.mkdir()
-    turns = TrialQueue(tmp_path)
-    turns.give(1, trial_dir, 2)
+def test_a_rank_refuses_a_system_that_its_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = adapter(CALLED[0]).command(tmp_path)
+    assert tells_start(command)
     monkeypatch.setattr(InstallPlace, "not_installed_reason", lambda *_: "it is not installed")
-    for name, value in {**turns.environment, "RANK": rank}.items():
-        monkeypatch.setenv(name, value)
-    assert main([f"baselines.{CALLED[0].removesuffix('_upstream')}", str(trial_dir)]) == 1
-    assert (trial_dir / "errors").exists() == written
+    monkeypatch.setenv("RANK", "1")
+    assert main(command[3:]) == 1
+    assert "it is not installed" in (tmp_path / "errors" / "rank1.json").read_text()
 
 
 def test_modules_of_systems_are_imported_without_what_reads_pins() -> None:

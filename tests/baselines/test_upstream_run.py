@@ -61,7 +61,7 @@ def record_of(
     launcher: LocalLauncher, run_dir: Path, trial: TrialSettings, environment: Mapping[str, str] = ENVIRONMENT
 ) -> tuple[Record, Path]:
     """The trial's record and directory, after a run of it alone."""
-    alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240, share_ranks=True)
+    alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240)
     host = RunContext(machine=HERE, launcher=launcher, environment=dict(environment), commit="abc")
     run_experiment("exp", [alone], host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None)
     [record] = read_records(run_dir)
@@ -187,7 +187,7 @@ def test_how_a_foreign_program_ends_is_what_its_record_says(
     assert record.measurement is None
 
 
-def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in_and_its_trials_share_ranks(
+def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
     launcher: LocalLauncher, systems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = installed("ring_flash_attn", systems, fetch=True)
@@ -202,10 +202,9 @@ def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in_and_its_tria
     assert "stand-in for flash_attn, which runs on CPU ranks alone" in str(
         installed_elsewhere.METHOD.unavailable("cuda")
     )
-    for turn, seq_len in ((1, 64), (2, 128)):
-        record, folder = record_of(launcher, tmp_path / f"run{turn}", replace(trial, seq_len=seq_len))
+    for seq_len in (64, 128):
+        record, folder = record_of(launcher, tmp_path / f"run{seq_len}", replace(trial, seq_len=seq_len))
         assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
-        assert record.ranks_turn == turn
         assert record.measurement is not None
         assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
         assert max(record.measurement.extra["error"].values()) < 1e-2  # out, dq, dk, dv against float64

@@ -83,7 +83,6 @@ class Fault:
     name: str
     ends: dict[str, str | Impossible]
     launcher: str = "local"
-    shares: tuple[str, ...] = ()  # points at which the ranks of the trial before wait for the next one
 
     def possible(self) -> dict[str, str]:
         """Those of `ends` that are to be tried."""
@@ -91,21 +90,21 @@ class Fault:
 
 
 _NO_RANK = Impossible("no rank runs before the fork server has imported")
+_BETWEEN = Impossible("no rank runs between two trials")
 _LEFT = Impossible("the launcher ends everything it started before it writes the report")
 
 WORKER = Fault(
     name="worker killed",
     ends={
-        "start": "ok ok ok ok",
+        "start": _BETWEEN,
         "import": _NO_RANK,
         "join": "ok ok failed ok",
         "warm-up": "ok ok failed ok",
         "measuring": "ok ok failed ok",
-        "record": "ok ok ok ok",
-        "results": "ok ok ok ok",
+        "record": _BETWEEN,
+        "results": _BETWEEN,
         "report": _LEFT,
     },
-    shares=("start", "record", "results"),
 )
 FORK_SERVER = Fault(
     name="fork server killed",
@@ -165,16 +164,15 @@ SUPERVISOR = Fault(
 STALL = Fault(
     name="rank stalled",
     ends={
-        "start": "ok ok hang ok",
+        "start": _BETWEEN,
         "import": "ok hang ok ok",
         "join": "ok ok hang ok",
         "warm-up": "ok ok hang ok",
         "measuring": "ok ok hang ok",
-        "record": "ok ok ok hang",
-        "results": "ok ok ok ok",
+        "record": _BETWEEN,
+        "results": _BETWEEN,
         "report": _LEFT,
     },
-    shares=("start", "record", "results"),
 )
 DISK = Fault(name="disk filled", ends=dict(LAUNCHER.ends))
 PERMISSIONS = Fault(name="permissions revoked", ends=dict(LAUNCHER.ends))

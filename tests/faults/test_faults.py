@@ -63,8 +63,6 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
     if fault.launcher == "ray":
         with reserve_port() as port:
             arguments += ["--ray", f"127.0.0.1:{port}"]
-    if point in fault.shares:
-        arguments += ["--set", "limits.share_ranks=true"]
     if fault is matrix.STALL:
         arguments += ["--set", f"limits.start_seconds={scaled(15)}", "--set", f"limits.hang_seconds={scaled(4)}"]
     with inject.small_disk(fault, RUN.parent):

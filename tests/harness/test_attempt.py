@@ -138,12 +138,12 @@ def launcher():
     launcher.close()
 
 
-def trial(seed: int, share: bool, measured: int = 2) -> Trial:
+def trial(seed: int, measured: int = 2) -> Trial:
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=64, dtype="fp32", cp_size=2, seed=seed,
         steps=Steps(warmup=0, measured=measured), learning_rate=1e-2,
     )  # fmt: skip
-    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=3600, share_ranks=share, profile=True)
+    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=3600, profile=True)
 
 
 def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Resume | None = None) -> list[Record]:
@@ -179,18 +179,16 @@ def late_once_it_hangs(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
     monkeypatch.setattr("harness.launch.supervisor.time", clock)
 
 
-@pytest.mark.parametrize("share", [True, False])
 def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_has_fresh_ones(
-    launcher, tmp_path, monkeypatch, share
+    launcher, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
     kinds = (WELL, TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED, 100 + WELL)
-    trials = [trial(kind, share) for kind in kinds]
+    trials = [trial(kind) for kind in kinds]
     late_once_it_hangs(monkeypatch, tmp_path / "run" / "trials" / trials[1].id / "logs" / "rank0.log")
     records = run(launcher, tmp_path / "run", trials)
 
-    turns = [1, 2, 1, 1, 1] if share else [0] * 5
-    assert [(record.status, record.ranks_turn) for record in records] == [("ok", turn) for turn in turns]
+    assert [record.status for record in records] == ["ok"] * 5
     profiles = []
     for record in records:
         assert record.measurement is not None
@@ -206,12 +204,12 @@ def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_h
     assert run(launcher, tmp_path / "run", trials, Resume(retry_failed=True)) == records
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_a_check_that_ends_the_ranks_costs_no_figures_and_is_said(launcher, tmp_path, monkeypatch, share):
+@pytest.mark.parametrize("profile", [True, False])
+def test_a_check_that_ends_the_ranks_costs_no_figures_and_is_said(launcher, tmp_path, monkeypatch, profile):
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
     trials = [
-        replace(one, settings=replace(one.settings, task="attention"), profile=share)
-        for one in (trial(CHECK_RANK1_RAISES, share), trial(WELL, share))
+        replace(one, settings=replace(one.settings, task="attention"), profile=profile)
+        for one in (trial(CHECK_RANK1_RAISES), trial(WELL))
     ]
     [cut, good] = run(launcher, tmp_path / "run", trials)
     assert (cut.status, good.status, good.reason) == ("ok", "ok", "")
@@ -225,20 +223,15 @@ def test_a_check_that_ends_the_ranks_costs_no_figures_and_is_said(launcher, tmp_
     assert max(good.measurement.extra["error"].values()) < 1e-5
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_the_check_of_a_training_trial_is_recorded_and_its_failure_costs_no_figures(
-    launcher, tmp_path, monkeypatch, share
-):
+def test_the_check_of_a_training_trial_is_recorded_and_its_failure_costs_no_figures(launcher, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.engine.tasks.wrong_methods")
     kinds = [RIGHT, TILE_DROPPED, CHECK_RAISES, CHECK_REFUSED, RIGHT + 10]
     trials = []
     for kind in kinds:
-        settings = dataclasses.replace(trial(kind, share).settings, steps=Steps(warmup=1, measured=2))
-        trials.append(dataclasses.replace(trial(kind, share), settings=settings, profile=False))
+        settings = dataclasses.replace(trial(kind).settings, steps=Steps(warmup=1, measured=2))
+        trials.append(dataclasses.replace(trial(kind), settings=settings, profile=False))
     records = run(launcher, tmp_path / "run", trials)
-    turns = [1, 2, 3, 1, 2] if share else [0] * 5
-    statuses = ["ok", "wrong", "ok", "ok", "ok"]
-    assert [(record.status, record.ranks_turn) for record in records] == list(zip(statuses, turns, strict=True))
+    assert [record.status for record in records] == ["ok", "wrong", "ok", "ok", "ok"]
     extras = []
     for record in records:
         assert record.measurement is not None
@@ -255,7 +248,7 @@ def test_the_check_of_a_training_trial_is_recorded_and_its_failure_costs_no_figu
 
 def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
-    [lost, good] = run(launcher, tmp_path / "run", [trial(TRACED_RANK1_RAISES, True, 1), trial(WELL, True, 1)])
+    [lost, good] = run(launcher, tmp_path / "run", [trial(TRACED_RANK1_RAISES, 1), trial(WELL, 1)])
     assert (lost.status, lost.measurement) == ("failed", None)
     assert good.measurement is not None
     assert good.measurement.extra[PROFILE]["of"] == "measured_step"

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.launch.limits import JobLimits, Passed, longest_seconds
 
 from cluster.files.errors import quantity
 from harness.launch import stacks
 from harness.launch.launcher import SET, Job, Part
-from harness.launch.limits import JobLimits, Passed, longest_seconds
 from harness.launch.stacks import ask_flight_recorder, places_sentence, py_spy
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.launch.verdict import Exit, Watched, judge

@@ -187,11 +187,14 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path, monkeypatch, c
 
     with socket.socket() as silent:  # bound and not listening: nobody else can answer at its port either
         silent.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        typed = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", typed)
         experiment = str(PROJECT / "experiments" / "quickstart.yaml")
-        for way in (["--ray", "auto"], ["--launcher", "ray"]):
+        for way in (["--ray", "auto"], ["--launcher", "ray"], ["--ray", typed]):
             assert main(["run", experiment, *way, "--out", str(tmp_path / "out")]) == 2
-            assert "cannot be joined (no Ray answers there); start it again" in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert "cannot be joined (no Ray answers there); start it again" in said
+        assert f"the Ray cluster at {typed} cannot" in said  # Ray itself takes the host's other address for loopback
 
 
 def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():

@@ -13,7 +13,8 @@ import pytest
 from cluster.inventory.site import NetworkExpectation, Site
 from harness.launch.launcher import Job
 from harness.launch.ray.host import HostActor, host_environment, left_files, own_folder, receive_files
-from harness.launch.ray.launcher import FRESH_SECONDS, ReservedHost, TooFewHosts, choose
+from harness.launch.ray.job import FRESH_SECONDS, ReservedHost
+from harness.launch.ray.launcher import TooFewHosts, choose
 from harness.launch.ray.watch import lost_sentence, merged, split, troubled
 from harness.launch.verdict import Exit, Watched, judge
 

@@ -65,9 +65,7 @@ def test_trials_are_the_product_in_file_order(tmp_path: Path) -> None:
 def test_trials_carry_every_setting_of_the_file(tmp_path: Path) -> None:
     overrides = ("fixed.checkpoint.tail=0", "steps.measured=7", "limits.trial_seconds=60", "fixed.batch_size=2")
     trial = _plan(tmp_path, *overrides)[0]
-    assert (trial.experiment, trial.deadline_seconds, trial.share_ranks) == ("question", 60, False)
-    sharing = _plan(tmp_path, *overrides, "limits.share_ranks=true")[0]
-    assert (sharing.share_ranks, sharing.id) == (True, trial.id)  # so either kind of run resumes the other
+    assert (trial.experiment, trial.deadline_seconds) == ("question", 60)
     assert (trial.settings.checkpoint.tail, trial.settings.checkpoint.every) == (0.0, 1)
     assert (trial.settings.steps.measured, trial.settings.batch_size, trial.settings.dtype) == (7, 2, "fp32")
 

@@ -26,7 +26,7 @@ model: tiny
 sweep: {method: [burst, ulysses]}
 fixed: {seq_len: 128, cp_size: 2, dtype: fp32}
 steps: {warmup: 1, measured: 2}
-limits: {trial_seconds: 300, share_ranks: true}
+limits: {trial_seconds: 300}
 """
 
 

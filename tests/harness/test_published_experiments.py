@@ -52,7 +52,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x2/training_node_small_auto", "training_node", "small_two", ("sweep.settings=[equal]",)),
     (
         "h200x2/checkpoint_tail_two", "checkpoint_tail", "two",
-        ("sweep.seq_len=[256k]", "steps.measured=1", "steps.rounds=1", "limits.share_ranks=true"),
+        ("sweep.seq_len=[256k]", "steps.measured=1", "steps.rounds=1"),
     ),
     (
         "h200x2/node_kernels_two", "node_systems", "first",

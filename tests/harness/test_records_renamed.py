@@ -34,6 +34,12 @@ GONE = {
 
 # Of a run: trials at the same time, and rounds until an interval is narrow. No run had another value.
 GONE_OF_RUNS = {"lanes": 1, "interval": 0.0, "budget_seconds": 600.0}
+# Whether ranks ran several trials, which changed none of them: the setting, also in commands. `ranks_turn` stays.
+SHARED = re.compile(
+    r"\\n  share_ranks: (true|false)"
+    r'|,"--set","limits\.share_ranks=true"|,"--set=limits\.share_ranks=true"'
+    r"| --set[ =]limits\.share_ranks=true"
+)
 
 
 def went(settings: dict[str, Any]) -> bool:
@@ -112,7 +118,7 @@ def with_ids(value: Any, ids: dict[str, str]) -> Any:
 
 @cache
 def lines_before(path: str) -> list[str]:
-    return git("show", f"{BEFORE}:{path}").stdout.splitlines()
+    return SHARED.sub("", git("show", f"{BEFORE}:{path}").stdout).splitlines()
 
 
 @pytest.mark.skipif(git("cat-file", "-e", f"{BEFORE}^{{commit}}").returncode != 0, reason="a copy without the history")

@@ -1,4 +1,4 @@
-"""Rounds as values: a random order that keeps shared ranks together, what a trial lacks, several as one record."""
+"""Rounds as values: their random order, what a trial lacks, several as one record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from engine.measurement import ALLOCATION_RETRIES, GpuState, Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.records.record import Record, Round, Status
-from harness.run.rounds import PendingRounds, in_random_order, rounds_of, statuses_of, with_round
+from harness.run.rounds import PendingRounds, arranged, rounds_of, statuses_of, with_round
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
 
@@ -33,31 +33,10 @@ def trials(count: int) -> list[Trial]:
 def test_every_trial_is_in_the_order_once_and_every_order_is_as_likely():
     some = trials(3)
     shuffle = random.Random(0).shuffle
-    orders = Counter(
-        tuple(trial.settings.seed for trial in in_random_order(some, lambda _: None, shuffle)) for _ in range(3000)
-    )
+    orders = Counter(tuple(trial.settings.seed for trial in arranged(some, "random", shuffle)) for _ in range(3000))
     assert len(orders) == 6
     assert all(sorted(order) == [0, 1, 2] for order in orders)
     assert min(orders.values()) > 400  # of 500; 4.9 standard deviations
-
-
-def test_trials_that_share_ranks_follow_one_another_and_groups_and_members_are_shuffled():
-    some = trials(9)
-    shuffle = random.Random(1).shuffle
-    seen = set()
-    for _ in range(200):
-        order = [
-            trial.settings.seed
-            for trial in in_random_order(some, lambda trial: trial.settings.seed % 3 or None, shuffle)
-        ]
-        assert sorted(order) == list(range(9))
-        for kind in (1, 2):
-            places = [order.index(seed) for seed in range(9) if seed % 3 == kind]
-            assert max(places) - min(places) == 2
-        seen.add(tuple(order))
-    assert len(seen) > 150
-    assert any(order.index(1) < order.index(2) for order in seen)
-    assert any(order.index(2) < order.index(1) for order in seen)
 
 
 def one(number: int, seconds: list[float], status: Status = "ok", reason: str = "") -> Round:

@@ -337,7 +337,7 @@ model: {layers: 1, hidden: 32, ffn: 48, heads: 4, kv_heads: 2, head_dim: 8, voca
 sweep: {cp_size: [1, 2]}
 fixed: {method: burst, seq_len: 64, dtype: fp32}
 steps: {warmup: 1, measured: 2, rounds: 2}
-limits: {trial_seconds: 3600, share_ranks: true}
+limits: {trial_seconds: 3600}
 """
 
 
@@ -358,10 +358,6 @@ def test_real_trials_in_rounds_repeat_their_losses_and_a_resumed_run_adds_a_roun
     for number in (1, 2):
         places = [one.place for record in first.values() for one in record.rounds if one.number == number]
         assert sorted(places) == [1, 2, 3, 4]
-        # Trials that share ranks followed one another.
-        order = sorted(first.values(), key=lambda record: record.rounds[number - 1].place)
-        sizes = [record.settings.cp_size for record in order]
-        assert sizes in ([1, 1, 2, 2], [2, 2, 1, 1])
 
     again = ["run", "out/experiment.yaml", "--launcher", "local", "--out", "out", "--resume", "--set", "steps.rounds=3"]
     train = next(record.trial_id for record in first.values() if record.settings.task == "train")

@@ -111,7 +111,7 @@ def test_what_is_left_out_takes_the_defaults_of_the_settings(tmp_path: Path) -> 
     assert experiment.title == "question"
     assert experiment.tasks == ("train", "attention")
     assert (experiment.steps, experiment.seeds, experiment.sweep) == (Steps(), (0,), {})
-    assert (experiment.limits.trial_seconds, experiment.limits.share_ranks) == (0, False)
+    assert experiment.limits.trial_seconds == 0
 
 
 def test_rounds_are_read_from_steps_at_every_scale_and_are_no_part_of_what_a_trial_runs(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ WRONG = [
     ("batch_size: 1", "steps: {warmup: 1}", r":7: steps does not belong in fixed; write it as steps"),
     ("seeds: [0]", "limits: {trial_seconds: -1}", r":9: limits.trial_seconds is -1; expected seconds, or 0 for its d"),
     ("seeds: [0]", "limits: {start_seconds: -1}", r":9: limits.start_seconds is -1; expected seconds, or 0 for its d"),
-    ("seeds: [0]", "limits: {share_ranks: 2}", r":9: limits.share_ranks is 2; expected true or false"),
+    ("seeds: [0]", "limits: {share_ranks: true}", r":9: unknown key limits.share_ranks"),
     ("seeds: [0]", "exclude: {method: burst}", r":9: exclude is a mapping; expected a list of mappings"),
     ("seeds: [0]", "exclude: [{}]", r":9: an empty entry of exclude matches every trial"),
     ("seeds: [0]", "exclude: [{methd: burst}]", r":9: unknown key methd in exclude; did you mean method\?"),

@@ -56,7 +56,7 @@ exclude: [{model: beside, checkpoint.tail: [0.1]}, {task: attention, seed: [1, 2
 fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, deterministic: true}
 steps: {warmup: 0, rounds: 3}
 seeds: [0, 1, 2]
-limits: {trial_seconds: 33.5, share_ranks: true}
+limits: {trial_seconds: 33.5}
 reference: {paper: "ablation"}
 """
 

@@ -62,6 +62,8 @@ class RayConnection:
         if self.ray.is_initialized():
             raise UsageError("this process already uses a Ray of its own; end it first")
         self.address = _resolved(address)
+        # For sentences: Ray takes a loopback address for the host's other one, which the user has not typed.
+        self.named = self.address if address == "auto" else address
         self.stuck = False  # Ray waits for a head that is gone, and would do so for minutes when the program exits
         self._raylet: subprocess.Popen[bytes] | None = None
         self._directory = ""
@@ -73,7 +75,8 @@ class RayConnection:
         except (self.ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
             self.close()
             said = " ".join(without_color(str(error)).split())[:300]
-            raise ClusterLost(f"the Ray cluster at {self.address} cannot be joined ({said})") from error
+            said = said.replace(self.address, self.named)
+            raise ClusterLost(f"the Ray cluster at {self.named} cannot be joined ({said})") from error
         except BaseException:
             self.close()
             raise

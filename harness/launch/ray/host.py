@@ -95,7 +95,7 @@ class HostActor:
         if self._described is not None and machine.gpu_count < self._described.gpu_count:
             problem = f" ({machine.gpu_problem})" if machine.gpu_problem else ""
             return f"{machine.gpu_count} of its {self._described.gpu_count} GPUs answer{problem}"
-        if machine.device == "cpu" or self._supervisor.has_ranks:  # ranks that wait for another trial are ours
+        if machine.device == "cpu":
             return ""
         node = InventoryNode(host=Host(name=self._name), site=self._site)
         decisive = {name: check for name, check in checks.discover().items() if name in DECISIVE}

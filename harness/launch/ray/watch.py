@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from cluster.files.errors import without_color
 from harness.base.interrupts import look
-from harness.launch.launcher import Job, Part
-from harness.launch.limits import longest_seconds
+from harness.launch.launcher import Job, Part, longest_seconds
 from harness.launch.ray.connection import RayConnection
 from harness.launch.verdict import Watched, after_step
 

@@ -13,7 +13,7 @@ from engine.settings import TrialSettings
 from engine.tasks.products import matrix_products
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware, speeds_of
-from harness.plan.forecast import NEXT_SECONDS, START_SECONDS, cost_of, forecast, held_out_width, longest
+from harness.plan.forecast import START_SECONDS, cost_of, forecast, held_out_width, longest
 from harness.predict.calibration import Calibrated, Figure, hardware_document
 from harness.records.record import write_record
 from harness.spec.models import named_model
@@ -267,37 +267,13 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     assert one.time is not None
     cost = cost_of([settings, settings], hardware, rounds=3)
     steps = settings.steps.warmup + settings.steps.measured
-    assert cost.seconds == pytest.approx(6 * (25 + steps * one.time.seconds))
+    assert cost.seconds == pytest.approx(6 * (START_SECONDS + steps * one.time.seconds))
     assert cost.gpu_hours == pytest.approx(8 * cost.seconds / 3600)
     short = forecast(replace(settings, seq_len=1 << 15), hardware)
     assert short.time is not None
     warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
-    assert cost_of([warmed], hardware).seconds == pytest.approx(25 + 2 * short.time.seconds + 3 * one.time.seconds)
-
-
-def test_trials_that_share_ranks_start_once_where_no_others_come_between() -> None:
-    hardware = hardware_named("h200")
-    settings = TrialSettings(task="train", method="burst", model=named_model("1b"), seq_len=1 << 17, cp_size=4)
-    baseline, two = replace(settings, method="megatron_cp"), replace(settings, cp_size=2, world_size=2)
-    foreign = replace(settings, method="megatron_lm_upstream")
-
-    def start_seconds(*trials: TrialSettings, share: bool = True) -> float:
-        steps = sum(one.time.seconds for each in trials if (one := forecast(each, hardware)).time)
-        cost = cost_of(trials, hardware, rounds=3, share_ranks=share)
-        return cost.seconds - 3 * 4 * steps  # one step of warm-up, three measured
-
-    assert start_seconds(settings, baseline, share=False) == pytest.approx(6 * START_SECONDS)
-    assert start_seconds(settings, baseline) == pytest.approx(START_SECONDS + 5 * NEXT_SECONDS)
-    one = replace(settings, cp_size=1, world_size=1)
-    assert start_seconds(settings, two) == pytest.approx(6 * START_SECONDS)
-    assert start_seconds(settings, one) == pytest.approx(START_SECONDS + 5 * NEXT_SECONDS)  # on the first of the four
-    assert start_seconds(settings, two, one) == pytest.approx(6 * START_SECONDS + 3 * NEXT_SECONDS)
-    nodes, alone = replace(settings, emulate_nodes=2), replace(one, deterministic=True)
-    for pair in ((nodes, one), (settings, alone)):
-        assert start_seconds(*pair) == pytest.approx(6 * START_SECONDS)
-    assert start_seconds(settings, baseline, foreign) == pytest.approx(3 * (START_SECONDS + NEXT_SECONDS))
-    cost = cost_of([settings, baseline], hardware, share_ranks=True)
-    assert cost.gpu_hours == pytest.approx(4 * cost.seconds / 3600)
+    taken = START_SECONDS + 2 * short.time.seconds + 3 * one.time.seconds
+    assert cost_of([warmed], hardware).seconds == pytest.approx(taken)
 
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,7 @@ def minutes(figure: str, scale: str) -> float:
     experiment = load_experiment(paper_figures()[figure].experiment, scale)
     planned = [trial for trial in plan(experiment, HOST, [], hardware=H200) if trial.unsupported_reason is None]
     fit = [trial.settings for trial in planned if forecast(trial.settings, H200, plan=trial.plan).fits is not False]
-    rounds, share = experiment.rounds, experiment.limits.share_ranks
-    return cost_of(fit, H200, rounds=rounds, share_ranks=share).seconds / 60
+    return cost_of(fit, H200, rounds=experiment.rounds).seconds / 60
 
 
 def test_every_figure_is_on_the_page() -> None:
