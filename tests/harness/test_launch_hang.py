@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.launch.limits import JobLimits, Passed, longest_seconds
 
 from cluster.files.errors import quantity
 from harness.launch import stacks
-from harness.launch.launcher import SET, Job, Part
+from harness.launch.launcher import SET, Job, JobLimits, Part, Passed, longest_seconds
 from harness.launch.stacks import ask_flight_recorder, places_sentence, py_spy
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.launch.verdict import Exit, Watched, judge
@@ -251,9 +250,9 @@ def test_what_fails_after_a_hang_fails_because_of_it(tmp_path):
     )  # fmt: skip
 
 
-def test_the_flight_recorder_is_asked_by_its_pipe_and_its_file_comes_to_the_trial(tmp_path):
-    pipes, earlier, logs = (tmp_path / name for name in ("pipes", "earlier", "logs"))
-    for folder in (pipes, earlier, logs):
+def test_the_flight_recorder_is_asked_by_its_pipe_and_writes_its_file_there(tmp_path):
+    pipes, logs = tmp_path / "pipes", tmp_path / "logs"
+    for folder in (pipes, logs):
         folder.mkdir()
     os.mkfifo(pipes / "rank0.pipe")
     os.mkfifo(pipes / "rank1.pipe")  # of a rank that is gone: nothing reads it
@@ -261,11 +260,11 @@ def test_the_flight_recorder_is_asked_by_its_pipe_and_its_file_comes_to_the_tria
     def recorder() -> None:  # as the thread of a process group does: it opens the pipe, reads, and writes its file
         with open(pipes / "rank0.pipe", "rb") as pipe:
             pipe.read(1)
-        (earlier / "flight_rank0").write_bytes(b"collectives")
+        (logs / "flight_rank0").write_bytes(b"collectives")
 
     listening = threading.Thread(target=recorder)
     listening.start()
     while not (logs / "flight_rank0").exists():  # until the thread has opened its end
-        ask_flight_recorder(pipes, earlier, logs)
+        ask_flight_recorder(pipes, logs)
     listening.join()
     assert (logs / "flight_rank0").read_bytes() == b"collectives"
