@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and the folder of what is kept between processes."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_dir() -> Path:
+    """Folder of token stores and compiled kernels: $BURST_CACHE, else burst/ in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises RuntimeError where the user has no home.
+    """
+    if chosen := os.environ.get("BURST_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"

@@ -8,7 +8,6 @@ only plan also build and read stores.
 
 from engine.data.sources import PYTHON_DOCS as PYTHON_DOCS
 from engine.data.store import TokenStore as TokenStore
-from engine.data.store import cache_dir as cache_dir
 from engine.data.store import is_built as is_built
 from engine.data.store import open_tokens as open_tokens
 from engine.data.store import vocabulary_of as vocabulary_of

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
 
 import numpy as np
 
+from engine.atomic import cache_dir
 from engine.data.sequences import Sequences
 from engine.data.sources import PYTHON_DOCS, chunks_of, name_of, text_unsupported_reason
 from engine.data.tokenizers import ByteTokenizer, Tokenizer
@@ -206,13 +207,6 @@ def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: To
         file.write(np.array([tokenizer.end_of_text], dtype=saved).tobytes())
         tokens += 1
     return {"name": name_of(source), "sha256": own.hexdigest(), "tokens": tokens}
-
-
-def cache_dir() -> Path:
-    """Directory of the stores: $BURST_CACHE, else burst/ in $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("BURST_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"
 
 
 def is_built(source: str) -> bool:

@@ -7,6 +7,8 @@ exist on the rank that runs the backward.
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.atomic import cache_dir
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import (
     BackwardInputs,
@@ -26,9 +29,31 @@ from engine.attention.kernels import (
     half_precision_unsupported_reason,
 )
 
+_KEPT, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+
+
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
+    """Let the library keep what it compiles on disk; otherwise it compiles in each process, about 10 s of a trial.
+
+    In a folder of the user's own (`cache_dir`): what it holds is run, and the library's own choice lies where every
+    user of the host may write. Nothing is set where `environment` says otherwise, or where there is no such folder.
+    The library reads both variables when it is imported; it tells its versions and sources in what it keeps apart.
+    """
+    if _KEPT in environment or _FOLDER in environment:
+        return
+    try:
+        folder = cache_dir() / "flash_attention_4"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owned = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # a home that cannot be written, or none
+        return
+    if owned:
+        environment.update({_KEPT: "1", _FOLDER: str(folder)})
+
 
 @lru_cache(maxsize=1)
 def _interface() -> Any:
+    keep_compiled(os.environ)
     from flash_attn.cute import interface
 
     return interface

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.data import PYTHON_DOCS, cache_dir, open_tokens
+from engine.atomic import cache_dir
+from engine.data import PYTHON_DOCS, open_tokens
 
 
 @pytest.fixture(autouse=True)

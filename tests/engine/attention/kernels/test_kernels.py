@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from engine.attention.kernels import (
     unsupported_reason,
 )
 from engine.attention.kernels.cpu import CpuKernel
+from engine.attention.kernels.fa4 import keep_compiled
 from engine.attention.kernels.stand_in import output_stand_in
 from engine.measurement import relative_error, relative_errors
 
@@ -243,3 +246,36 @@ def test_a_kernel_that_cannot_run_is_refused_not_replaced() -> None:
     with pytest.raises(ValueError, match="unknown"):
         choose_kernel("fa5", problem)
     assert choose_kernel("auto", problem).name == "cpu"
+
+
+def test_fa4_keeps_what_it_compiles_in_a_folder_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path / "cache"))
+    environment: dict[str, str] = {}
+    keep_compiled(environment)
+    folder = tmp_path / "cache" / "flash_attention_4"
+    assert environment == {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder),
+    }
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
+def test_fa4_compiles_where_the_user_says(name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path / "cache"))
+    environment = {name: "0"}
+    keep_compiled(environment)
+    assert environment == {name: "0"}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_fa4_compiles_in_each_process_where_no_folder_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path / "cache"))
+    environment: dict[str, str] = {}
+    keep_compiled(environment)
+    assert environment == {}
