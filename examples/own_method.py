@@ -19,16 +19,16 @@ class Gather(EngineCommand):
         return "zigzag" if settings.mask == "causal" else "contiguous"  # zigzag: equal work for every rank
 
     def attention(self, cp, settings, mask=None):
-        return GatheredAttention(cp, settings)
+        return GatheredAttention(cp, settings.seq_len, causal=(mask or settings.mask) == "causal")
 
 
 class GatheredAttention:
-    def __init__(self, cp, settings):
+    def __init__(self, cp, seq_len, causal):
         import torch
 
         self.cp, self.visible = cp, None
-        if settings.mask == "causal":
-            keys_S, queries_L = torch.arange(settings.seq_len), cp.positions(settings.seq_len)
+        if causal:
+            keys_S, queries_L = torch.arange(seq_len), cp.positions(seq_len)
             self.visible = keys_S <= queries_L[:, None]
 
     def __call__(self, q_BLND, k_BLKD, v_BLKD, *, sinks_N=None, saved=None):

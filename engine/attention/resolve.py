@@ -274,7 +274,11 @@ def _model_chooses(choices: Choices) -> bool:
 
 
 def asks_for_link(problem: Problem, choices: Choices) -> bool:
-    """Whether a choice depends on the speed of the link between nodes; where it does not, none is measured."""
+    """Whether the link between nodes is measured before choosing: for the schedule, or for head chunks.
+
+    Where backward's side alone is open, its links keep their default speeds (`cheaper_backward`): both sides send in
+    the same pattern, so that nearly always the bytes decide.
+    """
     if not problem.on_gpu or problem.nodes == 1:
         return False
     return _model_chooses(choices) or (choices.schedule in ULYSSES_SCHEDULES and choices.num_head_chunks is None)
