@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -41,7 +42,6 @@ from engine.optimizer import OnePassAdamW
 from engine.profile.breakdown import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks.train import TrainTask
-from engine.worker import clear
 from harness.spec.models import load_model
 
 TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=192, heads=4, kv_heads=2, head_dim=16, vocab=512)
@@ -176,7 +176,12 @@ def settings_of(length: int, changed: dict[str, object]) -> TrialSettings:
 
 def task_of(world: World, length: int, changed: dict[str, object]) -> TrainTask:
     """A task of these settings, after the memory of the task before it has been freed: nothing may refer to that."""
-    clear()
+    gc.collect()
+    torch._dynamo.reset()  # graphs of another length would be compiled for any length
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return TrainTask(settings_of(length, changed), METHOD, world)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from engine.cuda.streams import own_stream
-from engine.worker import clear
 
 POOL = 32  # streams that torch has of each priority
 
@@ -25,5 +26,5 @@ def test_no_stream_of_torch_is_one_of_ours_and_trials_share_them() -> None:
         with torch.cuda.stream(ours[0]):
             assert torch.ones(8, device=device).sum().item() == 8
         del ours, theirs
-        clear()
+        gc.collect()
     assert seen[0] == seen[1] == seen[2]

@@ -153,26 +153,3 @@ def test_replayed_steps_equal_launched_ones_bit_for_bit(levers: dict[str, object
     [replayed] = run_on_ranks(1, steps_on_a_gpu, str(tmp_path), settings, backend="nccl")
     assert len(set(replayed[0])) == len(replayed[0])  # every step has its own tokens
     assert replayed[:2] == launched[:2]
-
-
-def two_trials(cache: str, settings: TrialSettings) -> list[int]:
-    """Allocated bytes before and after a trial whose steps are captured."""
-    from engine.worker import clear
-
-    os.environ["BURST_CACHE"] = cache
-    found = []
-    for _ in range(2):
-        task = TrainTask(settings, METHOD, arrange(settings, torch.device("cuda", 0)))
-        figures = task.run(lambda step: None)
-        assert figures.chosen["cuda_graph"] == "step"
-        assert figures.peak_allocated_bytes[0] >= task.captured_bytes > 0
-        del task
-        clear()
-        found.append(torch.cuda.memory_reserved())
-    return found
-
-
-@needs_a_gpu
-def test_a_captured_trial_leaves_no_memory_to_the_next(tmp_path: Path) -> None:
-    [found] = run_on_ranks(1, two_trials, str(tmp_path), SETTINGS, backend="nccl")
-    assert found[0] == found[1]
