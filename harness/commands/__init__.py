@@ -1,7 +1,8 @@
-"""The commands of `burst`: one module each, named as the command, which defines one `COMMAND`; here their common parts.
+"""The commands of `burst`: one module each, named as the command; here their common parts.
 
-A command reads arguments, calls other packages and prints. It computes nothing itself, and its module imports nothing
-heavy at the top, so that `burst --help` and `burst plan` answer at once.
+A module defines one `COMMAND`, and `VERBS` where a second word names what is done, as in `burst cluster up`. A command
+reads arguments, calls other packages and prints. It computes nothing itself, and its module imports nothing heavy at
+the top, so that `burst --help` and `burst plan` answer at once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
 
 
+# Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
+RENAMED = {"logs": "status --logs"}
+
+
 class Command(Protocol):
-    """One subcommand."""
+    """One command, or one verb of a command."""
 
     help: str  # one line, as `burst --help` prints it
     forwards: bool  # all arguments after the command's name stay unparsed, as `arguments.rest`
@@ -43,6 +48,11 @@ def all_commands() -> dict[str, Command]:
     """Commands by name, in alphabetical order."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {name: importlib.import_module(f"{__name__}.{name}").COMMAND for name in names}
+
+
+def verbs_of(name: str) -> dict[str, Command]:
+    """The verbs of a command by name; none for most."""
+    return dict(getattr(importlib.import_module(f"{__name__}.{name}"), "VERBS", {}))
 
 
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:
