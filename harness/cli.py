@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -137,9 +139,11 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
 
 def _list_verbs(parser: argparse.ArgumentParser, verbs: dict[str, Command]) -> None:
     """Verbs at the end of a command's help, and how a file of such a name is given."""
-    width = max(map(len, verbs))
+    columns, indent = shutil.get_terminal_size().columns - 2, max(map(len, verbs)) + 4
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join([
-        f"verbs, each with --help ({parser.prog} VERB; a file of that name is ./VERB):",
-        *(f"  {name:{width}}  {verb.help}" for name, verb in verbs.items()),
-    ])  # fmt: skip
+    parser.description = textwrap.fill(parser.description or "", columns)
+    listed = [f"verbs, each with --help ({parser.prog} VERB; a file of that name is ./VERB):"]
+    for name, verb in verbs.items():
+        line = f"  {name}".ljust(indent) + verb.help
+        listed.append(textwrap.fill(line, columns, subsequent_indent=" " * indent))
+    parser.epilog = "\n".join(listed)

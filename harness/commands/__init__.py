@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
-RENAMED = {"logs": "status --logs"}
+RENAMED = {"archive": "verify pack", "logs": "status --logs"}
 
 
 class Command(Protocol):

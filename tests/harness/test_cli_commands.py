@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.commands import RENAMED, all_commands
+from harness.commands import RENAMED, all_commands, verbs_of
 
 EXPERIMENT = """\
 title: A small question
@@ -241,7 +241,7 @@ def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
 
 def test_the_start_of_a_command_does_not_wait_for_numpy():
     script = (
-        "import sys; from harness.commands import RENAMED, all_commands; all_commands();"
+        "import sys; from harness.commands import RENAMED, all_commands, verbs_of; all_commands();"
         "sys.exit(' '.join({'numpy', 'rich'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -299,6 +299,23 @@ def test_an_earlier_name_of_a_command_does_what_todays_does_and_says_its_name(ol
     assert (end.value.code, said.err) == (0, f"burst {old} is now burst {new}\n")
     words = [word for word in new.split() if not word.startswith("-")]
     assert said.out.startswith(f"usage: burst {' '.join(words)} ")
+
+
+def test_the_help_of_a_command_lists_its_verbs_and_a_file_of_such_a_name_has_a_path(tmp_path, monkeypatch, capsys):
+    for command in all_commands():
+        if verbs := verbs_of(command):
+            with pytest.raises(SystemExit):
+                main([command, "--help"])
+            said = capsys.readouterr().out
+            assert "a file of that name is ./VERB" in said
+            assert [verb for verb in verbs if f"\n  {verb} " not in said] == []
+    monkeypatch.chdir(tmp_path)
+    Path("pack").mkdir()
+    assert main(["verify", "./pack"]) == 2
+    assert "pack" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # the verb, without the run that it packs
+        main(["verify", "pack"])
+    assert "burst verify pack: the following arguments are required: RUN" in capsys.readouterr().err
 
 
 def test_status_without_a_directory_is_of_the_newest_run_and_its_trials_have_logs(tmp_path, monkeypatch, capsys):
