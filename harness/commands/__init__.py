@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 # Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
-RENAMED = {"archive": "verify pack", "logs": "status --logs"}
+RENAMED = {
+    "archive": "verify pack",
+    "data": "train data",
+    "export": "train export",
+    "logs": "status --logs",
+}
 
 
 class Command(Protocol):

@@ -217,7 +217,7 @@ def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refuse
 
 
 def test_an_archive_for_a_read_only_file_system_is_refused_with_the_next_step(run: Path) -> None:
-    program = f"{sys.executable} -m harness archive {run} --out /mnt/demo.tar.gz"
+    program = f"{sys.executable} -m harness verify pack {run} --out /mnt/demo.tar.gz"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o ro none /mnt && exec {program}"],
         cwd=PROJECT, capture_output=True, text=True, check=False,
