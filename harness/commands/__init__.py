@@ -13,12 +13,12 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from cluster.node_arguments import add_host_key_arguments
-from harness.base.errors import UsageError
+from harness.base.errors import UsageError, nearest
 from harness.launch.launcher import LAUNCHERS, Launcher
 
 if TYPE_CHECKING:
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 # Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
 RENAMED = {
     "archive": "verify pack",
+    "check": "cluster check",
     "data": "train data",
+    "env": "cluster env",
     "export": "train export",
     "logs": "status --logs",
+    "nodes": "cluster nodes",
 }
 
 
@@ -47,6 +50,24 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the command; returns the exit code. Raises UsageError for an error of the user."""
         ...
+
+
+class Verbs:
+    """A command that does nothing by itself: a verb says what."""
+
+    forwards = False
+
+    def __init__(self, help: str, verbs: Mapping[str, Command]) -> None:
+        self.help = help
+        self._verbs = verbs
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("verb", nargs="?", metavar="VERB", help="|".join(self._verbs))
+        parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        found = "names no verb" if arguments.verb is None else f"has no verb {arguments.verb}"
+        raise UsageError(f"burst {arguments.typed[0]} {found}; {nearest(arguments.verb or '', self._verbs)}")
 
 
 def all_commands() -> dict[str, Command]:

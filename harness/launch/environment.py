@@ -1,6 +1,6 @@
 """Environment variables of a trial's processes: those of `cluster.environment`, the user's over them, a rank's own.
 
-`cluster.environment` states each value with its reason, for launches and for `burst env` alike.
+`cluster.environment` states each value with its reason, for launches and for `burst cluster env` alike.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_p
                 "present",
                 "present",
             ]
-            podman.burst("check", *reach, "--only", "docker", "--no-history")  # exits with 0: every host has its image
+            podman.burst(
+                "cluster", "check", *reach, "--only", "docker", "--no-history"
+            )  # exits with 0: every host has its image
 
             # The launcher has to have the hosts' Python, so it runs in the image too.
             def inside(*words: str) -> str:

@@ -29,7 +29,7 @@ def experiment(tmp_path, monkeypatch):
 
 
 def test_every_command_module_is_found_by_its_name():
-    assert {"run", "plan", "report", "doctor", "check", "status"} <= set(all_commands())
+    assert {"run", "plan", "report", "doctor", "cluster", "status"} <= set(all_commands())
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_the_start_of_a_command_does_not_wait_for_numpy():
 
 def test_check_gets_its_arguments_as_they_were_typed(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(["check", "--help"])
+        main(["cluster", "check", "--help"])
     assert exit_info.value.code == 0
-    assert "usage: burst check" in capsys.readouterr().out
+    assert "usage: burst cluster check" in capsys.readouterr().out
 
 
 def test_status_of_a_damaged_description_says_how_to_mend_it(tmp_path, capsys):
@@ -316,6 +316,12 @@ def test_the_help_of_a_command_lists_its_verbs_and_a_file_of_such_a_name_has_a_p
     with pytest.raises(SystemExit):  # the verb, without the run that it packs
         main(["verify", "pack"])
     assert "burst verify pack: the following arguments are required: RUN" in capsys.readouterr().err
+
+
+def test_a_command_of_verbs_alone_names_them_and_the_neighbour_of_an_unknown_one(capsys):
+    for words, said in ([], "names no verb; expected nodes, check,"), (["staus", "--x"], "did you mean status?"):
+        assert main(["cluster", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_status_without_a_directory_is_of_the_newest_run_and_its_trials_have_logs(tmp_path, monkeypatch, capsys):
