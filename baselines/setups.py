@@ -45,7 +45,7 @@ class Paper:
 
 
 _WHOLE = Checkpoint(every=1, tail=0.0)
-# The names that `burst baselines show` takes.
+# The names that `burst setup baselines show` takes.
 SETUPS: dict[str, Paper] = {
     "megatron_lm": Paper(
         package="megatron_lm",

@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 # Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
 RENAMED = {
     "archive": "verify pack",
+    "baselines": "setup baselines",
+    "calibrate": "setup calibrate",
     "check": "cluster check",
     "data": "train data",
     "env": "cluster env",
     "export": "train export",
+    "image": "setup image",
     "logs": "status --logs",
     "nodes": "cluster nodes",
 }

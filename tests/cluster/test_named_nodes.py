@@ -58,7 +58,7 @@ def test_a_file_behind_hosts_is_refused(lab: Path) -> None:
         ["cluster", "env"],
         ["cluster", "nodes"],
         ["cluster", "up"],
-        ["image", "push"],
+        ["setup", "image", "push"],
     ],
 )
 def test_every_command_refuses_a_name_that_is_no_node_of_the_inventory(
