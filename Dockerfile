@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1
 # The environment of `burst`, and one stage for each system it is compared with.
-#   burst image build                                                       CUDA 13
-#   TORCH_INDEX_URL=... burst image build --cuda 12 --tag burst:cuda12      CUDA 12, for older drivers
-#   burst image build --cuda none --tag burst:cpu                           CPUs alone
+#   burst setup image build                                                   CUDA 13
+#   TORCH_INDEX_URL=... burst setup image build --cuda 12 --tag burst:cuda12  CUDA 12, for older drivers
+#   burst setup image build --cuda none --tag burst:cpu                       CPUs alone
 # Of these the last, the stage `test` and the stage `deepspeed` have been built, with podman on a Debian base made by
 # debootstrap. What starts from NVIDIA's images has not been built: expect errors there. docs/install.md says more.
 

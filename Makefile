@@ -55,7 +55,7 @@ docs: install
 # The image for CPUs, and a small experiment in it (docs/install.md); make image ENGINE=podman where that is the engine.
 ENGINE = docker
 image: install
-	@$(BIN)/burst image build --engine $(ENGINE) --cuda none --tag burst:cpu
+	@$(BIN)/burst setup image build --engine $(ENGINE) --cuda none --tag burst:cpu
 	@$(ENGINE) run --rm --init --network none --ipc host burst:cpu run experiments/quickstart.yaml --scale smoke
 
 clean:

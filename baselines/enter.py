@@ -1,7 +1,7 @@
 """`python -m baselines.enter MODULE TRIAL_DIR`: become the engine's worker, run by a compared system's interpreter.
 
 The launcher starts each rank of such a trial with it, and this process goes on as `engine.worker` in the environment
-that `burst baselines install` made: the system's own packages and the torch it borrowed. Of this project that
+that `burst setup baselines install` made: the system's own packages and the torch it borrowed. Of this project that
 interpreter sees the packages `engine` and `baselines` alone, through links. What was installed is handed on in a
 variable, because the system's interpreter lacks what reads pins.
 """

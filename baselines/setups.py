@@ -1,7 +1,7 @@
 """The paper's set-ups: what each node has to run for one of its systems, from the adapter that `burst run` uses.
 
-The paper's nodes have eight GPUs each. All systems get one NCCL setting, rendered for a site as `burst env` does; as
-published, each has what its own script in the artifact set. Starts nothing and needs no GPU.
+The paper's nodes have eight GPUs each. All systems get one NCCL setting, rendered for a site as `burst cluster env`
+does; as published, each has what its own script in the artifact set. Starts nothing and needs no GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Paper:
 
 
 _WHOLE = Checkpoint(every=1, tail=0.0)
-# The names that `burst baselines show` takes.
+# The names that `burst setup baselines show` takes.
 SETUPS: dict[str, Paper] = {
     "megatron_lm": Paper(
         package="megatron_lm",

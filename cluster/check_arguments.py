@@ -1,4 +1,4 @@
-"""The command line of `check_nodes.py` and `burst check`, and the checks that it names."""
+"""The command line of `check_nodes.py` and `burst cluster check`, and the checks that it names."""
 
 from __future__ import annotations
 

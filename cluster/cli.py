@@ -1,4 +1,4 @@
-"""The program of node checks: `check_nodes.py` and `burst check` are both this `main`."""
+"""The program of node checks: `check_nodes.py` and `burst cluster check` are both this `main`."""
 
 from __future__ import annotations
 

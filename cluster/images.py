@@ -159,7 +159,7 @@ def images_here(nodes: Sequence[InventoryNode], targets: Sequence[Target]) -> di
             if found is None:
                 raise UsageError(
                     f"{target.engine} here has no image {target.image}; "
-                    f"build it with burst image build --tag {target.image}"
+                    f"build it with burst setup image build --tag {target.image}"
                 )
             here[key] = found
         container = node.site.container

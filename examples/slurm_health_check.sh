@@ -7,7 +7,7 @@ SITE=${SITE:-/etc/burst/site.yaml}
 NODE=${SLURMD_NODENAME:-$(hostname -s)}
 OURS='burst check:' # our reasons begin with it; a node with another reason stays drained
 
-said=$(timeout -k 5 50 "$BURST" check --site "$SITE" --nagios --timeout 40 2>/dev/null)
+said=$(timeout -k 5 50 "$BURST" cluster check --site "$SITE" --nagios --timeout 40 2>/dev/null)
 code=$?
 finding=$(printf '%s' "${said%% | *}" | tr -d '"' | cut -c 1-200)
 state=$(scontrol show node "$NODE" --oneliner)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
 from cluster.files.errors import shown_error, shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import Command, all_commands
+from harness.commands import RENAMED, Command, all_commands, verbs_of
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -37,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Raises SystemExit for --help, --version and an unknown argument."""
     if sys.stdout is None:  # closed by the caller; the next file opened would take its place and be printed into
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-    typed = list(sys.argv[1:] if argv is None else argv)
-    commands = all_commands()
+    typed = _renamed(list(sys.argv[1:] if argv is None else argv))
     try:
-        arguments = _parse(typed, commands)
+        command, arguments = _parse(typed)
         with interruptible():  # SIGHUP and SIGTERM leave a resumable state, as Ctrl-C does
-            code = commands[arguments.command].run(arguments)
+            code = command.run(arguments)
             sys.stdout.flush()  # here, where an error still has its sentence
         return code
     except UsageError as error:
@@ -98,21 +99,51 @@ class _CommandParser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {shown_error(message)}; `{self.prog} --help` lists the arguments\n")
 
 
-def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:
-    parser = _CommandParser(
+def _renamed(typed: list[str]) -> list[str]:
+    """The words with today's name of a command in the place of an earlier one, which is said."""
+    if not typed or typed[0] not in RENAMED:
+        return typed
+    words = RENAMED[typed[0]]
+    print(f"burst {typed[0]} is now burst {words}", file=sys.stderr)
+    return [*words.split(), *typed[1:]]
+
+
+def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
+    """The command or verb that the first words name, and its arguments."""
+    commands = all_commands()
+    top = _CommandParser(
         prog="burst", description="Measure training on extremely long sequences: run, compare and report."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    top.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
+    subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
-        subparser = subparsers.add_parser(
-            name, help=command.help, description=command.help, add_help=not command.forwards
-        )
-        command.configure(subparser)
-    if typed and typed[0] in commands and commands[typed[0]].forwards:
+        subparsers.add_parser(name, help=command.help)
+    top.parse_args(typed[:1])
+
+    verbs = verbs_of(typed[0])
+    words = typed[:2] if verbs.keys() & set(typed[1:2]) else typed[:1]
+    command = verbs[words[1]] if words[1:] else commands[typed[0]]
+    rest = typed[len(words) :]
+    if command.forwards:
         # argparse would claim options among the forwarded arguments, --help first of all.
-        return argparse.Namespace(command=typed[0], rest=typed[1:], typed=typed)
-    arguments, unknown = parser.parse_known_args(typed, argparse.Namespace(typed=typed))
+        return command, argparse.Namespace(rest=rest, typed=typed)
+    parser = _CommandParser(prog=" ".join(["burst", *words]), description=command.help)
+    command.configure(parser)
+    if verbs and not words[1:]:
+        _list_verbs(parser, verbs)
+    arguments, unknown = parser.parse_known_args(rest, argparse.Namespace(typed=typed))
     if unknown:
-        subparsers.choices[arguments.command].error(f"{' '.join(unknown)} is not known")
-    return arguments
+        parser.error(f"{' '.join(unknown)} is not known")
+    return command, arguments
+
+
+def _list_verbs(parser: argparse.ArgumentParser, verbs: dict[str, Command]) -> None:
+    """Verbs at the end of a command's help, and how a file of such a name is given."""
+    columns, indent = shutil.get_terminal_size().columns - 2, max(map(len, verbs)) + 4
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", columns)
+    listed = [f"verbs, each with --help ({parser.prog} VERB; a file of that name is ./VERB):"]
+    for name, verb in verbs.items():
+        line = f"  {name}".ljust(indent) + verb.help
+        listed.append(textwrap.fill(line, columns, subsequent_indent=" " * indent))
+    parser.epilog = "\n".join(listed)

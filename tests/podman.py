@@ -148,7 +148,7 @@ def built(tag: str, *options: str) -> Iterator[str]:
         given += [f"--build-arg={name}={BASE}" for name in ("CUDA_NONE_IMAGE", "DEVEL_IMAGE")]
         given += ["--build-arg=BASELINE_IMAGE=devel"]
         words = [f"--engine-option={option}" for option in given]
-        burst("image", "build", "--engine", "podman", "--cuda", "none", "--tag", tag, *words, *options)
+        burst("setup", "image", "build", "--engine", "podman", "--cuda", "none", "--tag", tag, *words, *options)
     try:
         yield tag
     finally:

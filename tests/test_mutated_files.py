@@ -231,7 +231,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_report([run], run, ("csv", "md"))
     published = folder / "published" / "cpu"
     published.mkdir(parents=True)
-    assert main(["archive", str(run), "--out", str(published / "packed.jsonl")]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(published / "packed.jsonl")]) == 0
     shutil.copytree(run, published / "unpacked")
     return folder
 

@@ -158,8 +158,8 @@ print(f"right-of-{cp.size}")
 def test_every_command_and_option_a_page_shows_is_known(page):
     unknown = []
     for words in commands_of(page.read_text(encoding="utf-8")):
-        named = [word for word in words[:2] if not word.startswith(("-", "["))]  # the second may be a subcommand
-        known = burst_help(" ".join(named)) or burst_help(" ".join(named[:1]))
+        named = [word for word in words[:3] if not word.startswith(("-", "["))]  # the second and third may be verbs
+        known = next(filter(None, (burst_help(" ".join(named[:count])) for count in (3, 2, 1))), None)
         options = [re.split(r"[=\]]", word)[0].lstrip("[") for word in words if word.lstrip("[").startswith("-")]
         if known is None or any(option not in known for option in options):
             unknown.append(" ".join(words))

@@ -62,7 +62,7 @@ def attention_rows(
             row = Row(
                 system=system.title, release=release, case=case.name, form=case.form, kernel=system.kernel,
                 ranks=case.ranks, dtype=case.dtype, heads=case.heads, kv_heads=case.kv_heads, verdict="fails",
-                native=case.native, reproduce=f"burst baselines fidelity {name} --case {case.name}",
+                native=case.native, reproduce=f"burst setup baselines fidelity {name} --case {case.name}",
             )  # fmt: skip
             row = _with_results(row, case, wanted[case.name], scratch, ended)
             rows.append(_with_native(row, case, wanted[case.name], scratch) if case.native else row)

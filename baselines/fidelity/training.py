@@ -46,7 +46,7 @@ def training_rows(
         row = Row(
             system=system.title, release=release, case=case.name, form=case.form, kernel=system.kernel,
             ranks=case.ranks, dtype="fp32", heads=SHAPE.heads, kv_heads=SHAPE.kv_heads, verdict="fails",
-            reproduce=f"burst baselines fidelity {name} --case {case.name}",
+            reproduce=f"burst setup baselines fidelity {name} --case {case.name}",
         )  # fmt: skip
         ended = _run(system, case, place, scratch)
         paths = [scratch / f"{case.name}.rank{rank}.pt" for rank in range(case.ranks)]

@@ -33,7 +33,7 @@ def opened(given: Path | None, scratch: Path) -> Iterator[Path | None]:
         return
     if not given.exists():
         raise UsageError(
-            f"--from {given} does not exist; give a folder, or an archive that burst baselines bundle made"
+            f"--from {given} does not exist; give a folder, or an archive that burst setup baselines bundle made"
         )
     with tempfile.TemporaryDirectory(prefix=".bundle-", dir=scratch) as folder:
         unpack_tar(given, Path(folder), "give a bundle, or pack it again")

@@ -112,7 +112,7 @@ class InstallPlace:
     @property
     def install_command(self) -> str:
         """The line that a user types."""
-        return f"burst baselines install {self.system} --flavour {self.flavour}"
+        return f"burst setup baselines install {self.system} --flavour {self.flavour}"
 
     def state(self) -> Installation | None:
         """What `installed.json` says; None where there is none. Raises ValueError for one that cannot be read."""

@@ -106,8 +106,8 @@ class MegatronLM(Upstream):
         if settings.optimizer_offload and self.place.flavour == "paper":
             return (
                 f"{self.name} is the paper's copy here, which keeps its optimizer on the GPU, found optimizer_offload "
-                f"true; set it to false, or install the release: burst baselines install {self.package} --flavour "
-                "current"
+                "true; set it to false, or install the release: "
+                f"burst setup baselines install {self.package} --flavour current"
             )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
@@ -123,7 +123,8 @@ class MegatronLM(Upstream):
         if schedule != "ring" and self.place.flavour == "paper":
             return (
                 f"{self.name} is the paper's copy here, which sends point to point alone, found schedule {schedule}; "
-                f"set it to ring, or install the release: burst baselines install {self.package} --flavour current"
+                "set it to ring, or install the release: "
+                f"burst setup baselines install {self.package} --flavour current"
             )
         if schedule in ("ulysses", "usp") and settings.tp_size > 1:
             return (

@@ -4,9 +4,9 @@
 `prepare`, which takes the request and the ranks' group and returns a function of this rank's q, k, v in [batch, tokens,
 heads, head_dim]. Each step is timed on its slowest rank from a common start; rank 0 prints one line of JSON per step.
 
-With `cases` in the request nothing is timed (`burst baselines fidelity`). Each case gives whole tensors in a file. The
-rank takes its tokens of them, as the case's `layout` or `positions` of `call.py` says. It leaves out, dq, dk, dv and
-the bytes it sent, or the error that the system raised.
+With `cases` in the request nothing is timed (`burst setup baselines fidelity`). Each case gives whole tensors in a
+file. The rank takes its tokens of them, as the case's `layout` or `positions` of `call.py` says. It leaves out, dq, dk,
+dv and the bytes it sent, or the error that the system raised.
 """
 
 import datetime

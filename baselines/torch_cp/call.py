@@ -1,4 +1,4 @@
-"""torch's own ring attention, as `burst baselines fidelity` calls it (baselines/programs/attention.py).
+"""torch's own ring attention, as `burst setup baselines fidelity` calls it (baselines/programs/attention.py).
 
 Its public context manager replaces torch's attention on GPUs alone. The ring below it takes the attention of one block
 as an argument: here torch's for CPUs. `public` in the request calls the public one.

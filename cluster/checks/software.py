@@ -136,8 +136,8 @@ def docker(output: Output, site: Site, board: Board) -> Verdict:
         return fail(f"{engine} cannot give containers GPUs; {_REPAIR[engine]}")
     image, wanted = said["image"].strip(), site.container.image_id
     if not image:
-        return fail(f"the image {site.container.image} is absent; run burst image push")
+        return fail(f"the image {site.container.image} is absent; run burst setup image push")
     if wanted is not None and image != wanted:
-        return fail(f"{site.container.image} is {image[:19]}, expected {wanted[:19]}; run burst image push")
+        return fail(f"{site.container.image} is {image[:19]}, expected {wanted[:19]}; run burst setup image push")
     has = f"{engine} {said['engine'].strip()} has {site.container.image} ({image[:19]})"
     return ok(has, facts={"image_id": image})

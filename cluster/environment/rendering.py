@@ -32,7 +32,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnvironment:
-    """Everything `burst env` shows about one node."""
+    """Everything `burst cluster env` shows about one node."""
 
     values: tuple[Variable, ...]
     network: NodeNetwork
@@ -106,7 +106,8 @@ def env_sh(environment: NodeEnvironment) -> str:
     """The node's environment as a POSIX shell script that only sets variables."""
     node = printable(environment.node)  # a line break would end the comment and begin a command
     lines = [
-        f"# Environment of {node}, rendered by `burst env`. To be sourced; it sets variables and does nothing else."
+        f"# Environment of {node}, rendered by `burst cluster env`. To be sourced; it sets variables and does nothing "
+        "else.",
     ]
     for value in environment.values:
         lines += ["", f"# {value.origin}: {printable(value.reason)}", f"export {value.name}={_quoted(value.value)}"]

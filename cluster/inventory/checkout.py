@@ -1,7 +1,7 @@
 """The software of a run: versions of interpreter and packages, and a digest of the project's files.
 
-`burst check`, `burst cluster up` and the supervisors of a run compare them with this machine's, which drives the run.
-The file is also a program: a node's interpreter gets it as text, so it imports only the standard library.
+`burst cluster check`, `burst cluster up` and the supervisors of a run compare them with this machine's, which drives
+the run. The file is also a program: a node's interpreter gets it as text, so it imports only the standard library.
 """
 
 from __future__ import annotations

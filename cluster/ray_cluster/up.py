@@ -155,7 +155,7 @@ class _StartingCluster:
                 if not self.kept:
                     raise UsageError(
                         f"none of the {len(self.inventory.nodes)} nodes is usable; "
-                        "see burst check for each one's findings"
+                        "see burst cluster check for each one's findings"
                     )
                 self._save([])
                 return self.state
@@ -360,7 +360,7 @@ def unfit_nodes(nodes: Sequence[InventoryNode], connect: Connect, seconds: float
         else:
             unknown = [check for check, verdict in report.verdicts.items() if verdict.level == "unknown"]
             if unknown:
-                say(f"{name} takes part, although {', '.join(unknown)} gave no answer; see burst check")
+                say(f"{name} takes part, although {', '.join(unknown)} gave no answer; see burst cluster check")
     return {node.name: unfit[node.name] for node in nodes if node.name in unfit}
 
 

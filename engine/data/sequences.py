@@ -47,7 +47,7 @@ class Sequences(ABC):
         return tokens[:, :-1], tokens[:, 1:]
 
 
-# Default fraction of a text held out, by `burst data` and by `burst train` from a plain text.
+# Default fraction of a text held out, by `burst train data` and by `burst train` from a plain text.
 VALIDATION = 0.01
 
 
@@ -64,7 +64,7 @@ class TokenSpan:
 
 
 def spans(header: StoreHeader, *, built: bool) -> tuple[TokenSpan, TokenSpan]:
-    """(training, validation) of the tokens of a store. One that `burst data` built has the split chosen
+    """(training, validation) of the tokens of a store. One that `burst train data` built has the split chosen
     there, which may hold out nothing; of a text read without a store of its own the last 1% is held out."""
     edge = header.count - (header.validation if built else int(header.count * VALIDATION))
     return TokenSpan(start=0, stop=edge), TokenSpan(start=edge, stop=header.count)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TOKENS_FILE = "tokens.bin"
 HEADER_FILE = "header.json"
 
-_NEXT_STEP = "remove it; that of a text is built again when it is next read, any other with `burst data`"
+_NEXT_STEP = "remove it; that of a text is built again when it is next read, any other with `burst train data`"
 
 TokenType = Literal["uint8", "uint16", "uint32"]
 
@@ -153,7 +153,7 @@ def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, v
         if validation and not held_out:
             raise ValueError(
                 f"{validation:g} of {count} tokens is less than one token; "
-                "give `burst data` a larger --validation, or 0"
+                "give `burst train data` a larger --validation, or 0"
             )
         header = StoreHeader(
             origin=", ".join(document["name"] for document in documents),
@@ -210,12 +210,12 @@ def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: To
 
 
 def is_built(source: str) -> bool:
-    """Whether `source` is a store that `burst data` built, rather than a text."""
+    """Whether `source` is a store that `burst train data` built, rather than a text."""
     return source != PYTHON_DOCS and is_store(Path(source))
 
 
 def open_tokens(source: str) -> TokenStore:
-    """The tokens of `source`: a store that `burst data` built, or the store of a text, built on first use.
+    """The tokens of `source`: a store that `burst train data` built, or the store of a text, built on first use.
 
     Args:
         source: the directory of a token store, `python_docs`, or the path of a UTF-8 text file.
@@ -255,7 +255,7 @@ def _store_name(source: str) -> str:
     if not path.is_file():
         raise ValueError(
             f"data {source!r} is no file and no token store; give {PYTHON_DOCS}, the path of a UTF-8 text file, or a "
-            "directory that `burst data` built"
+            "directory that `burst train data` built"
         )
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]

@@ -67,7 +67,7 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenS
         raise ValueError(
             f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
             f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
-            "with a larger `burst data --validation`"
+            "with a larger `burst train data --validation`"
         )
     return store, training, held_out
 
@@ -84,7 +84,7 @@ def check_weights(config: TrainingConfig, header: StoreHeader) -> None:
         raise ValueError(
             f"init_from {directory} has a tokenizer of {vocabulary} tokens, but {config.settings.data} holds tokens of "
             f"tokenizer {header.tokenizer}, which has {header.vocabulary}; build a store with "
-            f"`burst data --tokenizer {tokenizer}`"
+            f"`burst train data --tokenizer {tokenizer}`"
         )
 
 

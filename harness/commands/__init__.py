@@ -1,7 +1,8 @@
-"""The commands of `burst`: one module each, named as the command, which defines one `COMMAND`; here their common parts.
+"""The commands of `burst`: one module each, named as the command; here their common parts.
 
-A command reads arguments, calls other packages and prints. It computes nothing itself, and its module imports nothing
-heavy at the top, so that `burst --help` and `burst plan` answer at once.
+A module defines one `COMMAND`, and `VERBS` where a second word names what is done, as in `burst cluster up`. A command
+reads arguments, calls other packages and prints. It computes nothing itself, and its module imports nothing heavy at
+the top, so that `burst --help` and `burst plan` answer at once.
 """
 
 from __future__ import annotations
@@ -12,20 +13,35 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from cluster.node_arguments import add_host_key_arguments
-from harness.base.errors import UsageError
+from harness.base.errors import UsageError, nearest
 from harness.launch.launcher import LAUNCHERS, Launcher
 
 if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
 
 
+# Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
+RENAMED = {
+    "archive": "verify pack",
+    "baselines": "setup baselines",
+    "calibrate": "setup calibrate",
+    "check": "cluster check",
+    "data": "train data",
+    "env": "cluster env",
+    "export": "train export",
+    "image": "setup image",
+    "logs": "status --logs",
+    "nodes": "cluster nodes",
+}
+
+
 class Command(Protocol):
-    """One subcommand."""
+    """One command, or one verb of a command."""
 
     help: str  # one line, as `burst --help` prints it
     forwards: bool  # all arguments after the command's name stay unparsed, as `arguments.rest`
@@ -39,10 +55,33 @@ class Command(Protocol):
         ...
 
 
+class Verbs:
+    """A command that does nothing by itself: a verb says what."""
+
+    forwards = False
+
+    def __init__(self, help: str, verbs: Mapping[str, Command]) -> None:
+        self.help = help
+        self._verbs = verbs
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("verb", nargs="?", metavar="VERB", help="|".join(self._verbs))
+        parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        found = "names no verb" if arguments.verb is None else f"has no verb {arguments.verb}"
+        raise UsageError(f"burst {arguments.typed[0]} {found}; {nearest(arguments.verb or '', self._verbs)}")
+
+
 def all_commands() -> dict[str, Command]:
     """Commands by name, in alphabetical order."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {name: importlib.import_module(f"{__name__}.{name}").COMMAND for name in names}
+
+
+def verbs_of(name: str) -> dict[str, Command]:
+    """The verbs of a command by name; none for most."""
+    return dict(getattr(importlib.import_module(f"{__name__}.{name}"), "VERBS", {}))
 
 
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:

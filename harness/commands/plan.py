@@ -38,7 +38,7 @@ class PlanCommand:
         parser.add_argument(
             "--hardware", metavar="NAME",
             help="plan for nodes of these GPUs, as many as a trial needs (a file of experiments/hardware/, such as "
-            "h200, or a path of one that `burst calibrate` wrote) and predict step time and memory",
+            "h200, or a path of one that `burst setup calibrate` wrote) and predict step time and memory",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 

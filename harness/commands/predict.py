@@ -31,7 +31,7 @@ class PredictCommand:
         parser.add_argument("experiment", nargs="?", help=argparse.SUPPRESS)  # refused with the command that takes one
         parser.add_argument(
             "--hardware", required=True, metavar="NAME",
-            help="a file of experiments/hardware/, such as a800, or a path of one that `burst calibrate` wrote",
+            help="a file of experiments/hardware/, such as a800, or a path of one that `burst setup calibrate` wrote",
         )  # fmt: skip
         add_question_arguments(parser)
         parser.add_argument(
@@ -92,7 +92,7 @@ class PredictCommand:
         if missing := assumed(hardware):
             print(
                 f"{hardware.title} has no measured {', '.join(missing)}: common values stand for them; "
-                "`burst calibrate` measures them"
+                "`burst setup calibrate` measures them"
             )
         return 0
 

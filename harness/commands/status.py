@@ -1,20 +1,31 @@
-"""`burst status`: the state of a run's trials, read from another shell."""
+"""`burst status`: the state of a run's trials, read from another shell, and the output of their ranks."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
+import re
+import shlex
+import shutil
+import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from cluster.files.errors import counted, shown, shown_value
-from harness.base.errors import UsageError
+from cluster.files.filesystem import open_regular
+from harness.base.errors import UsageError, nearest, one_of
 from harness.records.record import refuse_bad
+from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
 
 if TYPE_CHECKING:
     from harness.run.state import RunState, TrialState
+
+
+RUNS = Path("results", "runs")  # where runs lie unless --out says otherwise
+LISTED = 5  # ids that one sentence names
 
 
 class StatusCommand:
@@ -22,32 +33,71 @@ class StatusCommand:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of a run")
+        parser.add_argument(
+            "directory", nargs="?", type=Path, metavar="DIR",
+            help=f"a run, or a folder of runs, which stands for its newest (default: {RUNS})",
+        )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+        parser.add_argument(
+            "--logs", metavar="TRIAL",
+            help="print what the ranks of this trial printed instead: its id in DIR, the id's beginning, or its path",
+        )  # fmt: skip
+        parser.add_argument("--rank", type=int, metavar="N", help="with --logs: of this rank alone")
+        parser.add_argument(
+            "--round", type=int, metavar="N", help="with --logs: of this round (default: the one that ran last)"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.run.state import next_step, state_of
-        from harness.training.progress import is_training_run, training_status
+        if arguments.logs is not None:
+            return _print_logs(arguments)
+        if arguments.rank is not None or arguments.round is not None:
+            raise UsageError("--rank and --round choose among the logs of a trial; name it with --logs TRIAL")
+        return _print_state(arguments)
 
-        if is_training_run(arguments.directory):
-            if arguments.json:
-                raise UsageError(
-                    f"{arguments.directory} is a training run, whose metrics.jsonl is JSON; leave --json out"
-                )
-            print(shown(training_status(arguments.directory)))
-            return 0
-        state = state_of(arguments.directory)
+
+def _print_state(arguments: argparse.Namespace) -> int:
+    """Every trial of a named run, or one sentence about the newest one, and what to do next."""
+    from harness.run.state import next_step, state_of
+    from harness.training.progress import is_training_run, training_status
+
+    directory = run_named(arguments.directory)
+    named = directory == arguments.directory
+    if is_training_run(directory):
         if arguments.json:
-            print(json.dumps(as_json(state) | {"next": next_step(state, arguments.directory)}, indent=1))
-        else:
-            for trial in state.failures_first():
-                if trial.status not in ("waiting", "unusable"):
-                    print(shown(line_of(trial)))
-            print(shown(summary_of(state)))
-            if step := next_step(state, arguments.directory):
-                print(shown(step))
-        refuse_bad(state.bad)
+            raise UsageError(f"{directory} is a training run, whose metrics.jsonl is JSON; leave --json out")
+        print(shown(training_status(directory)))
         return 0
+    state = state_of(directory)
+    step = next_step(state, directory)
+    if arguments.json:
+        print(json.dumps(as_json(state) | {"next": step}, indent=1))
+    else:
+        for trial in state.failures_first() if named else []:
+            if trial.status not in ("waiting", "unusable"):
+                print(shown(line_of(trial)))
+        print(shown(summary_of(state) if named else f"{directory}: {summary_of(state)}"))
+        if not named and not step:
+            step = f"look at its trials with: {shlex.join(['burst', 'status', str(directory)])}"
+        if step:
+            print(shown(step))
+    refuse_bad(state.bad)
+    return 0
+
+
+def run_named(directory: Path | None) -> Path:
+    """The run that DIR names: itself, or the newest of a folder of runs. Raises UsageError where there is none."""
+    from harness.records.stored import RUN_FILE
+    from harness.training.progress import is_training_run
+
+    place = RUNS if directory is None else directory
+    if (place / RUN_FILE).exists() or is_training_run(place):
+        return place
+    runs = [path for path in place.glob("*/") if (path / RUN_FILE).is_file() or is_training_run(path)]
+    if runs:
+        return max(runs, key=lambda path: path.stat().st_mtime)
+    if directory is None:
+        raise UsageError(f"{RUNS} holds no runs; start one with burst run EXP.yaml, or name the directory of a run")
+    return directory
 
 
 def as_json(state: RunState) -> dict[str, object]:
@@ -107,6 +157,91 @@ def _end(state: RunState) -> datetime | None:
         return datetime.now().astimezone() + timedelta(seconds=state.seconds_left)
     except OverflowError:
         return None
+
+
+def _print_logs(arguments: argparse.Namespace) -> int:
+    """What the ranks of one trial printed, rank by rank."""
+    if arguments.json:
+        raise UsageError("--logs prints what ranks printed, which is no JSON; leave --json out")
+    trial_dir = find_trial(arguments.logs, arguments.directory or RUNS)
+    if arguments.round is not None:
+        trial_dir = _round_directory(trial_dir, arguments.round)
+    logs = rank_logs(trial_dir)
+    if not logs:
+        raise UsageError(f"{trial_dir} holds no logs; the trial was refused or has not started, or it is no trial")
+    if arguments.rank is not None and arguments.rank not in logs:
+        raise UsageError(
+            f"{trial_dir} holds no log of rank {arguments.rank}; its ranks are {', '.join(map(str, logs))}"
+        )
+    for path in logs.values() if arguments.rank is None else [logs[arguments.rank]]:
+        with open_regular(path, "log") as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
+            print(shown(f"==> {path} <=="), flush=True)
+            if path.stat().st_size == 0:
+                print("(nothing printed)")
+            _print_shown(file)
+    return 0
+
+
+def _print_shown(file: TextIO) -> None:
+    """The output of a rank, unchanged in a pipe; on a terminal without its control sequences."""
+    if not sys.stdout.isatty():
+        shutil.copyfileobj(file, sys.stdout)
+        return
+    for line in file:
+        sys.stdout.write(shown(line.replace("\r", "\n").rstrip("\n") + "\n"))
+
+
+def _round_directory(trial_dir: Path, number: int) -> Path:
+    """Where the files of a round lie. Raises UsageError where there is no such round."""
+    last = round_of_files(trial_dir)
+    if number == last:
+        return trial_dir
+    earlier = {int(path.name): path for path in (trial_dir / ROUNDS_DIRECTORY).glob("*") if path.name.isdecimal()}
+    if number not in earlier:
+        there = sorted(earlier.keys() | ({last} if last else set()))
+        found = f"those of round {one_of(map(str, there))}" if there else "no round's"
+        raise UsageError(f"{trial_dir} holds no logs of round {number}, but {found}; give --round one of them")
+    return earlier[number]
+
+
+def rank_logs(trial_dir: Path) -> dict[int, Path]:
+    """Log files of a trial by rank, in order; empty when it has none."""
+    named = ((re.fullmatch(r"rank(\d+)", path.stem), path) for path in (trial_dir / "logs").glob("rank*.log"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def find_trial(name: str, place: Path) -> Path:
+    """The directory of a trial: `name` is a path, or the start of an id in the run or the runs at `place`. Raises
+    UsageError."""
+    if name and (path := Path(name)).is_dir():
+        return path
+    directories = sorted(
+        path for pattern in ("trials/*", "*/trials/*") for path in place.glob(pattern) if path.is_dir()
+    )
+    found = [path for path in directories if path.name == name] or [
+        path for path in directories if path.name.startswith(name)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(str, found[:LISTED]))
+        raise UsageError(
+            f"{name} means {len(found)} trials ({listed}{', ...' if found[LISTED:] else ''}); give one's path"
+        )
+    if not directories:
+        raise UsageError(
+            f"{name} is no directory and {place} holds no trials; give a trial's path, or DIR before --logs"
+        )
+    raise UsageError(f"no trial below {place} is called {name}; {_next_step(name, directories)}")
+
+
+def _next_step(name: str, directories: list[Path]) -> str:
+    """The nearest id, else all ids if they are few, else the command that lists them."""
+    names = list(dict.fromkeys(path.name for path in directories))
+    hint = nearest(name, names)
+    if hint.startswith("did you mean") or len(names) <= LISTED:
+        return hint
+    return f"`burst status DIR` lists the trials of a run, such as {one_of(names[:2])}"
 
 
 COMMAND = StatusCommand()

@@ -1,18 +1,26 @@
-"""`burst train`: train a model on real data; checkpoints, metrics, and resuming."""
+"""`burst train`: train a model on real data; checkpoints, metrics, and resuming.
+
+`burst train data` builds the token store that a run reads, and `burst train export` writes a trained model in Hugging
+Face's layout.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from harness.base.errors import UsageError
+from engine.training.files import RUN_FILE, checkpoints_directory
+from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
+from harness.base.errors import UsageError, one_of
 from harness.base.interrupts import interruptible
+from harness.base.writable import make_writable
 from harness.commands import (
     add_launch_arguments,
     check_launch_arguments,
@@ -24,6 +32,8 @@ from harness.commands import (
 if TYPE_CHECKING:
     from harness.run.bounds import StopTime
     from harness.training.file import TrainingFile
+
+DTYPES = ("fp32", "bf16")  # of exported tensors
 
 
 class TrainCommand:
@@ -126,4 +136,141 @@ def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.
     return interruptible(announce)
 
 
+class DataCommand:
+    help = "turn text files into a token store for `data:` of experiments and training configurations"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "texts", nargs="+", metavar="TEXT", help="UTF-8 text files, one document each, or python_docs"
+        )
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new store")
+        parser.add_argument(
+            "--tokenizer", default="bytes", metavar="bytes|FILE",
+            help="bytes, or a Hugging Face tokenizer.json (default: bytes)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--validation", type=_fraction, default=0.01, metavar="PART",
+            help="part of the tokens held out for evaluation, at the end (default: 0.01)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--replace", action="store_true", help="build anew where a store exists already; that store is moved aside"
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from engine.data.store import build_store
+        from engine.data.tokenizers import tokenizer_named
+
+        try:
+            tokenizer = tokenizer_named(arguments.tokenizer)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        _check_place(arguments.out, replace=arguments.replace)
+        try:
+            with _moved_aside(arguments.out) as moved:
+                header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG):  # said by main
+                raise
+            raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
+        if moved:
+            print(f"the earlier store is now {moved}")
+        texts = "1 document" if len(header.documents) == 1 else f"{len(header.documents)} documents"
+        print(
+            f"{arguments.out}: {header.count:,} tokens of {texts}, {header.validation:,} of them held out; "
+            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
+        )
+        return 0
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part from 0 to below 1; give for example 0.01")
+    return value
+
+
+def _check_place(directory: Path, *, replace: bool) -> None:
+    """Raises UsageError for a path that holds something else, or a store that is not to be replaced."""
+    from engine.data.store import is_store
+
+    make_writable(directory.parent)
+    if not os.path.lexists(directory):
+        return
+    if not is_store(directory):
+        raise UsageError(f"{directory} exists and is no token store; give --out a path that does not exist yet")
+    if not replace:
+        raise UsageError(f"{directory} holds a token store; give --out another path, or --replace to move it aside")
+
+
+@contextlib.contextmanager
+def _moved_aside(directory: Path) -> Iterator[Path | None]:
+    """Moves `directory` aside for the block and yields its new path, None where there was none. Undone on an error."""
+    from harness.run.directory import free_name
+
+    if not directory.exists():
+        yield None
+        return
+    moved = directory.rename(free_name(directory))
+    try:
+        yield moved
+    except BaseException:
+        moved.rename(directory)
+        raise
+
+
+class ExportCommand:
+    help = "write the model of a training run as config.json and safetensors, which transformers loads"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a training run")
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the exported model")
+        parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after step N (default: the newest)")
+        parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the exported tensors (default: fp32)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        checkpoint = chosen_checkpoint(arguments.run, arguments.step)
+        make_writable(arguments.out.absolute().parent)
+        # torch is loaded for a checkpoint that exists, not for a typing mistake.
+        import torch
+
+        from engine.hf import export_hugging_face
+        from engine.training.state import whole_parameters
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
+        try:
+            seq_len = cast(int, read_manifest(checkpoint).facts["seq_len"])
+            shape, parameters = whole_parameters(checkpoint)
+            export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+        except ValueError as error:
+            raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
+        print(f"{arguments.out}: {shape.name} after step {step_of(checkpoint)}, {shape.parameters:,} parameters, "
+              f"{arguments.dtype}")  # fmt: skip
+        return 0
+
+
+def chosen_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint after `step`, or the newest one. Raises UsageError."""
+    if not (run / RUN_FILE).is_file():
+        raise UsageError(f"{run} is not the directory of a training run; name one that `burst train` left")
+    directory = checkpoints_directory(run)
+    found = checkpoints(directory)
+    if not found:
+        raise UsageError(f"{run} holds no checkpoint yet; wait for its first one, or lower save.every")
+    if step is None:
+        return found[0]
+    if (path := checkpoint_path(directory, step)) not in found:
+        raise UsageError(
+            f"{run} holds no checkpoint after step {step}; it holds those after {one_of(map(str, map(step_of, found)))}"
+        )
+    return path
+
+
 COMMAND = TrainCommand()
+VERBS = {"data": DataCommand(), "export": ExportCommand()}

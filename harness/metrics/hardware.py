@@ -124,7 +124,7 @@ class Hardware:
     # Layers whose gathered parameters and gradients wait for their stream in the published systems; fitted to their
     # memory (docs/plan.md). None: not known of this GPU type.
     waiting_layers: Positive | None = None
-    figures: dict[str, Text] = field(default_factory=dict)  # everything `burst calibrate` measured, as it wrote it
+    figures: dict[str, Text] = field(default_factory=dict)  # all that `burst setup calibrate` measured, as it wrote it
 
     def source_of(self, figure: str) -> str:
         """When and on what a measured figure was measured, in a few words: file, day and sizes."""
@@ -143,7 +143,7 @@ def hardware_for(gpu_name: str) -> Hardware | None:
 
 
 def hardware_named(name: str) -> Hardware:
-    """Hardware by its file's stem, in any case, or by a path that ends in .yaml, as `burst calibrate` writes one.
+    """Hardware by its file's stem, in any case, or by a path that ends in .yaml, as `burst setup calibrate` writes one.
 
     Raises UsageError with the names there are.
     """

@@ -1,4 +1,4 @@
-"""`burst calibrate`: this machine's speeds measured by its own ranks, and the hardware file that they make."""
+"""`burst setup calibrate`: this machine's speeds measured by its own ranks, and the hardware file that they make."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
             "peak_bf16_tflops": shipped.sources["peak_bf16_tflops"] if shipped
             else "not a datasheet's: the measured GEMM over 0.75; put the datasheet's figure here",
             "memory_gib": "what this machine has",
-            **dict.fromkeys(_MEASURED, f"measured {day} by burst calibrate"),
+            **dict.fromkeys(_MEASURED, f"measured {day} by burst setup calibrate"),
         },
     }  # fmt: skip
     if shipped and of_shipped:
@@ -277,7 +277,7 @@ def write_hardware_file(path: Path, document: Mapping[str, object]) -> Path:
     """Write it whole. Raises UsageError where a file is there already: nothing is overwritten."""
     if path.exists():
         raise UsageError(f"{path} exists; give --out another name, or move that file away")
-    head = "# Measured by burst calibrate; docs/plan.md says what each speed is.\n"
+    head = "# Measured by burst setup calibrate; docs/plan.md says what each speed is.\n"
     return write_atomic(path, head + yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120))
 
 

@@ -5,7 +5,8 @@
     {"trial_id":"attention-ring-s1024-cp1-4e5f6a7b",...}
 
 Records stand in ascending order of their trial ids, each as `burst run` wrote it, on one line. The header says how many
-follow, so that a file that lost its end is not taken for a whole one. `burst archive RUN --out NAME.jsonl` packs a run.
+follow, so that a file that lost its end is not taken for a whole one. `burst verify pack RUN --out NAME.jsonl` makes
+one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_header(path: Path) -> RunHeader:
     if not line.startswith(_BEGINNING):
         raise UsageError(
             f'{path}:1: found no header of a packed run; expected a line {{"burst_run": {VERSION}, ...}}, '
-            "as `burst archive RUN --out NAME.jsonl` writes"
+            "as `burst verify pack RUN --out NAME.jsonl` writes"
         )
     try:
         if len(line) > MAX_BYTES:

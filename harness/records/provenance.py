@@ -21,7 +21,7 @@ COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit of code that is a copy, suc
 PACKAGES = ("engine", "harness", "baselines", "cluster")
 # Of files that git does not track, those that Python imports, and pins and settings: files of methods among them.
 _READ = (*importlib.machinery.all_suffixes(), ".yaml")
-# Bytecode whose source counts, and what `burst baselines install` makes from pins, which a record names.
+# Bytecode whose source counts, and what `burst setup baselines install` makes from pins, which a record names.
 _MADE = ("__pycache__/", "/baselines/*/upstream/")
 # What must not leave a machine with a record: secrets, and paths below a user's home.
 HOME = "a path below a home directory"

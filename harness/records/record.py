@@ -178,7 +178,7 @@ def refuse_bad(bad: Sequence[BadRecord]) -> None:
         some = "1 record cannot be used" if len(bad) == 1 else f"{len(bad)} records cannot be used"
         advice = "rename them, or let `burst run --resume` or `burst report` do so with --set-aside-bad"
         if any(one.place.line for one in bad):
-            advice = "correct these lines, or pack the run again with `burst archive`"
+            advice = "correct these lines, or pack the run again with `burst verify pack`"
         listed = "".join(f"\n  {one.reason}" for one in bad)
         raise UsageError(f"{some}; {advice}:{listed}")
 

@@ -47,12 +47,13 @@ def unpacked(archive: Path) -> Iterator[Path]:
             raise UsageError(f"{archive}: {error}; nothing of it is used") from error
         except DAMAGED as error:
             raise UsageError(
-                f"{archive} is no whole .tar.gz file ({shown_value(str(error))}); give one that `burst archive` made"
+                f"{archive} is no whole .tar.gz file ({shown_value(str(error))}); "
+                "give one that `burst verify pack` made"
             ) from error
         tops = list(Path(folder).iterdir())
         if len(tops) != 1 or not tops[0].is_dir():
             raise UsageError(
-                f"{archive} holds {len(tops)} entries at its top; expected one folder, as `burst archive` makes"
+                f"{archive} holds {len(tops)} entries at its top; expected one folder, as `burst verify pack` makes"
             )
         yield tops[0]
 
@@ -110,7 +111,7 @@ def sums_failures(folder: Path) -> Iterator[Failure]:
     try:
         lines = read_regular(folder / SUMS_FILE).decode().splitlines()
     except (OSError, ValueError):
-        yield wrong(SUMS_FILE, "no readable file", "the sums that `burst archive` writes")
+        yield wrong(SUMS_FILE, "no readable file", "the sums that `burst verify pack` writes")
         return
     stated: dict[str, str] = {}
     for line in lines:

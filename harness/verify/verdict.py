@@ -101,7 +101,7 @@ def _products(
 ) -> None:
     """What a report made of the records. Of a packed run there may be none."""
     archive = os.path.lexists(run.path / SUMS_FILE)  # whoever reads it is not to change it
-    by = "`burst archive`" if archive else f"`burst report {run.path}`"
+    by = "`burst verify pack`" if archive else f"`burst report {run.path}`"
     if published is not None:
         verdict.failures += results_failures(published, rows, by)
         verdict.files += 1

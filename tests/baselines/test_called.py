@@ -231,7 +231,8 @@ def test_a_rank_on_a_host_without_the_system_refuses_its_trial(
     left = json.loads((tmp_path / "errors" / "rank1.json").read_text())
     assert left["kind"] == "refused"
     assert (
-        "ring-flash-attention is not installed; install it: burst baselines install ring_flash_attn" in left["reason"]
+        "ring-flash-attention is not installed; install it: burst setup baselines install ring_flash_attn"
+        in left["reason"]
     )
     assert main([]) == 2
     assert "usage: python -m baselines.enter MODULE TRIAL_DIR" in capsys.readouterr().err

@@ -221,11 +221,11 @@ def test_a_system_that_is_not_installed_is_a_row_with_the_line_that_installs_it(
     (tmp_path / "yunchang" / "pin.yaml").write_text(pin.read_text("utf-8"))
     monkeypatch.setattr(fidelity, "place_of", lambda _: place)
     out = tmp_path / "out"
-    assert main(["baselines", "fidelity", "yunchang", "--out", str(out)]) == 0
-    assert "burst baselines install yunchang --flavour current" in " ".join(capsys.readouterr().out.split())
+    assert main(["setup", "baselines", "fidelity", "yunchang", "--out", str(out)]) == 0
+    assert "burst setup baselines install yunchang --flavour current" in " ".join(capsys.readouterr().out.split())
     line = next(one for one in csv.DictReader(io.StringIO((out / "fidelity.csv").read_text())) if one["system"])
     assert (line["verdict"], line["out_relative"], line["sent_bytes"]) == ("not installed", "", "")
-    assert main(["baselines", "fidelity", "yunchang", "--case", "1x2-bf16"]) == 2
+    assert main(["setup", "baselines", "fidelity", "yunchang", "--case", "1x2-bf16"]) == 2
     assert "yunchang (USP) is not installed; install it:" in capsys.readouterr().err
 
 
@@ -269,7 +269,7 @@ def test_a_system_that_is_there_is_kept_until_its_pin_or_its_cases_change(
 def test_what_does_not_exist_is_refused_with_its_nearest_name(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["baselines", "fidelity", *words]) == 2
+    assert main(["setup", "baselines", "fidelity", *words]) == 2
     assert expected in capsys.readouterr().err
 
 

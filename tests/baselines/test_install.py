@@ -364,7 +364,7 @@ def test_the_state_of_an_installation_is_told_from_its_files(
         (place.folder / "installed.json").write_text(content)
     condition, sentence = place.condition()
     assert condition == expected
-    assert "burst baselines install some --flavour current" in sentence
+    assert "burst setup baselines install some --flavour current" in sentence
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
@@ -419,14 +419,14 @@ def test_bad_usage_is_one_sentence(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["baselines", *words]) == 2
+    assert main(["setup", "baselines", *words]) == 2
     said = capsys.readouterr().err
     assert expected in said
     assert said.count("\n") == 1
 
 
 def test_the_list_names_each_system_with_its_licence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["baselines", "list", "--json"]) == 0
+    assert main(["setup", "baselines", "list", "--json"]) == 0
     rows = {(row["system"], row["flavour"]): row for row in json.loads(capsys.readouterr().out)}
     assert rows["megatron_lm", "paper"]["what"] == "426eb7ae0da4 of BurstEngine"
     assert rows["deepspeed", "current"]["what"] == "deepspeed 0.19.8"

@@ -249,13 +249,16 @@ def test_every_handicap_names_its_source_and_a_method_that_exists() -> None:
 
 
 def test_the_command_prints_a_script_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
-    assert burst(["baselines", "show", "burst_engine", "--cp", "16", "--root", "/srv/burst", "--head", "gpu01"]) == 0
+    assert (
+        burst(["setup", "baselines", "show", "burst_engine", "--cp", "16", "--root", "/srv/burst", "--head", "gpu01"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out.count("# node ") == 2
     assert "--rdzv-endpoint gpu01:29500" in out
     assert "> /srv/burst/paper-setup/config.json" in out
     assert "one step alone" in err
-    assert burst(["baselines", "show", "megatron_lm", "--cp", "8", "--json"]) == 0
+    assert burst(["setup", "baselines", "show", "megatron_lm", "--cp", "8", "--json"]) == 0
     assert [each["node"] for each in json.loads(capsys.readouterr().out)] == [0]
 
 
@@ -273,5 +276,5 @@ def test_the_command_prints_a_script_for_each_node(capsys: pytest.CaptureFixture
 def test_wrong_words_are_refused_in_one_sentence(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert burst(["baselines", "show", *words]) == 2
+    assert burst(["setup", "baselines", "show", *words]) == 2
     assert expected in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_a_plan_names_what_is_missing(name: str) -> None:
         assert reason is not None
         assert place.install_command in reason
     missing = method.unavailable("cuda")
-    assert missing is None or f"burst baselines install {method.package} --flavour" in missing
+    assert missing is None or f"burst setup baselines install {method.package} --flavour" in missing
 
 
 MEGATRON = (
@@ -233,7 +233,7 @@ def test_the_papers_megatron_lm_sends_point_to_point_alone(monkeypatch: pytest.M
     assert method.refuse(settings("megatron_lm_upstream", schedule="ring", **given)) is None
     assert "--cp-comm-type" not in rendered("megatron_lm_upstream", flavour="paper", schedule="ring", **given)[0]
     reason = str(method.refuse(settings("megatron_lm_upstream", schedule="ulysses", **given)))
-    assert reason.endswith("burst baselines install megatron_lm --flavour current")
+    assert reason.endswith("burst setup baselines install megatron_lm --flavour current")
 
 
 def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_not(
@@ -250,7 +250,7 @@ def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_no
     monkeypatch.setattr(type(method), "place", release)
     assert method.refuse(own) is None
     monkeypatch.setattr(type(method), "place", paper)
-    assert str(method.refuse(own)).endswith("burst baselines install megatron_lm --flavour current")
+    assert str(method.refuse(own)).endswith("burst setup baselines install megatron_lm --flavour current")
     assert method.refuse(replace(own, optimizer_offload=False)) is None
 
 
@@ -645,4 +645,4 @@ def test_a_system_that_is_gone_on_a_host_is_refused_there(tmp_path: Path, monkey
     assert drive([str(tmp_path)]) == 1
     error = json.loads((tmp_path / "errors" / "rank3.json").read_text())
     assert error["kind"] == "refused"
-    assert "burst baselines install internevo --flavour paper" in error["reason"]
+    assert "burst setup baselines install internevo --flavour paper" in error["reason"]

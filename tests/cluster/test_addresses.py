@@ -25,7 +25,7 @@ def no_ipv6() -> str:
 def test_a_host_with_an_ipv6_address_is_checked_over_ssh(tmp_path, capsys):
     with running_sshd(tmp_path, addresses=("::1",)) as sshd:
         target = sshd.target("[::1]")
-        code = main(["check", target, *sshd.arguments(), "--only", "disk", "--no-history", "--json"])
+        code = main(["cluster", "check", target, *sshd.arguments(), "--only", "disk", "--no-history", "--json"])
         report = json.loads(capsys.readouterr().out)
     assert report["checks"]["reachability"]["verdict"] == "ok", report
     assert (code in (0, 1, 2), report["target"]) == (True, target)

@@ -1,4 +1,4 @@
-"""`burst env` for an operator."""
+"""`burst cluster env` for an operator."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ HERE = socket.gethostname()
 
 
 def test_this_machine_is_shown_with_reasons(capsys):
-    assert main(["env"]) == 0
+    assert main(["cluster", "env"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == HERE
     assert "GLOO_SOCKET_IFNAME" in out
@@ -23,7 +23,7 @@ def test_this_machine_is_shown_with_reasons(capsys):
 
 
 def test_json_holds_values_origins_and_reasons(capsys):
-    assert main(["env", "--json", "--head", "127.0.0.1"]) == 0
+    assert main(["cluster", "env", "--json", "--head", "127.0.0.1"]) == 0
     found = json.loads(capsys.readouterr().out)
     (node,) = found["nodes"]
     values = {entry["name"]: entry for entry in node["variables"]}
@@ -41,21 +41,21 @@ def test_json_holds_values_origins_and_reasons(capsys):
 def test_install_writes_on_the_node_and_keeps_what_was_there(tmp_path, capsys):
     path = tmp_path / "env.sh"
     path.write_text("export MINE=1\n")
-    assert main(["env", "--install", str(path)]) == 0
+    assert main(["cluster", "env", "--install", str(path)]) == 0
     assert "the earlier one is" in capsys.readouterr().err
     assert sorted("MINE" in each.read_text() for each in tmp_path.iterdir()) == [False, True]
-    assert main(["env", "--install", str(path)]) == 0
+    assert main(["cluster", "env", "--install", str(path)]) == 0
     assert "is up to date" in capsys.readouterr().err
 
 
 def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
     (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, A_TOKEN: hidden}\n")
-    assert main(["env", "--site", str(tmp_path / "site.yaml")]) == 0
+    assert main(["cluster", "env", "--site", str(tmp_path / "site.yaml")]) == 0
     out = capsys.readouterr().out
     assert "NCCL_DEBUG" in out
     assert "hidden" not in out
     (tmp_path / "lab.yaml").write_text("nodes: ['127.0.0.1:1']\nsite: site.yaml\n")
-    assert main(["env", str(tmp_path / "lab.yaml"), "--timeout", f"{AMPLE:g}"]) == 1
+    assert main(["cluster", "env", str(tmp_path / "lab.yaml"), "--timeout", f"{AMPLE:g}"]) == 1
     assert "127.0.0.1" in capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path, capsys, arguments, sentence):
     (tmp_path / "list.txt").write_text("gpu01\n")
-    assert main(["env", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
+    assert main(["cluster", "env", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`burst env` over several real hosts with interfaces of different names."""
+"""`burst cluster env` over several real hosts with interfaces of different names."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_every_host_gets_the_interface_it_reaches_the_head_by(tmp_path, capsys):
         inventory = tmp_path / "lab.yaml"
         nodes = json.dumps([{"hosts": host.name, "address": host.address} for host in lab.hosts])
         inventory.write_text(f"nodes: {nodes}\nssh: {{user: root, key: {lab.key}}}\n")
-        arguments = ["env", str(inventory), "--known-hosts", str(lab.known_hosts), "--json"]
+        arguments = ["cluster", "env", str(inventory), "--known-hosts", str(lab.known_hosts), "--json"]
         assert main(arguments) == 0
         found = json.loads(capsys.readouterr().out)
         for host, node in zip(lab.hosts, found["nodes"], strict=True):

@@ -15,7 +15,7 @@ from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
 H100 = """\
-# Environment of gpu01, rendered by `burst env`. To be sourced; it sets variables and does nothing else.
+# Environment of gpu01, rendered by `burst cluster env`. To be sourced; it sets variables and does nothing else.
 
 # discovered: carries the route to the head 10.0.0.1, as 10.0.0.11
 export NCCL_SOCKET_IFNAME='=bond0'
@@ -71,7 +71,7 @@ def test_a800_of_the_published_artifact(node):
     assert (
         env_sh(rendered)
         == """\
-# Environment of gpu01, rendered by `burst env`. To be sourced; it sets variables and does nothing else.
+# Environment of gpu01, rendered by `burst cluster env`. To be sourced; it sets variables and does nothing else.
 
 # discovered: holds the head's own address 10.0.0.1
 export NCCL_SOCKET_IFNAME='=ens1'

@@ -1,4 +1,4 @@
-"""`burst image` for a user: command lines, sentences, the table, exit codes."""
+"""`burst setup image` for a user: command lines, sentences, the table, exit codes."""
 
 import json
 import shlex
@@ -73,7 +73,7 @@ def test_the_build_command_is_one_line_that_can_be_read():
 def test_a_build_is_shown_without_a_docker_and_without_the_indexs_address(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("TORCH_INDEX_URL", "https://me:secret@index.invalid")
-    assert main(["image", "build", "--cuda", "12", "--tag", "burst:cuda12", "--show"]) == 0
+    assert main(["setup", "image", "build", "--cuda", "12", "--tag", "burst:cuda12", "--show"]) == 0
     printed = capsys.readouterr().out
     assert "--tag burst:cuda12 --build-arg CUDA=12 --build-arg BURST_COMMIT=" in printed
     assert "--build-arg TORCH_INDEX_URL " in printed
@@ -82,15 +82,15 @@ def test_a_build_is_shown_without_a_docker_and_without_the_indexs_address(monkey
 
 def test_a_build_tells_its_id_and_the_next_command(docker, monkeypatch, capsys):
     monkeypatch.setenv("BUILT_TAG", "burst:new")
-    assert main(["image", "build", "--tag", "burst:new"]) == 0
-    assert "burst image push INVENTORY --image burst:new" in capsys.readouterr().out
+    assert main(["setup", "image", "build", "--tag", "burst:new"]) == 0
+    assert "burst setup image push INVENTORY --image burst:new" in capsys.readouterr().out
     assert docker.calls("build --file") == 1
 
 
 def test_a_build_without_cuda_takes_its_base_for_compared_systems_too(docker, capsys):
-    assert main(["image", "build", "--cuda", "none", "--target", "deepspeed", "--show"]) == 0
+    assert main(["setup", "image", "build", "--cuda", "none", "--target", "deepspeed", "--show"]) == 0
     assert "--build-arg DEVEL_IMAGE=library/debian:bookworm --target deepspeed" in capsys.readouterr().out
-    assert main(["image", "build", "--show"]) == 0
+    assert main(["setup", "image", "build", "--show"]) == 0
     assert "DEVEL_IMAGE" not in capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_a_build_that_fails_is_exit_code_1(docker, capsys):
     (docker.folder / "bin" / "docker").write_text(
         '#!/bin/sh\n[ "$1" = build ] && exit 3; echo "no such image" >&2; exit 1\n'
     )
-    assert main(["image", "build"]) == 1
+    assert main(["setup", "image", "build"]) == 1
     assert "burst:latest was not built" in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_a_build_that_fails_is_exit_code_1(docker, capsys):
     ],
 )
 def test_bad_usage_is_one_sentence(docker, capsys, arguments, expected):
-    assert main(["image", *arguments]) == 2
+    assert main(["setup", "image", *arguments]) == 2
     said = capsys.readouterr().err
     assert expected in said
     assert said.count("\n") == 1
@@ -125,14 +125,14 @@ def test_bad_usage_is_one_sentence(docker, capsys, arguments, expected):
 
 def test_a_docker_that_is_absent_or_down_is_one_sentence(docker, monkeypatch, capsys):
     docker.behave("down")
-    assert main(["image", "build"]) == 2
+    assert main(["setup", "image", "build"]) == 2
     assert "docker does not answer (Cannot connect to the Docker daemon)" in capsys.readouterr().err
     (docker.folder / "bin" / "docker").unlink()
     tools = docker.folder / "bin"
     for program in ("env", "git"):
         (tools / program).symlink_to(shutil.which(program))
     monkeypatch.setenv("PATH", str(tools))
-    assert main(["image", "build"]) == 2
+    assert main(["setup", "image", "build"]) == 2
     assert "docker is not found on the PATH" in capsys.readouterr().err
 
 
@@ -143,7 +143,7 @@ def states(said):
 def test_an_image_arrives_where_it_lacks_and_nothing_else_stays(docker, servers, inventory, tmp_path, capsys):
     docker.add(NAME, 1, LAYERS)
     servers[0][1].add(NAME, 1, LAYERS)
-    assert main(["image", "push", *inventory]) == 0
+    assert main(["setup", "image", "push", *inventory]) == 0
     printed = capsys.readouterr()
     assert states(printed.out) == {"node1": "present", "node2": "loaded"}
     assert "2 of 2 nodes have their image" in printed.out
@@ -151,7 +151,7 @@ def test_an_image_arrives_where_it_lacks_and_nothing_else_stays(docker, servers,
     assert [engine.holds(NAME) == docker.holds(NAME) for _, engine in servers] == [True, True]
     assert servers[0][1].calls("image load") == 0
     assert list((tmp_path / "cache" / "burst" / "images").iterdir()) == []
-    assert main(["image", "push", *inventory]) == 0
+    assert main(["setup", "image", "push", *inventory]) == 0
     assert docker.calls("image save") == 1  # nobody needed it the second time
 
 
@@ -171,7 +171,7 @@ def test_a_node_that_fails_fails_alone_and_with_its_reason(docker, servers, inve
     docker.add(NAME, 1, LAYERS)
     servers[0][1].add(NAME, 2, b"an older one")
     servers[1][1].behave(how, text)
-    assert main(["image", "push", *inventory]) == 1
+    assert main(["setup", "image", "push", *inventory]) == 1
     printed = capsys.readouterr().out
     assert states(printed) == {"node1": "loaded", "node2": "failed"}
     assert said in printed
@@ -183,7 +183,7 @@ def test_an_engine_that_counts_ids_differently_is_said_to_have_the_same_content(
     docker.add(NAME, 1, b"layers")
     servers[0][1].behave("id_prefix", "abcd")
     for state in ("loaded", "present"):
-        assert main(["image", "push", *inventory]) == 0
+        assert main(["setup", "image", "push", *inventory]) == 0
         printed = capsys.readouterr().out
         assert states(printed)["node1"] == state
         assert "the same content as sha256:000000000000, which this node's engine calls sha256:abcd" in printed
@@ -195,7 +195,7 @@ def test_through_a_registry_the_image_is_pushed_once_and_pulled_by_each_node(doc
     for engine in (docker, *(engine for _, engine in servers)):
         engine.behave("registry", str(tmp_path / "registry"))
     docker.add(name, 1, LAYERS)
-    assert main(["image", "push", *inventory, "--image", name, "--via", "registry"]) == 0
+    assert main(["setup", "image", "push", *inventory, "--image", name, "--via", "registry"]) == 0
     assert [engine.holds(name) == docker.holds(name) for _, engine in servers] == [True, True]
     assert (docker.calls("image push"), docker.calls("image save")) == (1, 0)
 
@@ -205,7 +205,7 @@ def test_an_image_that_cannot_be_saved_fails_its_nodes_and_no_others(docker, inv
     servers[0][1].add(NAME, 1, b"layers")
     program = docker.folder / "bin" / "docker"
     program.write_text(program.read_text().replace('"image save")', '"image save") echo "disk is full" >&2; exit 1; '))
-    assert main(["image", "push", *inventory]) == 1
+    assert main(["setup", "image", "push", *inventory]) == 1
     printed = capsys.readouterr().out
     assert states(printed) == {"node1": "present", "node2": "failed"}
     assert f"docker here did not save {NAME} (disk is full); look at the disk of " in printed
@@ -220,7 +220,7 @@ def test_a_node_that_is_down_and_one_without_docker_fail_alone(docker, servers, 
     path.write_text(json.dumps(content))
     known = Path(inventory[2])
     known.write_text(known.read_text() + sshd.known_hosts.read_text())
-    assert main(["image", "push", *inventory]) == 1
+    assert main(["setup", "image", "push", *inventory]) == 1
     printed = capsys.readouterr().out
     assert states(printed) == {"node1": "failed", "node2": "loaded"}
     assert "127.0.0.1 port 1 cannot be reached" in printed
@@ -234,7 +234,7 @@ def test_each_node_gets_the_image_of_its_own_site(docker, inventory, servers, tm
     content = json.loads(path.read_text())
     content["overrides"] = {"node2": {"container": {"image": "lab/burst:cuda12"}}}
     path.write_text(json.dumps(content))
-    assert main(["image", "push", *inventory]) == 0
+    assert main(["setup", "image", "push", *inventory]) == 0
     assert [engine.holds("lab/burst:cuda12") is not None for _, engine in servers] == [False, True]
     assert [engine.holds(NAME) is not None for _, engine in servers] == [True, False]
 
@@ -242,13 +242,13 @@ def test_each_node_gets_the_image_of_its_own_site(docker, inventory, servers, tm
 def test_a_cache_that_cannot_be_made_is_one_sentence(docker, inventory, tmp_path, capsys):
     docker.add(NAME, 1, b"layers")
     (tmp_path / "cache").write_text("a file")
-    assert main(["image", "push", *inventory]) == 2
+    assert main(["setup", "image", "push", *inventory]) == 2
     assert "cannot be made (Not a directory); set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 def test_a_name_without_a_registry_is_not_published(docker, inventory, capsys):
     docker.add(NAME, 1, b"layers")
-    assert main(["image", "push", *inventory, "--via", "registry"]) == 2
+    assert main(["setup", "image", "push", *inventory, "--via", "registry"]) == 2
     assert f"the image {NAME} names no registry" in capsys.readouterr().err
     assert docker.calls("image push") == 0
 
@@ -259,7 +259,7 @@ def test_a_site_that_names_another_id_for_the_image_is_an_error(docker, inventor
     content = json.loads(path.read_text())
     content["container"]["image_id"] = "sha256:" + "a" * 64
     path.write_text(json.dumps(content))
-    assert main(["image", "push", *inventory]) == 2
+    assert main(["setup", "image", "push", *inventory]) == 2
     assert "is to have lab/burst:1 with the id sha256:aaaaaaaaaaaa" in capsys.readouterr().err
 
 
@@ -282,7 +282,7 @@ PODMAN = Site(container=Container(engine="podman", image="burst:cpu"))
     ("site", "text", "level", "words"),
     [
         (PODMAN, f"engine 4.3.1\ntoolkit no\nimage sha256:{ID}", "ok", "podman 4.3.1 has burst:cpu (sha256:4e4e"),
-        (PODMAN, "engine 4.3.1\ntoolkit no\nimage ", "fail", "run burst image push"),
+        (PODMAN, "engine 4.3.1\ntoolkit no\nimage ", "fail", "run burst setup image push"),
         (PODMAN, "absent", "fail", "podman is not installed"),
         (PODMAN, "no space\nrefused 125", "fail", "podman does not answer (no space); run podman info there"),
         (

@@ -1,4 +1,4 @@
-"""`burst nodes`: files of hosts become inventories, and inventories become lists, tables and JSON."""
+"""`burst cluster nodes`: files of hosts become inventories, and inventories become lists, tables and JSON."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_what_was_imported_loads_as_the_same_connections(tmp_path, content):
 
 
 def test_numbered_neighbours_become_one_range(tmp_path, capsys):
-    assert main(["nodes", "--import", str(write(tmp_path, ETC_HOSTS))]) == 0
+    assert main(["cluster", "nodes", "--import", str(write(tmp_path, ETC_HOSTS))]) == 0
     text = capsys.readouterr().out
     assert "- hosts: gpu[01-03]\n  address: 10.0.0.[1-3]\n- hosts: head\n" in text
 
@@ -69,7 +69,7 @@ def test_numbered_neighbours_become_one_range(tmp_path, capsys):
 def test_a_file_that_names_no_usable_nodes_is_one_sentence_and_exit_2(tmp_path, capsys, content, message):
     import re
 
-    assert main(["nodes", "--import", str(write(tmp_path, content))]) == 2
+    assert main(["cluster", "nodes", "--import", str(write(tmp_path, content))]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.search(message, printed.err)
@@ -88,22 +88,22 @@ def inventory(tmp_path):
 
 
 def test_names_are_one_per_line(inventory, capsys):
-    assert main(["nodes", inventory, "--names"]) == 0
+    assert main(["cluster", "nodes", inventory, "--names"]) == 0
     assert capsys.readouterr().out == "gpu01\ngpu02\ngpu03\n"
 
 
 def test_the_table_shows_what_is_expected_of_each_node_and_the_way_to_it(inventory, capsys):
-    assert main(["nodes", inventory, "gpu[02-03]"]) == 0
+    assert main(["cluster", "nodes", inventory, "gpu[02-03]"]) == 0
     printed = capsys.readouterr().out
     assert "bastion > inner" in printed
     assert printed.count("8 x H200") == 2
     assert "lab: 2 nodes, site h200" in printed
-    assert main(["nodes", inventory, "gpu02"]) == 0
+    assert main(["cluster", "nodes", inventory, "gpu02"]) == 0
     assert "lab: 1 node, site h200" in capsys.readouterr().out
 
 
 def test_json_holds_every_nodes_site_but_no_value_of_its_environment(inventory, capsys):
-    assert main(["nodes", inventory, "--json"]) == 0
+    assert main(["cluster", "nodes", inventory, "--json"]) == 0
     printed = capsys.readouterr().out
     nodes = json.loads(printed)
     assert [node["name"] for node in nodes] == ["gpu01", "gpu02", "gpu03"]
@@ -114,5 +114,5 @@ def test_json_holds_every_nodes_site_but_no_value_of_its_environment(inventory, 
 
 @pytest.mark.parametrize("arguments", [[], ["a.yaml", "--import", "b"], ["--import", "b", "--json"], ["absent.yaml"]])
 def test_wrong_usage_is_one_sentence_and_exit_2(arguments, capsys):
-    assert main(["nodes", *arguments]) == 2
+    assert main(["cluster", "nodes", *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -44,7 +44,7 @@ def test_broken_hosts_are_found_each_with_its_reason_and_none_is_free(tmp_path, 
         lab.stop_sshd(down)
         given = [str(inventory), "--known-hosts", str(lab.known_hosts), "--timeout", f"{scaled(5.0):g}", "--no-history"]
         given += ["--only", "disk,interface,host_memory"]
-        code = main(["check", *given, "--json"])
+        code = main(["cluster", "check", *given, "--json"])
         found = {node["node"]: node for node in map(json.loads, capsys.readouterr().out.splitlines())}
         assert code == 2
         assert {name: node["usable"] for name, node in found.items()} == {
@@ -57,7 +57,7 @@ def test_broken_hosts_are_found_each_with_its_reason_and_none_is_free(tmp_path, 
         assert "did not answer" in reasons["lab3"] or "no answer" in reasons["lab3"] or "banner" in reasons["lab3"]
         assert "another machine may be answering" in reasons["lab4"]
         assert "cannot be reached" in reasons["lab5"]
-        main(["check", *given, "--free"])
+        main(["cluster", "check", *given, "--free"])
         assert capsys.readouterr().out.split() == ["lab1"]
         lab.thaw(silent)
     assert lab.left_behind() == []

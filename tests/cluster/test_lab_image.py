@@ -43,15 +43,17 @@ def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_p
                 assert lab.run(host, "podman", "images", "--quiet") == ""
             reach = [str(inventory), "--known-hosts", str(lab.known_hosts)]
 
-            said = podman.burst("image", "push", *reach)
+            said = podman.burst("setup", "image", "push", *reach)
             assert "2 of 2 nodes have their image" in said
             assert [line.split()[2] for line in said.splitlines() if re.match(r"lab\d  ", line)] == ["loaded", "loaded"]
-            said = podman.burst("image", "push", *reach)
+            said = podman.burst("setup", "image", "push", *reach)
             assert [line.split()[2] for line in said.splitlines() if re.match(r"lab\d  ", line)] == [
                 "present",
                 "present",
             ]
-            podman.burst("check", *reach, "--only", "docker", "--no-history")  # exits with 0: every host has its image
+            podman.burst(
+                "cluster", "check", *reach, "--only", "docker", "--no-history"
+            )  # exits with 0: every host has its image
 
             # The launcher has to have the hosts' Python, so it runs in the image too.
             def inside(*words: str) -> str:

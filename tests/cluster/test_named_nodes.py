@@ -51,12 +51,21 @@ def test_a_file_behind_hosts_is_refused(lab: Path) -> None:
         names("gpu01", lab)
 
 
-@pytest.mark.parametrize("command", [["check"], ["env"], ["nodes"], ["cluster", "up"], ["image", "push"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["cluster", "check"],
+        ["cluster", "env"],
+        ["cluster", "nodes"],
+        ["cluster", "up"],
+        ["setup", "image", "push"],
+    ],
+)
 def test_every_command_refuses_a_name_that_is_no_node_of_the_inventory(
     command: list[str], lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert main([*command, str(lab), "gpu05"]) == (3 if command == ["check"] else 2)
+    assert main([*command, str(lab), "gpu05"]) == (3 if command[-1] == "check" else 2)
     assert "gpu05 is no node of the inventory lab; did you mean gpu0" in capsys.readouterr().err
 
 
@@ -67,7 +76,17 @@ def test_the_key_given_by_hand_opens_the_jump_host_too(
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     login = f"ssh: {{port: {sshd.port}, jump: '{sshd.target('127.0.0.1')}'}}"
     lab.write_text(f"{login}\nnodes: [{{hosts: gpu01, address: 127.0.0.2}}]\n")
-    command = ["check", str(lab), "--known-hosts", str(sshd.known_hosts), "--only", "memlock", "--no-history", "--json"]
+    command = [
+        "cluster",
+        "check",
+        str(lab),
+        "--known-hosts",
+        str(sshd.known_hosts),
+        "--only",
+        "memlock",
+        "--no-history",
+        "--json",
+    ]
     assert main(command) == 3
     assert "hold no key to offer" in capsys.readouterr().out
     main([*command, "--key", str(sshd.key)])

@@ -31,7 +31,9 @@ NEWER = {"dcgm", "gcm"}  # than the records; neither tool was on those machines
 
 @pytest.mark.parametrize(("table", "checks"), [(TABLE, CHECKS), (TABLE_OF_FOUR, CHECKS_OF_FOUR)], ids=["one", "four"])
 def test_every_check_has_run_on_real_gpus_and_the_table_says_the_same(table: str, checks: dict[str, Any]) -> None:
-    assert checks.keys() >= discover().keys() - NEWER, "run burst check --json on a GPU and publish what it prints"
+    assert checks.keys() >= discover().keys() - NEWER, (
+        "run burst cluster check --json on a GPU and publish what it prints"
+    )
     rows = re.findall(r"^(?:\w+ +| +)(\w+) +(ok|warn|fail|unknown) +(\w+) +(.*)$", table, re.M)
     said = {check: (verdict, action, finding) for check, verdict, action, finding in rows}
     assert said == {name: (one["verdict"], one["action"], one["summary"]) for name, one in checks.items()}

@@ -64,7 +64,7 @@ def test_a_file_of_the_largest_size_is_read_whole(tmp_path):
     assert len(read_text(path, "site file")) == MAX_BYTES
 
 
-@pytest.mark.parametrize("command", [["plan"], ["train"], ["nodes", "--import"]])
+@pytest.mark.parametrize("command", [["plan"], ["train"], ["cluster", "nodes", "--import"]])
 def test_commands_answer_about_a_pipe_in_one_sentence(command, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert main([*command, str(tmp_path / "pipe")]) == 2

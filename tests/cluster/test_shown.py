@@ -65,9 +65,9 @@ def test_errors_of_commands_hold_no_control_character(tmp_path, monkeypatch, cap
         ["plan", HOSTILE],
         ["plan", "exp.yaml", "--set", HOSTILE + "=" + "y" * 10_000],
         ["status", HOSTILE],
-        ["logs", HOSTILE],
-        ["nodes", HOSTILE],
-        ["check", HOSTILE],
+        ["status", "--logs", HOSTILE],
+        ["cluster", "nodes", HOSTILE],
+        ["cluster", "check", HOSTILE],
         ["report", HOSTILE],
     ):
         assert main(command) != 0

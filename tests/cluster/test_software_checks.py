@@ -112,7 +112,7 @@ HEALTHY = f"engine 28.2.2\nruntimes io.containerd.runc.v2 nvidia runc \ntoolkit 
         (HEALTHY.replace(" nvidia", ""), "ok", ""),
         (HEALTHY.replace("toolkit yes", "toolkit no"), "ok", ""),
         (HEALTHY.replace(" nvidia", "").replace("yes", "no"), "fail", "install nvidia-container-toolkit"),
-        (HEALTHY.replace(IMAGE_ID, ""), "fail", "burst image push"),
+        (HEALTHY.replace(IMAGE_ID, ""), "fail", "burst setup image push"),
         (HEALTHY.replace("3f3f", "4e4e", 1), "fail", "expected sha256:3f3f"),
         ("absent", "fail", "not installed"),
         ("Cannot connect to the Docker daemon\nrefused 1", "fail", "Cannot connect to the Docker daemon"),

@@ -1,4 +1,4 @@
-"""`burst archive`: a run survives packing, any later change is found, and no archive writes where it should not."""
+"""`burst verify pack`: a run survives packing, any later change is found, and no archive writes where it should not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "artifact.tar.gz"
-    assert main(["archive", str(run), "--out", str(out)]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(out)]) == 0
     return out
 
 
@@ -79,7 +79,7 @@ def test_the_command_of_its_readme_draws_it_again(
 def test_the_same_records_give_the_same_bytes(run: Path, packed: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.tar.gz"
     os.utime(next(run.glob("trials/*/record.json")), (1, 1))
-    assert main(["archive", str(run), "--out", str(again)]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(again)]) == 0
     assert again.read_bytes() == packed.read_bytes()
     with tarfile.open(again) as tar:
         members = tar.getmembers()
@@ -92,7 +92,7 @@ def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     content = packed.read_bytes()
-    assert main(["archive", str(run), "--out", str(packed)]) == 2
+    assert main(["verify", "pack", str(run), "--out", str(packed)]) == 2
     assert "exists and is not overwritten" in capsys.readouterr().err
     assert packed.read_bytes() == content
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -107,7 +107,7 @@ def test_logs_and_traces_are_packed_only_when_asked_for(tmp_path: Path, capsys: 
     (trial / "attempts" / "1").mkdir(parents=True)
     for options, expected in (((), set()), (("--logs",), {"rank0.log", "trace.json.gz"})):
         out = tmp_path / f"{len(options)}.tar.gz"
-        assert main(["archive", str(run), "--out", str(out), *options]) == 0
+        assert main(["verify", "pack", str(run), "--out", str(out), *options]) == 0
         with tarfile.open(out) as tar:
             names = {Path(name).name for name in tar.getnames()}
         assert names & {"rank0.log", "trace.json.gz"} == expected
@@ -168,7 +168,7 @@ def test_private_values_are_never_packed_and_never_shown(
     [path] = run.glob("trials/*/record.json")
     edited(path, change)
     out = tmp_path / "x.tar.gz"
-    assert main(["archive", str(run), "--out", str(out)]) == 2
+    assert main(["verify", "pack", str(run), "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert f"{path} holds {kind}" in error
     assert not out.exists()
@@ -181,7 +181,7 @@ def test_a_home_directory_that_is_stated_may_be_seen(tmp_path: Path, capsys: pyt
     edited(path, lambda one: one["environment"].update(DATA="/home/ada/data"))
     (run / PROVENANCE_FILE).write_text(STATED + "  - {about: paths, says: data lies in the author's home}\n")
     out = tmp_path / "x.tar.gz"
-    assert main(["archive", str(run), "--out", str(out)]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(out)]) == 0
     code, text = verified(capsys, out)
     assert code == 0, text
     assert "stated: paths, 1 record: data lies in the author's home" in text
@@ -196,7 +196,7 @@ def test_what_cannot_be_packed_is_refused(
     reported(tmp_path / "several" / "demo", [record()])
     linked = reported(tmp_path / "linked", [record()])
     (linked / "run.json").symlink_to("/etc/hostname")
-    assert main(["archive", place]) == 2
+    assert main(["verify", "pack", place]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert list(tmp_path.glob("*.tar.gz")) == []
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_packed_is_refused(
 def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["archive", str(run), "--out", str(tmp_path / "new" / "deep" / "demo.tar.gz")]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(tmp_path / "new" / "deep" / "demo.tar.gz")]) == 0
     assert [path.name for path in (tmp_path / "new" / "deep").iterdir()] == ["demo.tar.gz"]
     (tmp_path / "file").touch()
     capsys.readouterr()
@@ -212,12 +212,12 @@ def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refuse
         "/proc/folder": "/proc/folder cannot be made (No such file or directory); give --out another directory",
         str(tmp_path / "file"): f"{tmp_path / 'file'} is a file; give --out a directory",
     }.items():
-        assert main(["archive", str(run), "--out", f"{place}/demo.tar.gz"]) == 2
+        assert main(["verify", "pack", str(run), "--out", f"{place}/demo.tar.gz"]) == 2
         assert capsys.readouterr().err == f"burst: {words}\n"
 
 
 def test_an_archive_for_a_read_only_file_system_is_refused_with_the_next_step(run: Path) -> None:
-    program = f"{sys.executable} -m harness archive {run} --out /mnt/demo.tar.gz"
+    program = f"{sys.executable} -m harness verify pack {run} --out /mnt/demo.tar.gz"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o ro none /mnt && exec {program}"],
         cwd=PROJECT, capture_output=True, text=True, check=False,

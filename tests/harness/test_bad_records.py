@@ -154,7 +154,7 @@ def test_no_reader_meets_a_traceback(kind, finished, capsys):
     # Status derives nothing, so that what can be read but makes no sense is none of its business.
     assert main(["status", "run"]) == (0 if "mask" in kind else 2)
     assert (str(path) in capsys.readouterr().err) == ("mask" not in kind)
-    assert main(["logs", str(path.parent)]) == 2  # there are none, and it says so
+    assert main(["status", "--logs", str(path.parent)]) == 2  # there are none, and it says so
     assert path.exists()
 
 

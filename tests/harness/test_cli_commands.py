@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.commands import all_commands
+from harness.commands import RENAMED, all_commands, verbs_of
 
 EXPERIMENT = """\
 title: A small question
@@ -29,7 +29,7 @@ def experiment(tmp_path, monkeypatch):
 
 
 def test_every_command_module_is_found_by_its_name():
-    assert {"run", "plan", "report", "doctor", "check", "status", "logs"} <= set(all_commands())
+    assert {"run", "plan", "report", "doctor", "cluster", "status"} <= set(all_commands())
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_every_command_module_is_found_by_its_name():
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
         (["status", "."], "is not the directory of a run (run.json: No such file or directory)"),
-        (["logs", "some-trial"], "holds no trials"),
-        (["logs", ""], "holds no trials"),
-        (["logs", "."], "holds no logs"),
+        (["status", "--logs", "some-trial"], "holds no trials"),
+        (["status", "--logs", ""], "holds no trials"),
+        (["status", "--logs", "."], "holds no logs"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, arguments, expected):
@@ -241,7 +241,7 @@ def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
 
 def test_the_start_of_a_command_does_not_wait_for_numpy():
     script = (
-        "import sys; from harness.commands import all_commands; all_commands();"
+        "import sys; from harness.commands import RENAMED, all_commands, verbs_of; all_commands();"
         "sys.exit(' '.join({'numpy', 'rich'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -250,9 +250,9 @@ def test_the_start_of_a_command_does_not_wait_for_numpy():
 
 def test_check_gets_its_arguments_as_they_were_typed(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(["check", "--help"])
+        main(["cluster", "check", "--help"])
     assert exit_info.value.code == 0
-    assert "usage: burst check" in capsys.readouterr().out
+    assert "usage: burst cluster check" in capsys.readouterr().out
 
 
 def test_status_of_a_damaged_description_says_how_to_mend_it(tmp_path, capsys):
@@ -266,29 +266,85 @@ def test_logs_names_the_ranks_there_are(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     for name in ("rank10.log", "rank2.log", "rankless.log"):
         (tmp_path / "logs" / name).write_text(f"said by {name}\n")
-    assert main(["logs", str(tmp_path)]) == 0
+    assert main(["status", "--logs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.index("said by rank2.log") < printed.index("said by rank10.log")
     assert "rankless" not in printed
-    assert main(["logs", str(tmp_path), "--rank", "7"]) == 2
+    assert main(["status", "--logs", str(tmp_path), "--rank", "7"]) == 2
     assert "holds no log of rank 7; its ranks are 2, 10" in capsys.readouterr().err
 
 
 def test_logs_says_when_a_rank_printed_nothing(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").touch()
-    assert main(["logs", str(tmp_path)]) == 0
+    assert main(["status", "--logs", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [f"==> {tmp_path}/logs/rank0.log <==", "(nothing printed)"]
 
 
 def test_logs_of_an_unknown_trial_names_a_neighbour_or_a_few_of_many(tmp_path, capsys):
     for number in range(40):
         (tmp_path / "sweep" / "trials" / f"train-burst-s{number}").mkdir(parents=True)
-    assert main(["logs", "train-brust-s7", "--runs", str(tmp_path)]) == 2
+    assert main(["status", str(tmp_path), "--logs", "train-brust-s7"]) == 2
     assert "did you mean train-burst-s7?" in capsys.readouterr().err
-    assert main(["logs", "zzz", "--runs", str(tmp_path)]) == 2
+    assert main(["status", str(tmp_path), "--logs", "zzz"]) == 2
     message = capsys.readouterr().err
     assert "`burst status DIR` lists the trials of a run, such as train-burst-s0 or train-burst-s1\n" in message
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_earlier_name_of_a_command_does_what_todays_does_and_says_its_name(old, new, capsys):
+    value = ["some"] if new.split()[-1].startswith("-") else []  # of the option that the words end with
+    with pytest.raises(SystemExit) as end:
+        main([old, *value, "--help"])
+    said = capsys.readouterr()
+    assert (end.value.code, said.err) == (0, f"burst {old} is now burst {new}\n")
+    words = [word for word in new.split() if not word.startswith("-")]
+    assert said.out.startswith(f"usage: burst {' '.join(words)} ")
+
+
+def test_the_help_of_a_command_lists_its_verbs_and_a_file_of_such_a_name_has_a_path(tmp_path, monkeypatch, capsys):
+    for command in all_commands():
+        if verbs := verbs_of(command):
+            with pytest.raises(SystemExit):
+                main([command, "--help"])
+            said = capsys.readouterr().out
+            assert "a file of that name is ./VERB" in said
+            assert [verb for verb in verbs if f"\n  {verb} " not in said] == []
+    monkeypatch.chdir(tmp_path)
+    Path("pack").mkdir()
+    assert main(["verify", "./pack"]) == 2
+    assert "pack" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # the verb, without the run that it packs
+        main(["verify", "pack"])
+    assert "burst verify pack: the following arguments are required: RUN" in capsys.readouterr().err
+
+
+def test_a_command_of_verbs_alone_names_them_and_the_neighbour_of_an_unknown_one(capsys):
+    for words, said in ([], "names no verb; expected nodes, check,"), (["staus", "--x"], "did you mean status?"):
+        assert main(["cluster", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_status_without_a_directory_is_of_the_newest_run_and_its_trials_have_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 2
+    assert "results/runs holds no runs; start one with burst run EXP.yaml" in capsys.readouterr().err
+    for number, name in enumerate(("older", "newer")):
+        logs = Path("results", "runs", name, "trials", f"train-burst-{name}", "logs")
+        logs.mkdir(parents=True)
+        (logs / "rank0.log").write_text(f"said in {name}\n")
+        facts = {"experiment": name, "trials": [], "started_at": "then"}
+        (logs.parents[2] / "run.json").write_text(json.dumps(facts))
+        os.utime(logs.parents[2], (number, number))
+    assert main(["status"]) == 0
+    first, step = capsys.readouterr().out.splitlines()
+    assert first.startswith("results/runs/newer: newer is not running")
+    assert "burst " in step
+    assert main(["status", "--logs", "train-burst-o"]) == 0
+    assert "said in older" in capsys.readouterr().out
+    assert main(["status", "results/runs/newer", "--logs", "train"]) == 0
+    assert "said in newer" in capsys.readouterr().out
+    assert main(["status", "--rank", "0"]) == main(["status", "--logs", "train-burst-o", "--json"]) == 2
 
 
 def _shell(command: str) -> subprocess.CompletedProcess[str]:
@@ -298,7 +354,7 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
 def test_a_reader_that_leaves_early_meets_no_traceback(experiment):
     Path("logs").mkdir()  # more than a pipe holds: the writer always meets its closed end
     Path("logs/rank0.log").write_text("line\n" * 100_000)
-    done = _shell(f"{sys.executable} -m harness logs . | head -n 1; exit ${{PIPESTATUS[0]}}")
+    done = _shell(f"{sys.executable} -m harness status --logs . | head -n 1; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (141, "")
 
 

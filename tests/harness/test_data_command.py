@@ -1,4 +1,4 @@
-"""`burst data`: what it builds, what it refuses, and that nothing is lost."""
+"""`burst train data`: what it builds, what it refuses, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "a.txt", "b.txt", "--out", "deep/store", "--validation", "0.2"]) == 0
+    assert main(["train", "data", "a.txt", "b.txt", "--out", "deep/store", "--validation", "0.2"]) == 0
     assert capsys.readouterr().out == (
         "deep/store: 23 tokens of 2 documents, 4 of them held out; tokenizer bytes, vocabulary 256, uint8\n"
     )
@@ -47,7 +47,7 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         (["a.txt", "--tokenizer", "a.txt"], "tokenizer 'a.txt' is no Hugging Face tokenizer"),
         (
             ["a.txt", "--validation", "0.01"],
-            "0.01 of 12 tokens is less than one token; give `burst data` a larger --validation, or 0",
+            "0.01 of 12 tokens is less than one token; give `burst train data` a larger --validation, or 0",
         ),
         (["a.txt", "--out", "folder"], "folder exists and is no token store; give --out a path that does not exist"),
         (["a.txt", "--out", "a.txt/store"], "a.txt is a file; give --out a directory"),
@@ -73,7 +73,7 @@ def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, a
     with open("large.json", "wb") as file:
         file.truncate((256 << 20) + 1)
     before = sorted(here.rglob("*"))
-    assert main(["data", "--out", "store", "--validation", "0.2", *arguments]) == 2
+    assert main(["train", "data", "--out", "store", "--validation", "0.2", *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("burst: ")
@@ -87,13 +87,13 @@ def test_a_part_that_is_none_is_refused_by_its_option(
     here: Path, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["data", "a.txt", "--out", "store", f"--validation={part}"])
+        main(["train", "data", "a.txt", "--out", "store", f"--validation={part}"])
     assert ended.value.code == 2
     assert f"{part!r} is no part from 0 to below 1" in capsys.readouterr().err
 
 
 def test_a_replaced_store_is_moved_aside_and_comes_back_when_the_new_one_fails(here: Path, capsys) -> None:
-    build = ["data", "--out", "store", "--validation", "0", "--replace"]
+    build = ["train", "data", "--out", "store", "--validation", "0", "--replace"]
     assert main([*build, "a.txt"]) == 0
     assert main([*build, "no.txt"]) == 2
     assert open_tokens("store").header.count == 12

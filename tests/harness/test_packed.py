@@ -30,7 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trials = [one.trial_id for one in read_records(run)]
     (run / "run.json").write_text(json.dumps({"experiment": "demo", "trials": trials}))
     (run / "experiment.yaml").write_text(EXPERIMENT)
-    assert main(["archive", str(run), "--out", str(root / "packed" / "demo.jsonl")]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(root / "packed" / "demo.jsonl")]) == 0
     return root
 
 
@@ -163,9 +163,9 @@ def test_no_damage_ends_in_a_traceback_or_goes_unnoticed(
     change: Callable[[Path], object], words: str, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(packed)
-    for command in ("report", "compare", "archive"):
-        extra = {"compare": [str(packed), "--methods", "burst", "ring"], "archive": [str(packed), "--out", "x.jsonl"]}
-        assert main([command, *extra.get(command, [str(packed)])]) == 2, command
+    methods, out = ["--methods", "burst", "ring"], ["--out", "x.jsonl"]
+    for command in (["report"], ["compare", *methods], ["verify", "pack", *out]):
+        assert main([*command, str(packed)]) == 2, command
         said = capsys.readouterr().err
         assert words in said, said
         assert str(packed) in said
@@ -178,8 +178,8 @@ def test_no_damage_ends_in_a_traceback_or_goes_unnoticed(
 
 def test_a_statement_is_read_as_strictly_as_in_its_own_file(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_header('"command"', '"commands"')(packed)
-    for command in ("report", "verify", "archive"):
-        assert main([command, str(packed)]) == 2
+    for command in (["report"], ["verify"], ["verify", "pack"]):
+        assert main([*command, str(packed)]) == 2
         said = capsys.readouterr().err
         assert f"{packed}:1: unknown key commands in provenance.yaml; did you mean command?" in said
 
@@ -188,14 +188,14 @@ def test_a_bad_line_is_not_set_aside(packed: Path, capsys: pytest.CaptureFixture
     edited(packed, 2, lambda one: one.update(schema=9))
     before = packed.read_bytes()
     assert main(["report", str(packed), "--set-aside-bad"]) == 2
-    assert "correct these lines, or pack the run again with `burst archive`" in capsys.readouterr().err
+    assert "correct these lines, or pack the run again with `burst verify pack`" in capsys.readouterr().err
     assert packed.read_bytes() == before
 
 
 def test_two_packed_runs_are_compared(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "later.jsonl"
     write_record(tmp_path / "later" / "trials" / (one := record()).trial_id, one)
-    assert main(["archive", str(tmp_path / "later"), "--out", str(other)]) == 0
+    assert main(["verify", "pack", str(tmp_path / "later"), "--out", str(other)]) == 0
     assert main(["compare", str(packed), str(other), "--json"]) == 0
     [pair] = json.loads(capsys.readouterr().out.partition("\n")[2])["pairs"]
     assert pair["reference"]["record"] == f"{packed}:2"
@@ -204,7 +204,7 @@ def test_two_packed_runs_are_compared(packed: Path, tmp_path: Path, capsys: pyte
 
 def test_an_archive_of_a_packed_run_holds(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "artifact.tar.gz"
-    assert main(["archive", str(packed), "--out", str(out)]) == 0
+    assert main(["verify", "pack", str(packed), "--out", str(out)]) == 0
     assert main(["verify", str(out), "--reference", str(packed)]) == 0
     assert "demo: 3 records" in capsys.readouterr().out
 
@@ -214,7 +214,7 @@ def test_a_packed_run_is_overwritten_only_where_that_was_asked_for(
 ) -> None:
     other = reported(tmp_path / "other", [record()])
     before = packed.read_bytes()
-    pack = ["archive", str(other), "--out", str(packed)]
+    pack = ["verify", "pack", str(other), "--out", str(packed)]
     assert main(pack) == 2
     assert "exists with other contents; give --replace" in capsys.readouterr().err
     assert packed.read_bytes() == before
@@ -239,7 +239,7 @@ def test_what_cannot_be_packed_leaves_no_file(
 ) -> None:
     run, out = reported(tmp_path / "run", [record()]), tmp_path / "out.jsonl"
     change(run)
-    assert main(["archive", str(run), "--out", str(out), *options]) == 2
+    assert main(["verify", "pack", str(run), "--out", str(out), *options]) == 2
     assert words in capsys.readouterr().err
     assert not out.exists()
 

@@ -161,9 +161,9 @@ def test_files_of_each_round_are_kept_and_the_last_are_where_they_were_without_r
     assert run.files(0) == own | {"record.json"} | {f"rounds/{number}/{name}" for number in (1, 2) for name in own}
     folder = run.run_dir / "trials" / trial(0).id
     for number, arguments in [(3, []), (1, ["--round", "1"]), (2, ["--round", "2"]), (3, ["--round", "3"])]:
-        assert main(["logs", str(folder), *arguments]) == 0
+        assert main(["status", "--logs", str(folder), *arguments]) == 0
         assert capfd.readouterr().out.splitlines()[1] == f"round {number}"
-    assert main(["logs", str(folder), "--round", "4"]) == 2
+    assert main(["status", "--logs", str(folder), "--round", "4"]) == 2
     assert "holds no logs of round 4, but those of round 1, 2 or 3" in capfd.readouterr().err
 
 

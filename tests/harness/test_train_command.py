@@ -1,4 +1,4 @@
-"""`burst data`, `burst train` and `burst export` in real processes: stopped by signals, gone on, exported."""
+"""`burst train` with its `data` and `export` in real processes: stopped by signals, gone on, exported."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def store(workplace: Path) -> str:
-    code, said = burst(workplace, "data", "text.txt", "--out", "store", "--validation", "0.1")
+    code, said = burst(workplace, "train", "data", "text.txt", "--out", "store", "--validation", "0.1")
     assert code == 0, said
     return said
 
@@ -89,7 +89,7 @@ def stopped(workplace: Path, store: str) -> tuple[int, str]:
 
 def test_a_store_says_what_it_holds_and_is_not_overwritten(workplace: Path, store: str) -> None:
     assert "11,600 tokens of 1 document, 1,160 of them held out; tokenizer bytes, vocabulary 256, uint8" in store
-    code, said = burst(workplace, "data", "text.txt", "--out", "store")
+    code, said = burst(workplace, "train", "data", "text.txt", "--out", "store")
     assert (code, "holds a token store; give --out another path, or --replace" in said) == (2, True)
 
 
@@ -115,10 +115,10 @@ def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: 
     assert losses[-1] < losses[0]
 
     pytest.importorskip("safetensors", reason="the safetensors library is not installed")
-    code, said = burst(workplace, "export", "run", "--out", "model")
+    code, said = burst(workplace, "train", "export", "run", "--out", "model")
     assert code == 0, said
     assert json.loads((workplace / "model" / "config.json").read_text())["hidden_size"] == 16
-    code, said = burst(workplace, "export", "run", "--out", "other", "--step", "1")
+    code, said = burst(workplace, "train", "export", "run", "--out", "other", "--step", "1")
     assert (code, f"holds no checkpoint after step 1; it holds those after {last + 2} or {last}" in said) == (2, True)
 
 

@@ -171,7 +171,7 @@ def test_tokens_of_another_tokenizer_than_that_of_the_weights_are_refused(place:
     tokenizer(200, 3)
     assert refused(case) == (
         "this run cannot start: init_from model has a tokenizer of 203 tokens, but text.txt holds tokens of tokenizer "
-        "bytes, which has 256; build a store with `burst data --tokenizer model/tokenizer.json`"
+        "bytes, which has 256; build a store with `burst train data --tokenizer model/tokenizer.json`"
     )
     assert not Path("run").exists()
 

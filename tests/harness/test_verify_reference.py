@@ -99,7 +99,7 @@ def test_runs_below_a_directory_have_partners_in_the_same_place(
 
 def test_an_archive_is_a_reference_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = reported(tmp_path / "run", [record()])
-    assert main(["archive", str(run), "--out", str(tmp_path / "a.tar.gz")]) == 0
+    assert main(["verify", "pack", str(run), "--out", str(tmp_path / "a.tar.gz")]) == 0
     assert verified(capsys, run, "--reference", tmp_path / "a.tar.gz")[0] == 0
 
 

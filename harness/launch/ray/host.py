@@ -37,7 +37,7 @@ _KEPT = "BURST_"
 CUT_OFF_SECONDS = 14.0
 PROBE_SECONDS = 2.0
 CHECK_SECONDS = 20.0  # for one look at GPUs and processes
-DECISIVE = ("gpus", "processes")  # the checks that decide about a run; `burst check` has the others
+DECISIVE = ("gpus", "processes")  # the checks that decide about a run; `burst cluster check` has the others
 FETCH_BYTES = 64 * 2**20  # of one trial's files from one host; logs that have run away are cut
 _LOG_BYTES = 8 * 2**20
 # Interfaces and routes: the trial's values were rendered on one machine, so those of each host replace them.
@@ -106,7 +106,7 @@ class HostActor:
         return ""
 
     def environment(self, part: Job, user: Mapping[str, str], head: str, *, alone: bool) -> dict[str, str]:
-        """The environment of a part of a job: as `burst env` renders it here, with the trial's own values over it.
+        """The environment of a part of a job: as `burst cluster env` renders it here, under the trial's own values.
 
         `user` is what the user has set, `head` the head's address, towards which routes count, and `alone` says that
         no other host takes part.

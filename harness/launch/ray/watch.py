@@ -24,7 +24,7 @@ PROGRESS_SECONDS = 3.0  # for the newest lines of progress; what comes later is 
 ENDING_SECONDS = 30.0
 PIECE_BYTES = 16 * 2**20  # of one file and call: in the memory of both hosts at that time
 HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
-CLOCKS_APART_SECONDS = 1.0  # difference of clocks that `burst check` accepts without a warning
+CLOCKS_APART_SECONDS = 1.0  # difference of clocks that `burst cluster check` accepts without a warning
 
 
 class HostLost(Exception):

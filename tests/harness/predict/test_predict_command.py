@@ -1,4 +1,4 @@
-"""`burst predict` and `burst calibrate` as a user calls them."""
+"""`burst predict` and `burst setup calibrate` as a user calls them."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.yaml"
-    assert main(["calibrate", "--out", str(path), "--ranks", "2", "--model", "tiny"]) == 0
+    assert main(["setup", "calibrate", "--out", str(path), "--ranks", "2", "--model", "tiny"]) == 0
     assert "link inside" in capsys.readouterr().out
     hardware = load_hardware(path)
     measured = yaml.safe_load(path.read_text())["measured"]
@@ -296,7 +296,7 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert speeds_of(hardware, "cpu").tiles == hardware.kernel_tiles["cpu"]
     assert any(name.startswith("attention cpu backward") for name in hardware.figures)
     before = path.read_bytes()
-    assert main(["calibrate", "--out", str(path)]) == 2
+    assert main(["setup", "calibrate", "--out", str(path)]) == 2
     assert "exists; give --out another name" in capsys.readouterr().err
     assert path.read_bytes() == before
     assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
@@ -315,7 +315,9 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
             "across_gib_per_second": link + 1, "link_latency_seconds": latency,
         }  # fmt: skip
         write_record(run / "trials" / one.trial_id, one)
-    assert main(["calibrate", "--out", str(path), "--ranks", "1", "--model", "tiny", "--across", str(run)]) == 0
+    assert (
+        main(["setup", "calibrate", "--out", str(path), "--ranks", "1", "--model", "tiny", "--across", str(run)]) == 0
+    )
     hardware = load_hardware(path)
     assert hardware.speeds["across_gib"] == pytest.approx(5)
     assert hardware.spread["across_gib"] == pytest.approx((7 - 3) / 5)
@@ -326,10 +328,10 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
         (tmp_path / "nowhere", "found nothing there"),
         (tmp_path, "no trial there measured a link"),
     ):
-        assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
+        assert main(["setup", "calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
         assert sentence in capsys.readouterr().err
     (run / "trials" / one.trial_id / "record.json").write_text("{", encoding="utf-8")
-    assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(run)]) == 2
+    assert main(["setup", "calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(run)]) == 2
     assert "record.json is not a record" in capsys.readouterr().err
     assert not (tmp_path / "other.yaml").exists()
 
@@ -351,8 +353,8 @@ def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "here.yaml"
-    assert main(["calibrate", "--out", str(path), "--ranks", "1", "--timeout", "0.01"]) == 2
+    assert main(["setup", "calibrate", "--out", str(path), "--ranks", "1", "--timeout", "0.01"]) == 2
     assert "was not finished after 0.01 s" in capsys.readouterr().err
     assert not path.exists()
-    assert main(["calibrate", "--out", str(path), "--ranks", "1000"]) == 2
+    assert main(["setup", "calibrate", "--out", str(path), "--ranks", "1000"]) == 2
     assert "--ranks is 1000" in capsys.readouterr().err

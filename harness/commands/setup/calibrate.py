@@ -1,4 +1,4 @@
-"""`burst calibrate`: measure this machine's kernels and links, and write them as a hardware file."""
+"""`burst setup calibrate`: measure this machine's kernels and links, and write them as a hardware file."""
 
 from __future__ import annotations
 
@@ -78,6 +78,3 @@ class CalibrateCommand:
             print("The link between nodes was not measured: give --across a run over several nodes.")
         print(f"Hardware file: {written}")
         return 0
-
-
-COMMAND = CalibrateCommand()

@@ -1,4 +1,4 @@
-"""`burst image build | push`: the container image of this checkout, built here and brought to nodes."""
+"""`burst setup image build | push`: the container image of this checkout, built here and brought to nodes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _build(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     print(f"{tag} is {built.image_id}, {built.size_bytes / 2**30:.1f} GiB, built in {seconds:.0f} s")
     if arguments.target is None:
-        print(f"Next: {engine} run --rm {tag} doctor, then burst image push INVENTORY --image {tag}")
+        print(f"Next: {engine} run --rm {tag} doctor, then burst setup image push INVENTORY --image {tag}")
     return ALL_WELL
 
 
@@ -114,7 +114,7 @@ def _push(arguments: argparse.Namespace) -> int:
     from cluster.transport.reach import connection
 
     if not arguments.nodes:
-        raise UsageError("burst image push found no nodes; give an inventory, or hosts")
+        raise UsageError("burst setup image push found no nodes; give an inventory, or hosts")
     if not 1 <= arguments.parallel <= 256:
         raise UsageError(f"--parallel is {arguments.parallel}; expected 1 to 256 nodes at a time")
     if arguments.image is not None:
@@ -144,6 +144,3 @@ def _push(arguments: argparse.Namespace) -> int:
 def _check_name(name: str, option: str) -> None:
     if not name or name.startswith("-") or len(name.split()) != 1:
         raise UsageError(f"{option} is {name!r}; expected an image's name such as {DEFAULT_TAG}")
-
-
-COMMAND = ImageCommand()

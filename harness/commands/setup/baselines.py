@@ -1,4 +1,4 @@
-"""`burst baselines`: the upstream systems, each in an environment of its own, and the paper's runs of them."""
+"""`burst setup baselines`: the upstream systems, each in an environment of its own, and the paper's runs of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class BaselinesCommand:
 def _add_place(parser: argparse.ArgumentParser) -> None:
     from baselines.pin import FLAVOURS
 
-    parser.add_argument("system", metavar="SYSTEM", help="a name that burst baselines list shows")
+    parser.add_argument("system", metavar="SYSTEM", help="a name that burst setup baselines list shows")
     parser.add_argument("--flavour", choices=FLAVOURS, help="paper or current (default: current, where there is one)")
 
 
@@ -287,7 +287,7 @@ def _check(systems: Sequence[str], *, as_json: bool) -> int:
                 sentence = f"{verdict.problems[0]}{more}; install it anew: {place.install_command} --anew"
         rows.append({"system": place.system, "flavour": place.flavour, "state": condition, "what was found": sentence})
     if not rows:
-        print("no compared system is installed; burst baselines list shows them")
+        print("no compared system is installed; burst setup baselines list shows them")
         return ALL_WELL
     _show(rows, ["system", "flavour", "state", "what was found"], as_json=as_json)
     return ALL_WELL if all(row["state"] in ("installed", "not installed") for row in rows) else NOT_ALL
@@ -309,6 +309,3 @@ def _show(rows: list[dict[str, str]], columns: list[str], *, as_json: bool) -> N
     for row in rows:
         table.add_row(*(Text(row[name]) for name in columns))
     print_table(stdout_console(), table)
-
-
-COMMAND = BaselinesCommand()
