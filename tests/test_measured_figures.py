@@ -102,7 +102,7 @@ _NOT_MEASURED = {
     ],
     "docs/plan.md": [
         "fits on one H200 that may use 100 GiB of host memory", "tensors moved to the host, and 2 GiB for the process",
-        "the predicted memory plus 4%", "It counts 25 seconds for the start of each trial, or 7 seconds where",
+        "the predicted memory plus 4%", "It counts 10 seconds for the start of each trial",
         "the predicted time is 2 to 11 times too long",
     ],
     "docs/install.md": [],

@@ -1,7 +1,7 @@
 """Environment variables of a trial's processes: those of `cluster.environment`, the user's over them, a rank's own.
 
-`cluster.environment` states each value with its reason, for launches and for `burst cluster env` alike. Adapters and interfaces
-of several hosts (NCCL_IB_HCA, NCCL_SOCKET_IFNAME) are chosen on each of them (`cluster.discovery.hcas`).
+`cluster.environment` states each value with its reason, for launches and for `burst cluster env` alike. Adapters and
+interfaces of several hosts (NCCL_IB_HCA, NCCL_SOCKET_IFNAME) are chosen on each of them (`cluster.discovery.hcas`).
 """
 
 from __future__ import annotations

