@@ -157,7 +157,7 @@ class Forecast:
     reserved_bytes: int
     host_bytes: int
     added_seconds: float  # of a step, by repeated work and copies
-    step_seconds: float | None = None  # of a step, as `burst predict` says; None where it says nothing
+    step_seconds: float | None = None  # of a step, as `burst plan` says; None where it says nothing
     correction: float = 1.0  # that earlier trials of this machine and shape gave
 
 

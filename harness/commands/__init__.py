@@ -37,6 +37,7 @@ RENAMED = {
     "image": "setup image",
     "logs": "status --logs",
     "nodes": "cluster nodes",
+    "predict": "plan --phases",
 }
 
 

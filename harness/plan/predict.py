@@ -110,7 +110,7 @@ def _speeds(settings: TrialSettings, hardware: Hardware) -> HardwareSpeeds:
 
 
 def step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None = None) -> float | None:
-    """Seconds of a step on this machine as `burst predict` says; None where it says nothing. `hardware`: by default
+    """Seconds of a step on this machine as `burst plan` says; None where it says nothing. `hardware`: by default
     that of the machine's GPU's name."""
     hardware = hardware or hardware_for(machine.gpu_name)
     if hardware is None:

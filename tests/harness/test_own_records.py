@@ -122,7 +122,7 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
 
 
 def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:
-    """Of every record: by the predictor of the figures, and by the forecast of `burst plan` and `burst predict`."""
+    """Of every record: by the predictor of the figures, and by the forecast of `burst plan`."""
     with TABLE_FILE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) > 150

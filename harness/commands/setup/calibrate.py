@@ -19,8 +19,8 @@ class CalibrateCommand:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--out", type=Path, metavar="FILE",
-            help="hardware file to write (default: results/runs/hardware/<gpu>.yaml); `burst predict --hardware` and "
-            "`burst plan --hardware` take it",
+            help="hardware file to write (default: results/runs/hardware/<gpu>.yaml); `burst plan --hardware` "
+            "takes it",
         )  # fmt: skip
         parser.add_argument(
             "--ranks", type=int, metavar="N", help="processes that measure at once (default: one per GPU; 2 on a CPU)"

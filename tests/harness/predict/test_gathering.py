@@ -137,5 +137,7 @@ def test_tiles_that_cannot_be_meant_are_one_sentence(
         "sources": {"peak_bf16_tflops": "here", "memory_gib": "here", "kernel_tiles": "here"},
     }  # fmt: skip
     path.write_text(json.dumps(document))
-    assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 2
+    assert (
+        main(["plan", "--phases", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 2
+    )
     assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`burst predict` and `burst setup calibrate` as a user calls them."""
+"""`burst plan --phases`, `--longest` and `burst setup calibrate` as a user calls them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.synthetic_records import record
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
-    assert main(["predict", "--hardware", "a800", "--json", *words]) == 0
+    assert main(["plan", "--phases", "--hardware", "a800", "--json", *words]) == 0
     rows: list[dict[str, object]] = json.loads(capsys.readouterr().out)
     return rows
 
@@ -66,7 +66,7 @@ def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_
     assert burst == pytest.approx(loongtrain, rel=0.2)
     assert megatron > 80  # all parameters and gradients on every rank
     assert burst > float(str(rows[0]["gpu_gib"]))  # operators of torch's own, and layers that wait
-    assert main(["predict", "--hardware", "h200", *words, "--json"]) == 0
+    assert main(["plan", "--phases", "--hardware", "h200", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["system_gib"] is None
 
 
@@ -101,7 +101,6 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
         (["--cp-size", "0"], "--cp-size is 0"),
         (["--seq-len", ","], "--seq-len names nothing"),
         (["--seq-len", "many"], "'many' is not a length"),
-        (["question.yaml"], "for the trials of an experiment use burst plan FILE --hardware NAME"),
         (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
         (["--cp-size", ",".join(["1"] * 1001)], "more than 1000 combinations"),
     ],
@@ -109,7 +108,7 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
 def test_what_cannot_be_meant_is_one_sentence(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["predict", "--hardware", "a800", *words]) == 2
+    assert main(["plan", "--phases", "--hardware", "a800", *words]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -141,7 +140,7 @@ QUESTIONS: list[tuple[str, str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("hardware", "model", "changes"), QUESTIONS)
-def test_plan_and_predict_give_one_answer(
+def test_plan_gives_one_answer_by_file_by_options_and_in_detail(
     hardware: str, model: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Settings, seconds, GiB and whether it fits, of 18 trials each: on one GPU, on a node and on several."""
@@ -154,11 +153,11 @@ def test_plan_and_predict_give_one_answer(
     sets = [word for change in changes for word in ("--set", change)]
     words = ["--model", model, "--seq-len", lengths, "--gpus", gpus, "--method", methods, *sets]
     answers = []
-    for command in (["plan", str(path)], ["plan", *words], ["predict", *words]):
+    for command in (["plan", str(path)], ["plan", *words], ["plan", "--phases", *words]):
         assert main([*command, "--hardware", hardware, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
         names = ("predicted_seconds", "predicted_gpu_gib", "predicted_to_fit", "checkpoint_plan")
-        if command[0] == "predict":
+        if "--phases" in command:
             names = ("seconds", "gpu_gib", "fits", "plan")
         answers.append({row["trial_id"]: [row.get(name) for name in names] for row in rows})
     by_file, by_options, predicted_rows = answers
@@ -170,7 +169,10 @@ def test_plan_and_predict_give_one_answer(
 def test_a_first_run_is_answered_by_what_the_planner_would_choose_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     for gpu, model, length, gpus, gib in (("h200", "llama3_8b", "128k", "1", 107), ("h100", "14b", "1M", "8", 72.4)):
         assert (
-            main(["predict", "--hardware", gpu, "--model", model, "--seq-len", length, "--gpus", gpus, "--json"]) == 0
+            main(
+                ["plan", "--phases", "--hardware", gpu, "--model", model, "--seq-len", length, "--gpus", gpus, "--json"]
+            )
+            == 0
         )
         [row] = json.loads(capsys.readouterr().out)
         assert (row["fits"], row["gpu_gib"]) == (True, pytest.approx(gib, rel=0.01))
@@ -185,15 +187,15 @@ def test_settings_as_published_are_filled_from_the_table_and_named(capsys: pytes
     assert {"checkpoint.tail", "lm_head_fusion", "optimizer_offload"} <= set(published["from_table"])
     assert "checkpoint.tail" not in by_hand["from_table"]
     assert "plan" not in published  # its checkpointing is the table's
-    for command in ("plan", "predict"):
-        assert main([command, "--hardware", "a800", *words, "--set", "settings=as_published"]) == 0
+    for detail in ([], ["--phases"]):
+        assert main(["plan", *detail, "--hardware", "a800", *words, "--set", "settings=as_published"]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         assert "as_published of loongtrain_usp, from baselines/settings.yaml:" in printed
         assert "checkpoint.tail 0" in printed
 
 
 def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
+    assert main(["plan", "--phases", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
     printed = capsys.readouterr().out
     assert "attention backward" in printed
     assert "memory, backward of the first layer" in printed
@@ -214,7 +216,7 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
     [row] = predicted(capsys, "--model", "7b", "--cp-size", "8", "--longest", "--set", "checkpoint.every=1")
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
-    assert main(["predict", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
+    assert main(["plan", "--phases", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
     assert "burst with 70b and cp_size 1 on NVIDIA A800 80 GB: no sequence fits" in capsys.readouterr().err
 
 
@@ -237,9 +239,9 @@ def test_a_combination_without_a_longest_sequence_is_a_row_with_the_reason(capsy
     assert [row["seq_len"] is None for row in rows] == [True, False, True, True]
     assert "no sequence fits" in str(rows[0]["reason"])
     assert "no memory is predicted of method torchtitan_upstream" in str(rows[2]["reason"])
-    assert main(["predict", "--hardware", "a800", *words]) == 0
+    assert main(["plan", "--phases", "--hardware", "a800", *words]) == 0
     assert "no sequence fits" in capsys.readouterr().out
-    assert main(["predict", "--hardware", "a800", "--longest", "--task", "attention"]) == 2
+    assert main(["plan", "--phases", "--hardware", "a800", "--longest", "--task", "attention"]) == 2
     assert "no memory is predicted of task attention" in capsys.readouterr().err
 
 
@@ -299,7 +301,9 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert main(["setup", "calibrate", "--out", str(path)]) == 2
     assert "exists; give --out another name" in capsys.readouterr().err
     assert path.read_bytes() == before
-    assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
+    assert (
+        main(["plan", "--phases", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
+    )
     assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
 
 

@@ -1,6 +1,7 @@
 """`burst plan`: the trial matrix, with the reason for every trial that cannot run. Starts nothing.
 
-For GPUs with a file in experiments/hardware/, found here or named, it also predicts time and memory of each trial.
+For GPUs with a file in experiments/hardware/, found here or named, it also predicts time and memory of each trial:
+`--phases` says where they go, and `--longest` finds the longest sequence that fits.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 from cluster.files.errors import counted, shown, shown_value
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
-from harness.commands.predict import add_question_arguments, asks_question, hardware_asked, question
+from harness.commands.plan.question import add_question_arguments, asks_question, hardware_asked, question
 from harness.spec.experiment import Experiment, Search, add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from harness.metrics.hardware import Hardware
     from harness.plan.forecast import Cost
     from harness.report.results import Row
+    from harness.spec.trial import Trial
 
 
 class PlanCommand:
-    help = "print the trials of an experiment and why some cannot run; starts nothing"
+    help = "print the trials of an experiment, time and memory they need, and why some cannot run; starts nothing"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,14 @@ class PlanCommand:
             "--hardware", metavar="NAME",
             help="plan for nodes of these GPUs, as many as a trial needs (a file of experiments/hardware/, such as "
             "h200, or a path of one that `burst setup calibrate` wrote) and predict step time and memory",
+        )  # fmt: skip
+        parser.add_argument(
+            "--phases", action="store_true",
+            help="with --hardware: the time of every phase with its range, and the memory at its moments",
+        )  # fmt: skip
+        parser.add_argument(
+            "--longest", action="store_true",
+            help="with --hardware: for each combination the longest sequence that fits, instead of --seq-len",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
@@ -66,6 +77,8 @@ class PlanCommand:
             machine, where = discover(), "this machine"
         hardware = named or hardware_for(machine.gpu_name)
         trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
+        if named is not None and (arguments.phases or arguments.longest):
+            return _predict(arguments, trials, named)
         rows = plan_table(trials, machine if over_hosts else None, hardware)
         if arguments.json:
             rounds = {"rounds": experiment.rounds}
@@ -88,12 +101,30 @@ class PlanCommand:
         return 0
 
 
+def _predict(arguments: argparse.Namespace, trials: Sequence[Trial], hardware: Hardware) -> int:
+    """What the trials are predicted to take, in detail."""
+    from harness.commands.plan.prediction import predicted, prediction_row, print_prediction
+    from harness.plan.matrix import plan_table
+
+    found = predicted(trials, hardware, at_longest=arguments.longest)
+    if arguments.json:
+        print(json.dumps([prediction_row(*each) for each in found], indent=1))
+        return 0
+    print_prediction(found, hardware, phases=arguments.phases)
+    for line in origin_lines(plan_table([trial for trial, _ in found])):
+        print(line)
+    return 0
+
+
 def _asked(arguments: argparse.Namespace) -> Experiment:
     """The experiment of the file, or of the options that stand for one. Raises UsageError."""
     if arguments.gpus_per_node is not None and arguments.hardware is None:
         raise UsageError("--gpus-per-node belongs to --hardware; name the GPUs to plan for")
+    detailed = arguments.phases or arguments.longest
+    if detailed and arguments.hardware is None:
+        raise UsageError("--phases and --longest are predictions for a kind of GPU; name it with --hardware")
     if arguments.experiment is None:
-        if not asks_question(arguments):
+        if not detailed and not asks_question(arguments):
             raise UsageError("give an experiment file, or --model, --seq-len and --gpus")
         if arguments.scale is not None:
             raise UsageError("--scale belongs to an experiment file; name one")
