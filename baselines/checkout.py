@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from baselines.pin import FLAVOURS, Checkout, Flavour, load_pin, requirements, specifier
@@ -96,8 +96,8 @@ def _parts(checkout: Checkout, folder: Path) -> Iterator[tuple[str, Checkout, Pa
     for number, submodule in enumerate(checkout.submodules, 1):
         around = max((path for path in seen if path == "." or submodule.path.startswith(f"{path}/")), key=len)
         outer, repository = seen[around]
-        path = f"{outer.object.removesuffix('/')}/{os.path.relpath(submodule.path, around)}".replace(":/", ":")
-        named = _git(repository, "rev-parse", path, advice="correct the pin")
+        path = PurePosixPath(outer.subtree, PurePosixPath(submodule.path).relative_to(around))
+        named = _git(repository, "rev-parse", f"{outer.commit}:{path}", advice="correct the pin")
         if named != submodule.commit:
             raise UsageError(
                 f"submodule {submodule.path} of commit {checkout.commit[:12]} is {named[:12]}, the pin says "
