@@ -79,7 +79,8 @@ def make_bundle(
         folder = Path(scratch) / "bundle"
         folder.mkdir()
         if pinned.checkout is not None:
-            pack(pinned.checkout, folder, given and given.absolute())
+            with opened(given, Path(scratch)) as sources:
+                pack(pinned.checkout, folder, sources)
         packages = without(pinned.packages, {*left_out, *(pinned.borrowable if borrow else ())})
         fetch({**pinned.build, **packages}, folder / WHEELS, path, version=version)
         with tarfile.open(folder.with_suffix(".tar"), "w") as archive:

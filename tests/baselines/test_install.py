@@ -412,6 +412,7 @@ def test_a_program_that_is_no_interpreter_is_refused() -> None:
         (["install", "internevo", "--flavour", "current"], "take --flavour paper"),
         (["install", "yunchang", "--anew", "--python", "/nonexistent"], "give --python the path of an interpreter"),
         (["bundle", "internevo", "--out", "x.tar", "--python", sys.executable], "needs Python 3.10, and wheels are"),
+        (["bundle", "internevo", "--out", "x.tar", "--python-version", "3.10", "--from", "no"], "--from no does not"),
         (["check", "yunchan"], "did you mean yunchang?"),
     ],
 )
