@@ -287,7 +287,7 @@ TRAINING: Mapping[str, TrainingSystem] = {
     "ulysses_training": TrainingSystem(
         package="deepspeed",
         title="Llama of transformers under DeepSpeed",
-        kernel="torch's own for CPUs",
+        kernel=TORCH_KERNEL,
         program="train_transformers.py",
         names="hugging_face",
         steps=3,

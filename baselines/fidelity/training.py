@@ -62,9 +62,10 @@ def _run(system: TrainingSystem, case: TrainingCase, place: InstallPlace, scratc
         dtype="fp32", checkpoint=Checkpoint(every=0), learning_rate=_LEARNING_RATE,
         steps=Steps(warmup=0, measured=system.steps),
     )  # fmt: skip
-    request = training_request(settings, system.steps, scratch)
     if system.package == DEEPSPEED.package:
         request = DEEPSPEED.training(settings, scratch)
+    else:
+        request = training_request(settings, system.steps, scratch)
     request |= {"inputs": str(scratch / "tokens.pt"), "left": str(scratch / case.name)}
     folder = scratch / f"{case.name}.ranks"
     folder.mkdir(parents=True, exist_ok=True)
