@@ -61,9 +61,6 @@ class FakeDocker:
     def behave(self, how: str, text: str = "") -> None:
         (self.folder / "images" / how).write_text(text)
 
-    def behave_again(self, how: str) -> None:
-        (self.folder / "images" / how).unlink()
-
     def calls(self, beginning: str) -> int:
         log = self.folder / "images" / "calls"
         lines = log.read_text().splitlines() if log.exists() else []

@@ -33,7 +33,6 @@ class FakeNode:
         self._bin = folder / "bin"
         self._bin.mkdir()
         self._gpus: list[str] = []
-        self._smi = True
         self._addresses: dict[str, str] = {}
         self._routes: dict[str, str] = {}  # target -> interface, as `ip route get` prints it
         for name in ("sys/class/net", "sys/class/infiniband", "sys/bus/pci/devices", "proc/net"):
