@@ -1,8 +1,8 @@
 """Systems that are an attention function: `task: attention`, called through the `call.py` of the system's folder.
 
 Where the system's interpreter can run the engine (Python 3.11 and newer), it does: `InWorker`, whose ranks are those of
-`engine.worker`. Inputs, clocks, peaks and errors are then the engine's own, and trials share ranks as native ones do.
-Elsewhere `baselines/programs/attention.py` times the function, and prints one line of JSON per step.
+`engine.worker`. Inputs, clocks, peaks and errors are then the engine's own. Elsewhere `baselines/programs/attention.py`
+times the function, and prints one line of JSON per step.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ slowest rank, loss, norm.
 
 `engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. With `left` in the request
 rank 0 leaves the first parameters, the gradients of the first step and all losses (`burst setup baselines fidelity`).
-`engine: trl` is TRL's SFT
-trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the model with Liger-Kernel, on
-one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves.
+`engine: trl` is TRL's SFT trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the
+model with Liger-Kernel, on one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves.
 """
 
 import contextlib
