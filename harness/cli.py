@@ -19,7 +19,7 @@ from typing import NoReturn
 from cluster.files.errors import shown_error, shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import RENAMED, Command, all_commands, verbs_of
+from harness.commands import RENAMED, Command, OtherProgram, all_commands, verbs_of
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -124,7 +124,7 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
     words = typed[:2] if verbs.keys() & set(typed[1:2]) else typed[:1]
     command = verbs[words[1]] if words[1:] else commands[typed[0]]
     rest = typed[len(words) :]
-    if command.forwards:
+    if isinstance(command, OtherProgram):
         # argparse would claim options among the forwarded arguments, --help first of all.
         return command, argparse.Namespace(rest=rest, typed=typed)
     parser = _CommandParser(prog=" ".join(["burst", *words]), description=command.help)

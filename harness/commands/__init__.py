@@ -45,7 +45,6 @@ class Command(Protocol):
     """One command, or one verb of a command."""
 
     help: str  # one line, as `burst --help` prints it
-    forwards: bool  # all arguments after the command's name stay unparsed, as `arguments.rest`
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add this command's arguments."""
@@ -56,10 +55,15 @@ class Command(Protocol):
         ...
 
 
+class OtherProgram:
+    """Base of a command that another program does: all arguments after its name stay unparsed, as `arguments.rest`."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """That program has a parser of its own."""
+
+
 class Verbs:
     """A command that does nothing by itself: a verb says what."""
-
-    forwards = False
 
     def __init__(self, help: str, verbs: Mapping[str, Command]) -> None:
         self.help = help

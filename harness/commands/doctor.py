@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 class DoctorCommand:
     help = "say what this machine can run: devices, kernels, launchers, methods, and why not"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")

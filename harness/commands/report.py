@@ -14,7 +14,6 @@ FORMATS = "html,md,csv,tex,png,pdf"
 
 class ReportCommand:
     help = "write tables, plots and one HTML file from the records of one or more runs"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

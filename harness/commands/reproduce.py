@@ -27,7 +27,6 @@ CLAIMS, AUDIT = "claims", "audit"
 
 class ReproduceCommand:
     help = "the paper's figures and claims beside our records; run a figure again and draw it beside the published one"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

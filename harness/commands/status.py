@@ -30,7 +30,6 @@ LISTED = 5  # ids that one sentence names
 
 class StatusCommand:
     help = "print the progress of a run, also while it runs: failures first, counts, the time that is left"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 class PlanCommand:
     help = "print the trials of an experiment, time and memory they need, and why some cannot run; starts nothing"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser, may_lack=True)

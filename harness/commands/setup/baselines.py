@@ -20,7 +20,6 @@ _MAX_NODES = 4096
 
 class BaselinesCommand:
     help = "install upstream systems, unmodified, and compare what is installed with its pin"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle|fidelity|show")
