@@ -15,6 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from cluster.node_arguments import add_host_key_arguments
@@ -78,15 +79,29 @@ class Verbs:
         raise UsageError(f"burst {arguments.typed[0]} {found}; {nearest(arguments.verb or '', self._verbs)}")
 
 
+def command_names() -> list[str]:
+    """Names of all commands, in alphabetical order."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def command_named(name: str) -> Command:
+    """The command of that name, whose module alone is imported."""
+    command: Command = _module(name).COMMAND
+    return command
+
+
 def all_commands() -> dict[str, Command]:
     """Commands by name, in alphabetical order."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: importlib.import_module(f"{__name__}.{name}").COMMAND for name in names}
+    return {name: command_named(name) for name in command_names()}
 
 
 def verbs_of(name: str) -> dict[str, Command]:
     """The verbs of a command by name; none for most."""
-    return dict(getattr(importlib.import_module(f"{__name__}.{name}"), "VERBS", {}))
+    return dict(getattr(_module(name), "VERBS", {}))
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import platform
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -121,6 +120,8 @@ def _loss_kernels(machine: Machine) -> list[DoctorLine]:
 
 
 def _launchers() -> list[DoctorLine]:
+    from importlib import metadata
+
     local = DoctorLine(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
     if importlib.util.find_spec("ray") is None:
         unsupported_reason = "for several machines; Ray is not installed: pip install 'burst-harness[ray]'"

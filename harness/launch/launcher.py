@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from harness.records.record import Status
+if TYPE_CHECKING:
+    from harness.records.record import Status
 
 Limit = Literal["start", "hang", "trial"]
 SET = "as set"  # a limit's origin where the user gave it
