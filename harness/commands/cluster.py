@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import UsageError, counted, shown
-from harness.commands import Command, OtherProgram, Verbs, add_state_argument, state_directory
+from harness.commands import Command, OtherProgram, Verbs, add_state_argument, say, state_directory
 
 if TYPE_CHECKING:
     from cluster.inventory.hosts import Host
@@ -237,7 +237,7 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
     state = start_cluster(
         inventory,
         states,
-        _say,
+        say,
         known_hosts=arguments.known_hosts,
         accept_new_host_keys=arguments.accept_new_host_keys,
         seconds=arguments.timeout,
@@ -284,7 +284,7 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     with states.held("end the cluster"):
         problems = end_cluster(states, state, connect, arguments.timeout)
     for name, sentence in problems.items():
-        _say(f"{name}: {sentence}")
+        say(f"{name}: {sentence}")
     ended = f"{counted(len(nodes) - len(problems), 'node')} ended"
     if problems:
         print(
@@ -302,10 +302,6 @@ def _recorded(states: StateDirectory) -> ClusterState:
     if state is None:
         raise UsageError(f"{states.path} holds no cluster; start one with burst cluster up INVENTORY")
     return state
-
-
-def _say(sentence: str) -> None:
-    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 VERBS: dict[str, Command] = {
