@@ -1,6 +1,6 @@
 """The interface of launchers: a job, its outcome, and the launcher that a run uses.
 
-One interface serves one machine without Ray (`local`), embedded Ray, and a Ray cluster over SSH (both `ray`).
+One interface serves one machine without Ray (`local`) and the hosts of a Ray cluster (`ray`).
 """
 
 from __future__ import annotations
