@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.active.rails import free_ports
@@ -83,18 +83,22 @@ class Slurm:
         self._start(host.name, *host.inside(*slurmd, "-D", "-c", "-f", str(self.conf), "-N", host.name))
 
     def run(self, program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-        """Output of one of Slurm's commands, run on the first host."""
+        """Output of one of Slurm's commands, run on the first host, which has to end well."""
         command = self.lab.hosts[0].inside(path_of(program, "slurm-client"), *arguments)
-        return self._output(command, environment or {})
+        done = subprocess.run(
+            command,
+            env={**self.environment, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=AMPLE,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr, self._log())
+        return done.stdout
 
     def submit(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """Submit a job; its number."""
         return self.run("sbatch", "--parsable", *arguments, environment=environment).strip()
-
-    def allocate(self, *arguments: str) -> str:
-        """Output of a program in the shell of salloc on this machine, which is no node."""
-        command = [path_of("salloc", "slurm-client"), "--quiet", *arguments]
-        return self._output(command, {"PYTHONPATH": str(Path(__file__).resolve().parents[1])})
 
     def state(self, job: str) -> str:
         """The state of a job, such as RUNNING."""
@@ -109,19 +113,6 @@ class Slurm:
         """Wait until the job is in one of these states; which."""
         wait_until(lambda: self.state(job) in states, f"job {job} is not {' or '.join(states)}", seconds)
         return self.state(job)
-
-    def _output(self, command: Sequence[str], more: Mapping[str, str]) -> str:
-        """Output of a command of Slurm, which has to end well, with `more` in its environment."""
-        done = subprocess.run(
-            command,
-            env={**self.environment, **more},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=AMPLE,
-        )
-        assert done.returncode == 0, (command, done.stdout, done.stderr, self._log())
-        return done.stdout
 
     def _all_idle(self) -> bool:
         for program in self._programs:
