@@ -159,7 +159,10 @@ class Passed:
 
 
 class JobLimits:
-    """Which limit a job has passed. All times are seconds of one clock that never goes back."""
+    """Which limit a job has passed. All times are seconds of one clock that never goes back.
+
+    Only the host of rank 0 sees progress.jsonl, so the hosts of other ranks have one limit: start-up and job together.
+    """
 
     def __init__(self, job: Job, started: float) -> None:
         self._job = job
