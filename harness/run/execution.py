@@ -141,7 +141,7 @@ class Execution:
             for each, trial in self._trials.items()
         )
 
-    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str] = ()) -> list[str]:
+    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str]) -> list[str]:
         """How records that stay are unlike those that the run would add, in words; empty for none."""
         stay = [
             record
@@ -326,7 +326,7 @@ def _differences(
     planned: Callable[[Record], bool],
     *,
     adds: bool,
-    changed: Collection[str] = (),
+    changed: Collection[str],
 ) -> list[str]:
     """In which respects records that stay are unlike those that the run would add, in words; empty for none.
 
