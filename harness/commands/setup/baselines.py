@@ -164,7 +164,6 @@ def _show_setup(arguments: argparse.Namespace) -> int:
 
     from baselines import paper_cluster, setups
     from cluster.inventory.site import load_site
-    from harness.base.errors import UsageError
     from harness.base.lengths import parse_length
     from harness.spec.models import MODELS_DIR, load_model
 
