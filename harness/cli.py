@@ -19,7 +19,7 @@ from typing import NoReturn
 from cluster.files.errors import shown_error, shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import RENAMED, Command, all_commands, verbs_of
+from harness.commands import RENAMED, Command, OtherProgram, all_commands, command_named, command_names, verbs_of
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -110,21 +110,14 @@ def _renamed(typed: list[str]) -> list[str]:
 
 def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
     """The command or verb that the first words name, and its arguments."""
-    commands = all_commands()
-    top = _CommandParser(
-        prog="burst", description="Measure training on extremely long sequences: run, compare and report."
-    )
-    top.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
-    subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in commands.items():
-        subparsers.add_parser(name, help=command.help)
-    top.parse_args(typed[:1])
+    if not typed or typed[0] not in command_names():
+        _top_parser().parse_args(typed[:1])  # prints help, the version or an error, and exits
 
     verbs = verbs_of(typed[0])
     words = typed[:2] if verbs.keys() & set(typed[1:2]) else typed[:1]
-    command = verbs[words[1]] if words[1:] else commands[typed[0]]
+    command = verbs[words[1]] if words[1:] else command_named(typed[0])
     rest = typed[len(words) :]
-    if command.forwards:
+    if isinstance(command, OtherProgram):
         # argparse would claim options among the forwarded arguments, --help first of all.
         return command, argparse.Namespace(rest=rest, typed=typed)
     parser = _CommandParser(prog=" ".join(["burst", *words]), description=command.help)
@@ -135,6 +128,18 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
     if unknown:
         parser.error(f"{' '.join(unknown)} is not known")
     return command, arguments
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    """`burst` itself. It imports every command for one line of help each."""
+    parser = _CommandParser(
+        prog="burst", description="Measure training on extremely long sequences: run, compare and report."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in all_commands().items():
+        subparsers.add_parser(name, help=command.help)
+    return parser
 
 
 def _list_verbs(parser: argparse.ArgumentParser, verbs: dict[str, Command]) -> None:

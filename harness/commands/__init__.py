@@ -15,8 +15,10 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from cluster.files.errors import shown
 from cluster.node_arguments import add_host_key_arguments
 from harness.base.errors import UsageError, nearest
 from harness.launch.launcher import LAUNCHERS, Launcher
@@ -45,7 +47,6 @@ class Command(Protocol):
     """One command, or one verb of a command."""
 
     help: str  # one line, as `burst --help` prints it
-    forwards: bool  # all arguments after the command's name stay unparsed, as `arguments.rest`
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add this command's arguments."""
@@ -56,10 +57,15 @@ class Command(Protocol):
         ...
 
 
+class OtherProgram:
+    """Base of a command that another program does: all arguments after its name stay unparsed, as `arguments.rest`."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """That program has a parser of its own."""
+
+
 class Verbs:
     """A command that does nothing by itself: a verb says what."""
-
-    forwards = False
 
     def __init__(self, help: str, verbs: Mapping[str, Command]) -> None:
         self.help = help
@@ -74,20 +80,39 @@ class Verbs:
         raise UsageError(f"burst {arguments.typed[0]} {found}; {nearest(arguments.verb or '', self._verbs)}")
 
 
+def command_names() -> list[str]:
+    """Names of all commands, in alphabetical order."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def command_named(name: str) -> Command:
+    """The command of that name, whose module alone is imported."""
+    command: Command = _module(name).COMMAND
+    return command
+
+
 def all_commands() -> dict[str, Command]:
     """Commands by name, in alphabetical order."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: importlib.import_module(f"{__name__}.{name}").COMMAND for name in names}
+    return {name: command_named(name) for name in command_names()}
 
 
 def verbs_of(name: str) -> dict[str, Command]:
     """The verbs of a command by name; none for most."""
-    return dict(getattr(importlib.import_module(f"{__name__}.{name}"), "VERBS", {}))
+    return dict(getattr(_module(name), "VERBS", {}))
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:
     """The command line as typed, for messages that give the next command."""
     return ["burst", *arguments.typed]
+
+
+def say(sentence: str) -> None:
+    """A sentence beside the result of a command, on stderr."""
+    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 def parse_tolerance(text: str) -> float:

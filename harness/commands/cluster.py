@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import UsageError, counted, shown
-from harness.commands import Command, Verbs, add_state_argument, state_directory
+from harness.commands import Command, OtherProgram, Verbs, add_state_argument, say, state_directory
 
 if TYPE_CHECKING:
     from cluster.inventory.hosts import Host
@@ -22,7 +22,6 @@ ALL_WELL, NOT_ALL = 0, 1
 
 class NodesCommand:
     help = "expand an inventory, or turn an /etc/hosts style file or a plain list into one"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("inventory", nargs="?", type=Path, metavar="INVENTORY", help="YAML, or a plain list")
@@ -133,12 +132,8 @@ def _row(node: InventoryNode) -> tuple[str, ...]:
     )
 
 
-class CheckCommand:
+class CheckCommand(OtherProgram):
     help = "check the health of nodes; see burst cluster check --help"
-    forwards = True
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        pass
 
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.cli import main
@@ -148,7 +143,6 @@ class CheckCommand:
 
 class EnvCommand:
     help = "render each node's environment (interfaces, adapters, per-method values) with reasons"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         from cluster.node_arguments import add_node_arguments
@@ -203,8 +197,6 @@ class EnvCommand:
 class RayCommand:
     """One of the verbs about Ray: what it does is given."""
 
-    forwards = False
-
     def __init__(self, help: str, act: Callable[[argparse.Namespace, StateDirectory], int]) -> None:
         self.help = help
         self._act = act
@@ -245,7 +237,7 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
     state = start_cluster(
         inventory,
         states,
-        _say,
+        say,
         known_hosts=arguments.known_hosts,
         accept_new_host_keys=arguments.accept_new_host_keys,
         seconds=arguments.timeout,
@@ -292,7 +284,7 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     with states.held("end the cluster"):
         problems = end_cluster(states, state, connect, arguments.timeout)
     for name, sentence in problems.items():
-        _say(f"{name}: {sentence}")
+        say(f"{name}: {sentence}")
     ended = f"{counted(len(nodes) - len(problems), 'node')} ended"
     if problems:
         print(
@@ -310,10 +302,6 @@ def _recorded(states: StateDirectory) -> ClusterState:
     if state is None:
         raise UsageError(f"{states.path} holds no cluster; start one with burst cluster up INVENTORY")
     return state
-
-
-def _say(sentence: str) -> None:
-    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 VERBS: dict[str, Command] = {

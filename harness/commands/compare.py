@@ -26,7 +26,6 @@ class CompareCommand:
         "compare two runs, or the methods, settings or commits of runs, trial by trial; exit code 1 for a worse or "
         "wrong one"
     )
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import platform
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 class DoctorCommand:
     help = "say what this machine can run: devices, kernels, launchers, methods, and why not"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
@@ -122,6 +120,8 @@ def _loss_kernels(machine: Machine) -> list[DoctorLine]:
 
 
 def _launchers() -> list[DoctorLine]:
+    from importlib import metadata
+
     local = DoctorLine(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
     if importlib.util.find_spec("ray") is None:
         unsupported_reason = "for several machines; Ray is not installed: pip install 'burst-harness[ray]'"

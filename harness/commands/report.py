@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
+from harness.commands import say
 
 FORMATS = "html,md,csv,tex,png,pdf"
 
 
 class ReportCommand:
     help = "write tables, plots and one HTML file from the records of one or more runs"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -51,9 +50,6 @@ class ReportCommand:
         from harness.records.stored import runs_below, stored_run
         from harness.report.page import write_report
         from harness.report.site import write_site
-
-        def say(sentence: str) -> None:
-            print(shown(sentence), file=sys.stderr)
 
         runs, out = arguments.runs, arguments.out or stored_run(arguments.runs[0]).report_dir
         sites = [path for path in runs if runs_below(path)]

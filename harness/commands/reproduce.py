@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
+from harness.commands import say
 from harness.commands.run import COMMAND as RUN
 from harness.commands.run import add_run_arguments
 
@@ -27,7 +27,6 @@ CLAIMS, AUDIT = "claims", "audit"
 
 class ReproduceCommand:
     help = "the paper's figures and claims beside our records; run a figure again and draw it beside the published one"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -191,7 +190,7 @@ def _drawn_figures(runs: Sequence[MeasuredRun]) -> Iterator[tuple[FigureComparis
 def _say_bad(runs: Sequence[MeasuredRun]) -> None:
     for run in runs:
         for bad in run.bad:
-            print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)
+            say(f"burst: {bad.reason}; its row is left out")
 
 
 def _claim_text(claim: JudgedClaim) -> str:

@@ -35,7 +35,6 @@ PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
 
 class RunCommand:
     help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser)

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, TextIO
 from cluster.files.errors import counted, shown, shown_value
 from cluster.files.filesystem import open_regular
 from harness.base.errors import UsageError, nearest, one_of
-from harness.records.record import refuse_bad
-from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
 
 if TYPE_CHECKING:
     from harness.run.state import RunState, TrialState
@@ -30,7 +28,6 @@ LISTED = 5  # ids that one sentence names
 
 class StatusCommand:
     help = "print the progress of a run, also while it runs: failures first, counts, the time that is left"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -57,6 +54,7 @@ class StatusCommand:
 
 def _print_state(arguments: argparse.Namespace) -> int:
     """Every trial of a named run, or one sentence about the newest one, and what to do next."""
+    from harness.records.record import refuse_bad
     from harness.run.state import next_step, state_of
     from harness.training.progress import is_training_run, training_status
 
@@ -193,6 +191,8 @@ def _print_shown(file: TextIO) -> None:
 
 def _round_directory(trial_dir: Path, number: int) -> Path:
     """Where the files of a round lie. Raises UsageError where there is no such round."""
+    from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
+
     last = round_of_files(trial_dir)
     if number == last:
         return trial_dir

@@ -38,7 +38,6 @@ DTYPES = ("fp32", "bf16")  # of exported tensors
 
 class TrainCommand:
     help = "train a model on real data; Ctrl-C saves first, and --resume continues"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="training configuration")
@@ -138,7 +137,6 @@ def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.
 
 class DataCommand:
     help = "turn text files into a token store for `data:` of experiments and training configurations"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -226,7 +224,6 @@ def _moved_aside(directory: Path) -> Iterator[Path | None]:
 
 class ExportCommand:
     help = "write the model of a training run as config.json and safetensors, which transformers loads"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a training run")

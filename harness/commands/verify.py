@@ -18,7 +18,6 @@ from harness.commands import parse_tolerance
 
 class VerifyCommand:
     help = "check a run, all runs below a directory, or an archive: records, figures, tables, provenance"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -62,7 +61,6 @@ class VerifyCommand:
 
 class PackCommand:
     help = "pack a run into one file: an archive with figures and environment (.tar.gz), or its records alone (.jsonl)"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -1,6 +1,6 @@
 """The interface of launchers: a job, its outcome, and the launcher that a run uses.
 
-One interface serves one machine without Ray (`local`), embedded Ray, and a Ray cluster over SSH (both `ray`).
+One interface serves one machine without Ray (`local`) and the hosts of a Ray cluster (`ray`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from harness.records.record import Status
+if TYPE_CHECKING:
+    from harness.records.record import Status
 
 Limit = Literal["start", "hang", "trial"]
 SET = "as set"  # a limit's origin where the user gave it
@@ -158,7 +159,10 @@ class Passed:
 
 
 class JobLimits:
-    """Which limit a job has passed. All times are seconds of one clock that never goes back."""
+    """Which limit a job has passed. All times are seconds of one clock that never goes back.
+
+    Only the host of rank 0 sees progress.jsonl, so the hosts of other ranks have one limit: start-up and job together.
+    """
 
     def __init__(self, job: Job, started: float) -> None:
         self._job = job

@@ -245,12 +245,17 @@ def of_all_processes(name: str) -> Iterator[tuple[int, bytes]]:
             yield int(entry), content
 
 
+def fields_of(stat: bytes) -> list[str]:
+    """Fields of a /proc/PID/stat from the state on; the parent follows it."""
+    # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
+    return stat.decode(errors="replace").rpartition(")")[2].split()
+
+
 def _children() -> list[int]:
     """Direct children, adopted ones included."""
     own, found = os.getpid(), []
     for pid, stat in of_all_processes("stat"):
-        # The name in field 2 may hold spaces and brackets; the state follows its last bracket, then the parent.
-        fields = stat.decode(errors="replace").rpartition(")")[2].split()
+        fields = fields_of(stat)
         if len(fields) > 1 and int(fields[1]) == own:
             found.append(pid)
     return found

@@ -1,28 +1,22 @@
-"""The GPUs, cores and memory of this machine, found without importing torch: planning is quick, also on a laptop.
-
-Run as `python -m harness.machine.this_machine` on a node of a cluster, it prints them as JSON. `versions.code` digests
-the project's files, so that nodes with another commit, or with edits, differ also where the checkout has no history.
-"""
+"""The GPUs, cores and memory of this machine, found without importing torch: planning is quick, also on a laptop."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
-import json
 import os
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
-from cluster.inventory.checkout import code_digest
-from cluster.inventory.nodes import InventoryNode
 from engine.memory.gpu_state import query_gpus, visible_gpus
 from harness.base.errors import UsageError
-from harness.records.provenance import PROJECT_ROOT, commit
+
+if TYPE_CHECKING:
+    from cluster.inventory.site import Site
 
 # Without a GPU ranks are processes that share the cores. More ranks than cores are slow but correct, so that a laptop
 # can try CP 4 or 8. Beyond this, memory for one copy of torch per rank is the limit.
@@ -146,25 +140,14 @@ def _cgroup_limit(name: str) -> str:
         return ""
 
 
-def main() -> None:
-    machine = dataclasses.asdict(discover())
-    print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
-
-
-def machine_of(description: dict[str, object]) -> Machine:
-    """The machine of a node's description."""
-    return Machine(**cast(dict[str, Any], description["machine"]))
-
-
-def ranks_of(node: InventoryNode, description: dict[str, object]) -> int:
-    """Ranks of one trial that a node takes: the site's number, else one per GPU, or one where there is none.
+def ranks_of(machine: Machine, site: Site) -> int:
+    """Ranks of one trial that a host takes: the site's number, else one per GPU, or one where there is none.
 
     Raises ValueError for GPUs that cannot be used, and for more ranks than GPUs.
     """
-    machine = machine_of(description)
     if machine.gpu_problem:
         raise ValueError(machine.gpu_problem)
-    ranks = node.site.ranks_per_node or machine.gpu_count or 1
+    ranks = site.ranks_per_node or machine.gpu_count or 1
     if 0 < machine.gpu_count < ranks:
         raise ValueError(f"ranks_per_node is {ranks}, but it has {machine.gpu_count} GPUs; give at most that many")
     return ranks
@@ -206,7 +189,3 @@ def route_towards(host: str) -> tuple[str, str]:
     if len(mine) == 1:
         return next(iter(mine.items()))
     return "", ""
-
-
-if __name__ == "__main__":
-    main()

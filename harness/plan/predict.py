@@ -33,10 +33,10 @@ class Prediction:
     host_gib: float | None  # of one rank's process, approximately
 
 
-def predict(settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None) -> Prediction:
-    """Time and memory of a trial on GPUs of this kind, of which a node gives it `node_ranks`."""
+def predict(settings: TrialSettings, hardware: Hardware) -> Prediction:
+    """Time and memory of a trial on GPUs of this kind."""
     memory = engine_memory(settings)
-    time, _ = time_or_reason(settings, hardware, node_ranks=node_ranks)
+    time, _ = time_or_reason(settings, hardware)
     return Prediction(
         seconds=time.seconds if time else None,
         gpu_gib=memory.allocated / GIB if memory else None,

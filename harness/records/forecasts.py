@@ -35,10 +35,10 @@ class Correction:
 NO_CORRECTION = Correction()
 
 
-def records_with_plan(runs: Path = RUNS) -> list[Record]:
-    """Records of planned trials in the runs below `runs`. What is no record is passed over."""
+def records_with_plan() -> list[Record]:
+    """Records of planned trials in the runs below results/runs. What is no record is passed over."""
     found = []
-    for path in sorted(filter(is_run, runs.glob("*"))):
+    for path in sorted(filter(is_run, RUNS.glob("*"))):
         for one in stored_run(path).records():
             # Most records have no plan, and reading one as a record takes longer than reading its JSON.
             if not isinstance(one, StoredRecord) or not isinstance(one.data, dict) or not one.data.get("plan"):

@@ -141,7 +141,7 @@ class Execution:
             for each, trial in self._trials.items()
         )
 
-    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str] = ()) -> list[str]:
+    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str]) -> list[str]:
         """How records that stay are unlike those that the run would add, in words; empty for none."""
         stay = [
             record
@@ -298,7 +298,7 @@ class Execution:
 
     def _title(self, number: int) -> str:
         """The round in words; empty where there is one only."""
-        rounds = max(self._options.rounds, self._last_known())
+        rounds = self._last_known()
         return f"round {number} of {rounds}" if rounds > 1 else ""
 
 
@@ -326,7 +326,7 @@ def _differences(
     planned: Callable[[Record], bool],
     *,
     adds: bool,
-    changed: Collection[str] = (),
+    changed: Collection[str],
 ) -> list[str]:
     """In which respects records that stay are unlike those that the run would add, in words; empty for none.
 
@@ -340,7 +340,7 @@ def _differences(
             found[f"of experiment {record.experiment}, not {experiment}"] += 1
         elif not planned(record):
             found["of trials that this experiment does not have"] += 1
-        if not adds or (record.status == "refused" and not record.launcher):  # the plan's own word: nothing ran
+        if not adds or only_planned(record):
             continue
         driver = record.measurement.software.get("driver", "") if record.measurement else ""
         for what, then, now in (

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Literal, Protocol, TypeVar
 
 from engine.measurement import ALLOCATION_RETRIES, LINK, Extra, Measurement
-from harness.metrics.flops import work_of
 from harness.records.judging import judged, worse_errors
 from harness.records.record import RESULTS, Record, Round, Status
 from harness.spec.trial import Trial
@@ -48,6 +47,8 @@ def arranged(trials: Sequence[Trial], order: Order, shuffle: Shuffle) -> list[Tr
 
 def _rank_flops(trial: Trial) -> float:
     """Model FLOPs of one step on one rank; 0 for a trial that cannot run."""
+    from harness.metrics.flops import work_of  # loads numpy, for which `burst status` is not to wait
+
     return work_of(trial.settings).model / trial.settings.world_size if trial.unsupported_reason is None else 0.0
 
 

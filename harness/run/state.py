@@ -105,11 +105,11 @@ def resuming(command: Sequence[str], *more: str) -> str:
     return shlex.join([*typed, "--resume", *more])
 
 
-def state_of(run_dir: Path, now: float | None = None) -> RunState:
+def state_of(run_dir: Path) -> RunState:
     """The state of the run in a directory. Raises UsageError when it is none."""
     directory = RunDirectory(run_dir)
     facts = directory.description()
-    running, now = directory.in_use(), time.time() if now is None else now
+    running, now = directory.in_use(), time.time()
     rounds = facts.get("rounds", 1)  # absent from runs before there were rounds
     trials, bad = [], []
     for trial_id in facts["trials"]:

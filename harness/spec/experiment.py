@@ -22,9 +22,10 @@ from harness.spec.models import model_name
 from harness.spec.references import read_paper_reference
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
+_OF_STEPS = (*(field.name for field in dataclasses.fields(Steps)), "rounds")  # keys of section `steps`
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
-    f"steps.{name}": "steps" for name in (*(field.name for field in dataclasses.fields(Steps)), "rounds")
+    f"steps.{name}": "steps" for name in _OF_STEPS
 }
 REFERENCES = ("paper",)
 AUTO_KEY = "checkpoint.plan"  # what `checkpoint: auto` is short for
@@ -296,7 +297,7 @@ def _steps(node: Node | None) -> tuple[Steps, int]:
     if node is None:
         return Steps(), 1
     entries = dict(with_lengths(node, ("warmup_seq_len",), "steps").mapping("steps"))
-    check_keys(entries, [*(field.name for field in dataclasses.fields(Steps)), "rounds"], "steps")
+    check_keys(entries, _OF_STEPS, "steps")
     rounds = 1
     if (often := entries.pop("rounds", None)) is not None:
         rounds = convert(often, int, "steps.rounds")

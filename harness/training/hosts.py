@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.base.errors import UsageError
+from harness.launch.zygote import fields_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -152,7 +153,7 @@ def follow(leader: int, over: threading.Event) -> None:
 def has_ended(pid: int) -> bool:
     """Whether a process has ended, also one that nothing has reaped yet."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"  # behind the name, which may hold brackets: the state
+    return fields_of(stat)[0] in "ZX"

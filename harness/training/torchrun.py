@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cluster.files.errors import shown
-from cluster.inventory.checkout import code_digest
+from cluster.inventory.checkout import code_digest, mismatch
 from engine.measurement import write_json
 from engine.reader import from_json
 from engine.training.config import Order
@@ -405,8 +405,6 @@ def connection(place: Place, seconds: float) -> Store:
 
 def check_hosts(hosts: Sequence[dict[str, Any]]) -> None:
     """Raises UsageError when hosts have other software, or another number of ranks."""
-    from cluster.inventory.checkout import mismatch
-
     if why := mismatch({host["name"]: host["versions"] for host in hosts}):
         raise UsageError(f"this run cannot start: {why}")
     numbers = {host["name"]: host["ranks"] for host in hosts}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.base.errors import UsageError
 from harness.metrics.intervals import median_ratio
+from harness.metrics.throughput import GIB
 from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
 from harness.records.stored import RESULTS_FILE, RUN_FILE, StoredRun, run_named, runs_below, stored_run
@@ -18,8 +19,6 @@ from harness.verify.products import read_results, report_failures, results_failu
 from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements
 from harness.verify.schema import schema_failures
 from harness.verify.unpacking import SUMS_FILE, sums_failures
-
-_GIB = 1 << 30
 
 
 def verify(
@@ -212,7 +211,7 @@ def _median(record: Record) -> float:
 
 
 def _peak(ranks: list[int]) -> float | None:
-    return max(ranks) / _GIB if ranks else None
+    return max(ranks) / GIB if ranks else None
 
 
 def _last(values: list[float]) -> float | None:

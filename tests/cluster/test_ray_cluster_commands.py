@@ -109,13 +109,12 @@ def test_a_difference_in_versions_names_what_and_where():
 )
 def test_ranks_of_a_node_are_its_gpus_or_what_the_site_says(gpus, said, expected):
     machine = Machine(hostname="n", device="cuda" if gpus else "cpu", cores=8, memory_gib=64, gpu_count=gpus)
-    node = InventoryNode(host=Host(name="n"), site=Site(ranks_per_node=said))
-    description = {"machine": {name: getattr(machine, name) for name in Machine.__dataclass_fields__}}
+    site = Site(ranks_per_node=said)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            ranks_of(node, description)
+            ranks_of(machine, site)
     else:
-        assert ranks_of(node, description) == expected
+        assert ranks_of(machine, site) == expected
 
 
 def state(folder: Path) -> ClusterState:

@@ -239,13 +239,22 @@ def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_start_of_a_command_does_not_wait_for_numpy():
+def test_the_start_of_a_command_does_not_wait_for_numpy_nor_does_the_state_of_a_run():
     script = (
-        "import sys; from harness.commands import RENAMED, all_commands, verbs_of; all_commands();"
+        "import sys, harness.run.state; from harness.commands import RENAMED, all_commands, verbs_of; all_commands();"
         "sys.exit(' '.join({'numpy', 'rich'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_imports_no_module_of_another():
+    script = (
+        "import sys; from harness.cli import main; main(['cluster', 'status', '--state', '/none']);"
+        "sys.exit(' '.join(sorted(name for name in sys.modules if name.startswith('harness.commands.'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "harness.commands.cluster"
 
 
 def test_check_gets_its_arguments_as_they_were_typed(capsys):

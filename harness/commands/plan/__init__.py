@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from cluster.files.errors import counted, shown, shown_value
+from cluster.files.errors import counted, shown_value
 from harness.base.errors import UsageError
-from harness.commands import add_cluster_arguments
+from harness.commands import add_cluster_arguments, say
 from harness.commands.plan.question import add_question_arguments, asks_question, hardware_asked, question
 from harness.spec.experiment import Experiment, Search, add_experiment_arguments, chosen_experiment
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 class PlanCommand:
     help = "print the trials of an experiment, time and memory they need, and why some cannot run; starts nothing"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser, may_lack=True)
@@ -68,7 +66,7 @@ class PlanCommand:
         if over_hosts:
             from harness.launch.ray.inventory import joined
 
-            with contextlib.closing(joined(arguments, _say)) as launcher:
+            with contextlib.closing(joined(arguments, say)) as launcher:
                 machine = launcher.machine
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
         elif named is not None:
@@ -267,10 +265,6 @@ def _cell(name: str, value: object) -> str:
     if value is None:
         return ""
     return significant(3)(value) if isinstance(value, float) else str(value)
-
-
-def _say(sentence: str) -> None:
-    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 COMMAND = PlanCommand()

@@ -20,7 +20,6 @@ _MAX_NODES = 4096
 
 class BaselinesCommand:
     help = "install upstream systems, unmodified, and compare what is installed with its pin"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle|fidelity|show")
@@ -165,7 +164,6 @@ def _show_setup(arguments: argparse.Namespace) -> int:
 
     from baselines import paper_cluster, setups
     from cluster.inventory.site import load_site
-    from harness.base.errors import UsageError
     from harness.base.lengths import parse_length
     from harness.spec.models import MODELS_DIR, load_model
 

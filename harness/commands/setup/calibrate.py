@@ -14,7 +14,6 @@ TIMEOUT_SECONDS = 900.0
 
 class CalibrateCommand:
     help = "measure GEMMs, attention kernels, memory and links of this machine; writes a hardware file"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -20,7 +20,6 @@ ENGINES = ("docker", "podman")
 
 class ImageCommand:
     help = "build the container image, or bring it to every node of an inventory"
-    forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         from cluster.node_arguments import add_node_arguments

@@ -15,7 +15,6 @@ from typing import Any
 
 from cluster.files.errors import counted
 from cluster.inventory.checkout import difference, own_versions
-from cluster.inventory.hosts import Host as InventoryHost
 from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from harness.base.errors import UsageError
@@ -291,9 +290,7 @@ class RayLauncher:
         try:
             site = self._site(address)
             if site.ranks_per_node or machine.gpu_count or machine.gpu_problem:
-                ranks = ranks_of(
-                    InventoryNode(host=InventoryHost(name=name), site=site), {"machine": described.machine}
-                )
+                ranks = ranks_of(machine, site)
             else:
                 ranks = int(node["Resources"]["CPU"])
         except ValueError as error:
