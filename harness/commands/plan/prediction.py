@@ -64,7 +64,7 @@ def _without_length(settings: TrialSettings, hardware: Hardware) -> TrialForecas
     from harness.plan.forecast import TrialForecast
     from harness.plan.predict import memory_is_modelled
 
-    reason = "no sequence fits; give a larger --cp-size, or keep less with --set checkpoint.tail=0"
+    reason = "no sequence fits; give a larger --cp-size, or keep less, such as checkpoint.tail 0 (docs/memory.md)"
     if not memory_is_modelled(settings):
         of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
         reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"
