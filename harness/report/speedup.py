@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from baselines.originals import ORIGINALS
 from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
-from harness.report.digits import TOO_WIDE as TOO_WIDE
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text
 from harness.report.results import RoundMachine, Row, given_names, grouped, method_rank
 from harness.report.variants import is_subject, on_cpu, panel_name, panel_of, pooled, setting_of
