@@ -104,9 +104,14 @@ def rounds_text(rounds: int) -> str:
     return {1: "one round", 2: "two rounds"}.get(rounds, f"{rounds} rounds")
 
 
+def numbers_text(numbers: tuple[int, ...]) -> str:
+    """Which rounds: `round 2`, `rounds 2, 3`."""
+    return f"round{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def apart_text(apart: tuple[int, ...]) -> str:
     """`round 2 ran on two machines`."""
-    return f"round{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))} ran on two machines"
+    return f"{numbers_text(apart)} ran on two machines"
 
 
 def speedup(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Speedup | None:
