@@ -78,6 +78,11 @@ def graded(whole: bool, part: bool = False) -> Verdict:
 # Trials that stand beside each other.
 
 
+def _measured(rows: Sequence[Row], task: str, *, gpus: bool = True) -> list[Row]:
+    """The trials of a task that are ok; with `gpus` none of those on a CPU."""
+    return [row for row in rows if row["task"] == task and row["status"] == "ok" and not (gpus and on_cpu(row))]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
     """Trials of one task that agree in `equal`, columns or what follows from them, and differ in a column."""
@@ -92,11 +97,9 @@ class Beside:
     def groups(self, rows: Sequence[Row]) -> list[dict[object, list[Row]]]:
         """Groups of trials that are ok, each by the value that they differ in; the longest sequence first."""
         found: dict[tuple[object, ...], dict[object, list[Row]]] = {}
-        for row in rows:
-            here = row["task"] == self.task and row["status"] == "ok" and not (self.gpus and on_cpu(row))
-            if here and self.where(row):
-                key = tuple(row.get(of) if isinstance(of, str) else of(row) for of in self.equal)
-                found.setdefault(key, {}).setdefault(row.get(self.differ), []).append(row)
+        for row in filter(self.where, _measured(rows, self.task, gpus=self.gpus)):
+            key = tuple(row.get(of) if isinstance(of, str) else of(row) for of in self.equal)
+            found.setdefault(key, {}).setdefault(row.get(self.differ), []).append(row)
         whole = [group for group in found.values() if set(self.needs) <= group.keys() and len(group) > 1]
         return sorted(whole, key=lambda group: -next(iter(group.values()))[0]["seq_len"])
 
@@ -208,10 +211,7 @@ def backward_bytes_of(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 def longest(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The longest sequence that a model of at least that size took a step on."""
     wanted, least = claimed.value or 0.0, 0.9 * shape(claimed.model or "7b").parameters
-    trained = [
-        row for row in rows
-        if row["task"] == "train" and row["status"] == "ok" and not on_cpu(row) and _shape(row).parameters >= least
-    ]  # fmt: skip
+    trained = [row for row in _measured(rows, "train") if _shape(row).parameters >= least]
     if not trained:
         return Evidence(verdict="not run")
 
@@ -246,7 +246,7 @@ def overlap(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
     The whole problem on one GPU may have been timed in another run on the same kind of GPU.
     """
-    attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and not on_cpu(row)]
+    attention = _measured(rows, "attention")
     found: list[tuple[float, Row]] = []
     for row in attention:
         if row["method"] == OWN_METHOD and _ring(row) and row["mask"] == "causal":
@@ -323,11 +323,7 @@ def balance(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
         layout: max(imbalance(parse_mask(mask), layout_named(layout), tokens, ranks) for mask in masks)
         for layout in ("contiguous", "zigzag", "striped")
     }
-    ran = [
-        row for row in rows
-        if row["task"] == "attention" and row["status"] == "ok" and not on_cpu(row) and row["cp_size"] > 1
-        and row.get("chosen_imbalance")
-    ]  # fmt: skip
+    ran = [row for row in _measured(rows, "attention") if row["cp_size"] > 1 and row.get("chosen_imbalance")]
     by_mask = {row["mask"].partition(":")[0]: row for row in sorted(ran, key=lambda row: row["seq_len"])}
     best = min(worst, key=lambda layout: worst[layout])
     numbers = {
