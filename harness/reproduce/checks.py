@@ -34,6 +34,7 @@ SHEETS = {"7b": (32, 2 * MILLION), "14b": (32, MILLION)}  # GPUs and tokens of t
 BASELINES = ("Megatron", "Deepspeed-Ulysses", "LoongTrain-Ring", "LoongTrain-USP")
 OURS_IN_SHEETS = "Burst-Ring"
 HEADLINE = "main_exp"
+CUMULATIVE = " w. bwd_opt & double & sl_loss"  # switches of the ablation before its last step
 _STEP = "step_seconds_median"
 
 
@@ -271,7 +272,7 @@ def unmeasured(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
 def topology(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The double ring beside the flat ring over nodes, in one run at its longest length."""
-    numbers: dict[str, Any] = {"sheet": _ablation(SPEED, " w. bwd_opt & double") / _ablation(SPEED, " w. bwd_opt")}
+    numbers: dict[str, Any] = {"sheet": ablation(SPEED, " w. bwd_opt & double") / ablation(SPEED, " w. bwd_opt")}
     for group in RINGS.groups(rows)[:1]:
         flat, double = (min(group[name], key=lambda row: row[_STEP]) for name in ("ring", "double_ring"))
         numbers |= {"faster": flat[_STEP] / double[_STEP], **about(double)}
@@ -284,10 +285,9 @@ def topology(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
 def kept_outputs(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """Training with half of the attention outputs kept, beside all and none of them, in one run."""
-    cumulative = " w. bwd_opt & double & sl_loss"
     numbers: dict[str, Any] = {
-        "sheet_half": _ablation(MEMORY, f"{cumulative} & sl_ckpt"),
-        "sheet_whole": _ablation(MEMORY, f"{cumulative} & whole_ckpt"),
+        "sheet_half": ablation(MEMORY, f"{CUMULATIVE} & sl_ckpt"),
+        "sheet_whole": ablation(MEMORY, f"{CUMULATIVE} & whole_ckpt"),
     }
     for group in TAILS.groups(rows)[:1]:
         none, half, whole = (group[tail][-1] for tail in TAILS.needs)
@@ -303,8 +303,8 @@ def kept_outputs(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 def fused_head(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The fused LM head beside the plain one, at the longest sequence that both ran on."""
     numbers: dict[str, Any] = {
-        "sheet_plain": _ablation(MEMORY, " w. bwd_opt & double"),
-        "sheet_fused": _ablation(MEMORY, " w. bwd_opt & double & sl_loss"),
+        "sheet_plain": ablation(MEMORY, " w. bwd_opt & double"),
+        "sheet_fused": ablation(MEMORY, CUMULATIVE),
     }
     for group in HEADS.groups(rows)[:1]:
         fused, plain = group[True][0], group[False][0]
@@ -426,7 +426,7 @@ def sheet_saving(model: str) -> float:
     return 1 - sheet_row(MEMORY, model).number / sheet_best(MEMORY, model).number
 
 
-def _ablation(metric: str, switches: str) -> float:
+def ablation(metric: str, switches: str) -> float:
     """A number of the ablation of 14B on 32 GPUs."""
     rows = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b" and row.gpus == 32]
     return only(rows, metric=metric, method=f"Burst-Baseline{switches}").number
