@@ -137,7 +137,7 @@ class TrialPair:
     @property
     def spread(self) -> Interval | TwoRounds | None:
         """Of that ratio."""
-        return (self.times.interval or self.times.by_round) if self.times else None
+        return self.times.spread if self.times else None
 
     @property
     def paired(self) -> bool:

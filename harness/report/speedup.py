@@ -40,7 +40,7 @@ class Speedup:
     @property
     def spread(self) -> Interval | TwoRounds | None:
         """Of the value; None with a single round."""
-        spread = self.times.interval or self.times.by_round
+        spread = self.times.spread
         return spread and spread.inverse_times(1.0)
 
     @property
