@@ -5,6 +5,7 @@ A is the reference and B the candidate: ratios are B over A, so above 1 B takes 
 
 from __future__ import annotations
 
+import glob
 import re
 import statistics
 from collections import Counter
@@ -62,11 +63,9 @@ def ever_kept(directories: Sequence[Path]) -> list[ComparedRecord]:
     """Records of all runs at or below `directories`, of their earlier attempts, and of runs moved aside from there."""
     runs: dict[Path, None] = {}
     for directory in directories:
-        name, beside = (
-            directory.resolve().name,
-            directory.resolve().parent.glob(f"{_escaped(directory.resolve().name)}.*"),
-        )
-        aside = sorted(path for path in beside if _MOVED_ASIDE.fullmatch(path.name.removeprefix(name)))
+        whole = directory.resolve()
+        beside = whole.parent.glob(f"{glob.escape(whole.name)}.*")
+        aside = sorted(path for path in beside if _MOVED_ASIDE.fullmatch(path.name.removeprefix(whole.name)))
         runs |= {resolved(run.path): None for place in (directory, *aside) for run in _runs(place)}
     found = _read((run, one) for run in map(stored_run, runs) for one in (*run.records(), *run.attempts()))
     if not found:
@@ -122,10 +121,6 @@ def _shortened(commit: str) -> str:
     return commit.removesuffix(DIRTY)[:_SHORT] + (DIRTY if commit.endswith(DIRTY) else "")
 
 
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialPair:
     """Two trials of equal settings."""
@@ -142,7 +137,7 @@ class TrialPair:
     @property
     def spread(self) -> Interval | TwoRounds | None:
         """Of that ratio."""
-        return (self.times.interval or self.times.by_round) if self.times else None
+        return self.times.spread if self.times else None
 
     @property
     def paired(self) -> bool:

@@ -12,7 +12,7 @@ from harness.compare.pairs import ComparedRecord, Comparison, TrialPair, is_acro
 from harness.metrics.intervals import Interval, TwoRounds, Verdict
 from harness.records.stored import stored_run
 from harness.report.digits import spread_text
-from harness.report.speedup import TWO_VALUES, apart_text, rounds_text
+from harness.report.speedup import TWO_VALUES, numbers_text, rounds_text
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
 from harness.report.variants import panel_name, panel_of, setting_text
 
@@ -77,8 +77,7 @@ def heading(comparison: Comparison) -> list[str]:
     if any(pair.paired for pair in measured):
         lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
     for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():
-        numbers = apart_text(rounds).removesuffix(" ran on two machines")
-        lines.append(f"Left out: {numbers} of {_pairs(count)}, which ran on two machines.")
+        lines.append(f"Left out: {numbers_text(rounds)} of {_pairs(count)}, which ran on two machines.")
     return lines
 
 

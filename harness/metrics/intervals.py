@@ -91,6 +91,11 @@ class Ratio:
     interval: Interval | None
     by_round: TwoRounds | None = None
 
+    @property
+    def spread(self) -> Interval | TwoRounds | None:
+        """The interval, or what two rounds gave; None with a single round."""
+        return self.interval or self.by_round
+
     def verdict(self, tolerance: float = 0.0) -> Verdict:
         """Of a ratio of times (candidate over reference): whether it lies beyond 1 +- `tolerance` with its interval,
         or in both of two rounds, which is no statement about the noise."""

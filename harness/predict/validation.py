@@ -112,6 +112,12 @@ def predicted_time(configuration: Configuration, speeds: HardwareSpeeds) -> Step
     return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, attention=configuration.attention)
 
 
+def predicted_gib(configuration: Configuration, waiting_layers: float) -> float:
+    """The peak of the fullest GPU under a published set-up, in its own program."""
+    nbytes = system_memory(configuration.settings, configuration.system, configuration.attention, waiting_layers)
+    return nbytes / GIB
+
+
 def seconds_of(row: Published, configuration: Configuration) -> float:
     """Of the step or call that a speed or a time was published of."""
     if row.metric in TIMES:
@@ -134,13 +140,12 @@ def _with_peaks() -> list[tuple[Configuration, list[Published]]]:
 
 def _compared_memory(configuration: Configuration, rows: Sequence[Published], waiting_layers: float) -> ComparedMetric:
     peaks = [row.value for row in rows if row.value is not None]
-    nbytes = system_memory(configuration.settings, configuration.system, configuration.attention, waiting_layers)
     return ComparedMetric(
         configuration=configuration,
         metric=MEMORY,
         rows=rows,
         published=statistics.median(peaks) if peaks else None,
-        predicted=nbytes / GIB,
+        predicted=predicted_gib(configuration, waiting_layers),
     )
 
 

@@ -196,15 +196,10 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     return [_with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
-def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every figure, once per set-up; file names say the set-up only where there are several. Wrong trials have no place
-    in any."""
-    return figures_of(rows)[0]
-
-
 def figures_of(rows: Sequence[Row]) -> tuple[list[Plot], list[str]]:
     """The figures of every set-up in the order of the page, and the sentences that stand in the place of figures which
-    would show that all is equal."""
+    would show that all is equal. File names say the set-up only where there are several. Wrong trials have no place in
+    any."""
     groups = groups_of([row for row in rows if row["status"] != "wrong"])
     found = [(name, group, shown) for group in groups for name, shown in shown_of(group).items()]
     sheets = [(name, group, shown) for name, group, shown in found if isinstance(shown, Sheet)]

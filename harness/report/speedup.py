@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from baselines.originals import ORIGINALS
 from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
-from harness.report.digits import TOO_WIDE as TOO_WIDE
 from harness.report.digits import MeasuredNumber, ratio_spread_text, ratio_text
 from harness.report.results import RoundMachine, Row, given_names, grouped, method_rank
 from harness.report.variants import is_subject, on_cpu, panel_name, panel_of, pooled, setting_of
@@ -41,7 +40,7 @@ class Speedup:
     @property
     def spread(self) -> Interval | TwoRounds | None:
         """Of the value; None with a single round."""
-        spread = self.times.interval or self.times.by_round
+        spread = self.times.spread
         return spread and spread.inverse_times(1.0)
 
     @property
@@ -105,9 +104,14 @@ def rounds_text(rounds: int) -> str:
     return {1: "one round", 2: "two rounds"}.get(rounds, f"{rounds} rounds")
 
 
+def numbers_text(numbers: tuple[int, ...]) -> str:
+    """Which rounds: `round 2`, `rounds 2, 3`."""
+    return f"round{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def apart_text(apart: tuple[int, ...]) -> str:
     """`round 2 ran on two machines`."""
-    return f"round{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))} ran on two machines"
+    return f"{numbers_text(apart)} ran on two machines"
 
 
 def speedup(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Speedup | None:

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from cluster.files.reader import build, read_yaml
 from engine.settings import ModelShape, TrialSettings
@@ -22,7 +21,7 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named
 from harness.predict.published import SPEED, Published, published_rows
 from harness.records.record import RecordPlace
-from harness.report.results import Row
+from harness.report.results import Row, grouped
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
 from harness.reproduce.points import gpu_text, model_text
@@ -59,21 +58,13 @@ class Recomputed:
 
 def recomputed_rows(rows: Sequence[Published] | None = None) -> list[Recomputed]:
     """Every published TFLOP/s and MFU with a speed or a time of the same trial in the same figure."""
-    groups: dict[tuple[Any, ...], list[Published]] = {}
-    for row in published_rows() if rows is None else rows:
-        groups.setdefault(row.trial, []).append(row)
-    found = []
-    for group in groups.values():
-        found += _of_trial(group)
-    return found
+    groups = grouped(published_rows() if rows is None else rows, lambda row: row.trial)
+    return [one for group in groups.values() for one in _of_trial(group)]
 
 
 def _of_trial(group: Sequence[Published]) -> list[Recomputed]:
     """The figures of one published trial. Where a trial was published several times, its rows follow one another."""
-    given: dict[str, list[Published]] = {}
-    for row in group:
-        if row.value is not None:
-            given.setdefault(row.metric, []).append(row)
+    given = grouped((row for row in group if row.value is not None), lambda row: row.metric)
     found = []
     for metric in (*UTILISATION, *RATES):
         for place, row in enumerate(given.get(metric, ())):

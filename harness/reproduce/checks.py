@@ -34,6 +34,7 @@ SHEETS = {"7b": (32, 2 * MILLION), "14b": (32, MILLION)}  # GPUs and tokens of t
 BASELINES = ("Megatron", "Deepspeed-Ulysses", "LoongTrain-Ring", "LoongTrain-USP")
 OURS_IN_SHEETS = "Burst-Ring"
 HEADLINE = "main_exp"
+CUMULATIVE = " w. bwd_opt & double & sl_loss"  # switches of the ablation before its last step
 _STEP = "step_seconds_median"
 
 
@@ -78,6 +79,11 @@ def graded(whole: bool, part: bool = False) -> Verdict:
 # Trials that stand beside each other.
 
 
+def _measured(rows: Sequence[Row], task: str, *, gpus: bool = True) -> list[Row]:
+    """The trials of a task that are ok; with `gpus` none of those on a CPU."""
+    return [row for row in rows if row["task"] == task and row["status"] == "ok" and not (gpus and on_cpu(row))]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
     """Trials of one task that agree in `equal`, columns or what follows from them, and differ in a column."""
@@ -92,11 +98,9 @@ class Beside:
     def groups(self, rows: Sequence[Row]) -> list[dict[object, list[Row]]]:
         """Groups of trials that are ok, each by the value that they differ in; the longest sequence first."""
         found: dict[tuple[object, ...], dict[object, list[Row]]] = {}
-        for row in rows:
-            here = row["task"] == self.task and row["status"] == "ok" and not (self.gpus and on_cpu(row))
-            if here and self.where(row):
-                key = tuple(row.get(of) if isinstance(of, str) else of(row) for of in self.equal)
-                found.setdefault(key, {}).setdefault(row.get(self.differ), []).append(row)
+        for row in filter(self.where, _measured(rows, self.task, gpus=self.gpus)):
+            key = tuple(row.get(of) if isinstance(of, str) else of(row) for of in self.equal)
+            found.setdefault(key, {}).setdefault(row.get(self.differ), []).append(row)
         whole = [group for group in found.values() if set(self.needs) <= group.keys() and len(group) > 1]
         return sorted(whole, key=lambda group: -next(iter(group.values()))[0]["seq_len"])
 
@@ -208,10 +212,7 @@ def backward_bytes_of(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 def longest(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The longest sequence that a model of at least that size took a step on."""
     wanted, least = claimed.value or 0.0, 0.9 * shape(claimed.model or "7b").parameters
-    trained = [
-        row for row in rows
-        if row["task"] == "train" and row["status"] == "ok" and not on_cpu(row) and _shape(row).parameters >= least
-    ]  # fmt: skip
+    trained = [row for row in _measured(rows, "train") if _shape(row).parameters >= least]
     if not trained:
         return Evidence(verdict="not run")
 
@@ -246,7 +247,7 @@ def overlap(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
     The whole problem on one GPU may have been timed in another run on the same kind of GPU.
     """
-    attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and not on_cpu(row)]
+    attention = _measured(rows, "attention")
     found: list[tuple[float, Row]] = []
     for row in attention:
         if row["method"] == OWN_METHOD and _ring(row) and row["mask"] == "causal":
@@ -271,7 +272,7 @@ def unmeasured(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
 def topology(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The double ring beside the flat ring over nodes, in one run at its longest length."""
-    numbers: dict[str, Any] = {"sheet": _ablation(SPEED, " w. bwd_opt & double") / _ablation(SPEED, " w. bwd_opt")}
+    numbers: dict[str, Any] = {"sheet": ablation(SPEED, " w. bwd_opt & double") / ablation(SPEED, " w. bwd_opt")}
     for group in RINGS.groups(rows)[:1]:
         flat, double = (min(group[name], key=lambda row: row[_STEP]) for name in ("ring", "double_ring"))
         numbers |= {"faster": flat[_STEP] / double[_STEP], **about(double)}
@@ -284,10 +285,9 @@ def topology(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 
 def kept_outputs(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """Training with half of the attention outputs kept, beside all and none of them, in one run."""
-    cumulative = " w. bwd_opt & double & sl_loss"
     numbers: dict[str, Any] = {
-        "sheet_half": _ablation(MEMORY, f"{cumulative} & sl_ckpt"),
-        "sheet_whole": _ablation(MEMORY, f"{cumulative} & whole_ckpt"),
+        "sheet_half": ablation(MEMORY, f"{CUMULATIVE} & sl_ckpt"),
+        "sheet_whole": ablation(MEMORY, f"{CUMULATIVE} & whole_ckpt"),
     }
     for group in TAILS.groups(rows)[:1]:
         none, half, whole = (group[tail][-1] for tail in TAILS.needs)
@@ -303,8 +303,8 @@ def kept_outputs(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
 def fused_head(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
     """The fused LM head beside the plain one, at the longest sequence that both ran on."""
     numbers: dict[str, Any] = {
-        "sheet_plain": _ablation(MEMORY, " w. bwd_opt & double"),
-        "sheet_fused": _ablation(MEMORY, " w. bwd_opt & double & sl_loss"),
+        "sheet_plain": ablation(MEMORY, " w. bwd_opt & double"),
+        "sheet_fused": ablation(MEMORY, CUMULATIVE),
     }
     for group in HEADS.groups(rows)[:1]:
         fused, plain = group[True][0], group[False][0]
@@ -323,11 +323,7 @@ def balance(claimed: ClaimedNumber, rows: Sequence[Row]) -> Evidence:
         layout: max(imbalance(parse_mask(mask), layout_named(layout), tokens, ranks) for mask in masks)
         for layout in ("contiguous", "zigzag", "striped")
     }
-    ran = [
-        row for row in rows
-        if row["task"] == "attention" and row["status"] == "ok" and not on_cpu(row) and row["cp_size"] > 1
-        and row.get("chosen_imbalance")
-    ]  # fmt: skip
+    ran = [row for row in _measured(rows, "attention") if row["cp_size"] > 1 and row.get("chosen_imbalance")]
     by_mask = {row["mask"].partition(":")[0]: row for row in sorted(ran, key=lambda row: row["seq_len"])}
     best = min(worst, key=lambda layout: worst[layout])
     numbers = {
@@ -430,7 +426,7 @@ def sheet_saving(model: str) -> float:
     return 1 - sheet_row(MEMORY, model).number / sheet_best(MEMORY, model).number
 
 
-def _ablation(metric: str, switches: str) -> float:
+def ablation(metric: str, switches: str) -> float:
     """A number of the ablation of 14B on 32 GPUs."""
     rows = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b" and row.gpus == 32]
     return only(rows, metric=metric, method=f"Burst-Baseline{switches}").number

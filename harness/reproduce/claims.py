@@ -20,12 +20,20 @@ from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.audit import recomputed_rows, slips
-from harness.reproduce.checks import CHECKS, ClaimedNumber, Factors, sheet_best, sheet_row, too_far
+from harness.reproduce.checks import (
+    CHECKS,
+    CUMULATIVE,
+    ClaimedNumber,
+    Factors,
+    ablation,
+    sheet_best,
+    sheet_row,
+    too_far,
+)
 from harness.reproduce.comparison import VERDICTS, Verdict
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
-CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
 def _known(what: str, name: str, known: Collection[str]) -> None:
@@ -188,12 +196,8 @@ def sources() -> dict[str, object]:
 
 def headline() -> dict[str, object]:
     """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
-    ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
-    whole, half = (
-        only(ablation, metric=SPEED, gpus=32, method=f"{CUMULATIVE} & {last}").number
-        for last in ("whole_ckpt", "sl_ckpt")
-    )
-    whole_gib = only(ablation, metric=MEMORY, gpus=32, method=f"{CUMULATIVE} & whole_ckpt").number
+    whole, half = (ablation(SPEED, f"{CUMULATIVE} & {last}") for last in ("whole_ckpt", "sl_ckpt"))
+    whole_gib = ablation(MEMORY, f"{CUMULATIVE} & whole_ckpt")
     shown = sheet_row(SPEED, "14b").number
     best = sheet_best(SPEED, "14b")
     noise = [deviation / speed for speed, deviation in _spreads()]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from cluster.files.errors import counted
 from harness.base.lengths import format_length
 from harness.predict.published import ARTIFACT
+from harness.report.results import grouped
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
 from harness.reproduce.figures import METRICS, PaperFigure
@@ -145,9 +146,7 @@ def points_table(found: FigureComparison) -> Table:
     """Every point of a figure: published, measured on the same set-up and on others, computed, predicted."""
     rows: list[tuple[Any, ...]] = []
     along = "tokens" if found.figure.along == "seq_len" else "batch"
-    lines: dict[tuple[Any, ...], list[FigurePoint]] = {}
-    for entry in found.entries:
-        lines.setdefault((entry.model, entry.gpus or 0, entry.cp_size or 0, entry.at, entry.series), []).append(entry)
+    lines = grouped(found.entries, lambda one: (one.model, one.gpus or 0, one.cp_size or 0, one.at, one.series))
     for key, group in lines.items():
         for metric in found.figure.shows:
             rows += _lines(key, group, metric, along)

@@ -95,8 +95,7 @@ def _groups(
 
 def _bar(point: SeriesPoint, entry: FigurePoint, metric: str, where: str, variant: int) -> Bar:
     value = point.value(metric)
-    ends = point.whisker(metric) if metric in _TIMED else None
-    ends = None if ends is None or ends[1] > 10 * ends[0] else ends
+    ends = point.drawn_whisker(metric) if metric in _TIMED else None
     text = point.lost if value is None else number_text(value, ends)
     return Bar(
         name=point.series, value=value, text=text, tip=f"{point.series}, {where}: {text} {METRICS[metric].unit}",

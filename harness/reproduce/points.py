@@ -19,7 +19,7 @@ from engine.settings import TrialSettings, to_json
 from harness.predict.published import Published
 from harness.records.record import BadRecord, RecordPlace
 from harness.records.stored import runs_below
-from harness.report.results import ONE_RANK, Row, RunRecords, flatten
+from harness.report.results import ONE_RANK, Row, RunRecords, flatten, grouped
 from harness.report.variants import OWN_METHOD, on_cpu
 from harness.reproduce.figures import METRICS, PaperFigure
 
@@ -63,9 +63,7 @@ def published_entries(figure: PaperFigure) -> list[FigurePoint]:
 
 def published_points(figure: PaperFigure) -> Iterator[tuple[FigurePoint, Published]]:
     """Each published point with the first of its rows."""
-    points: dict[tuple[object, ...], list[Published]] = {}
-    for row in figure.rows():
-        points.setdefault((row.method, row.model, row.gpus, row.seq_len), []).append(row)
+    points = grouped(figure.rows(), lambda row: (row.method, row.model, row.gpus, row.seq_len))
     for rows in points.values():
         first = rows[0]
         series = figure.series_of(first.method)

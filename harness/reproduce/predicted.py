@@ -15,13 +15,11 @@ from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
-from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast, knows_system, machine_of
 from harness.plan.matrix import asked_for, plan, unsupported_reason
 from harness.plan.predict import attention_or_reason, memory_is_modelled
 from harness.predict.published import Configuration, configuration_of
-from harness.predict.systems import system_memory
-from harness.predict.validation import HARDWARE, predicted_time
+from harness.predict.validation import HARDWARE, predicted_gib, predicted_time
 from harness.reproduce.figures import METRICS, PaperFigure
 from harness.reproduce.points import FigurePoint, gpu_text, predicted_entry, published_points
 from harness.spec.experiment import load_experiment
@@ -61,10 +59,7 @@ class Predictable:
         configuration = self.configuration
         assert configuration is not None, "asked of published points alone"
         seconds = predicted_time(configuration, speeds_of(self.hardware)).seconds
-        waiting_layers = self.hardware.waiting_layers or 0.0
-        return seconds, system_memory(
-            self.settings, configuration.system, configuration.attention, waiting_layers
-        ) / GIB
+        return seconds, predicted_gib(configuration, self.hardware.waiting_layers or 0.0)
 
 
 def predicted_trial(settings: TrialSettings, hardware: Hardware) -> tuple[float | None, float | None]:

@@ -14,7 +14,7 @@ from harness.metrics.intervals import Interval
 from harness.records.record import Record, write_record
 from harness.report.drawing.points import laid_out
 from harness.report.headline import headline_of
-from harness.report.page import draw_plots, read_runs, report_tables, write_report
+from harness.report.page import figures_of, read_runs, report_tables, write_report
 from harness.report.rankings import rankings_of
 from harness.report.results import METHOD_ORDER, rows_of
 from harness.report.speedup import LEAST, MARK, slow_baselines, slow_sentence
@@ -166,7 +166,7 @@ def test_figures_mark_the_names_of_series_and_explain_it() -> None:
     layout = laid_out(rows)
     assert {name for name in layout.looks if MARK in name} == {f"megatron_cp {MARK}"}
     assert any(note.startswith(f"{MARK} Native baseline below") for note in layout.notes)
-    plots = draw_plots(rows)
+    plots, _ = figures_of(rows)
     assert plots
     for plot in plots:
         assert f"megatron_cp {MARK}" in texts(plot.figure), plot.name

@@ -11,7 +11,7 @@ from harness.cli import main
 from harness.records.record import Record
 from harness.records.stored import read_records
 from harness.report.headline import headline_of, wrong_sentences
-from harness.report.page import draw_plots, report_tables
+from harness.report.page import figures_of, report_tables
 from harness.report.results import rows_of
 from harness.spec import methods
 from tests.harness.drawn import said
@@ -100,8 +100,9 @@ def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: P
     assert "12 wrong" in told
     assert "Attention and its gradients differ from a dense float64 run by at most" in told
     assert len(wrong_sentences(rows)) == 8 + 1
-    assert draw_plots(rows)
-    for plot in draw_plots(rows):
+    plots, _ = figures_of(rows)
+    assert plots
+    for plot in plots:
         assert not any(method in said(plot.figure) for method in (NO_TILE, SCALED, SHIFTED, "wrong"))
     tables = {table.name: table for table in report_tables(rows)}
     assert len(tables["problems"].rows) == 12

@@ -205,9 +205,9 @@ class Memory:
 
     def draw(self, rows: Sequence[Row]) -> Sheet | str | None:
         column = memory_column(rows)
-        layout = laid_out(rows)
         if shows_all(rows) or not any(row[column] for row in rows):
             return None
+        layout = laid_out(rows)
         unit = "GiB per GPU" if column == "peak_memory_gib" else "GiB of host memory per rank"
         measure = DrawnColumn(column=column, unit=unit, notes=[f"P{FORMULAS[column][1:]}."])
         if (most := _largest_ratio(layout, column)) < SAME_MEMORY and (most or len(layout.lengths) < 3):
