@@ -66,7 +66,7 @@ class Exchange(Protocol):
         ...
 
     def end(self, folders: Sequence[Folder]) -> None:
-        """Take what the ranks have left; the folders are then removed, unless this raises."""
+        """Take what the ranks have left, and remove the folders."""
         ...
 
 
