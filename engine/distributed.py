@@ -105,11 +105,10 @@ def check_world_size(settings: TrialSettings) -> None:
         )
 
 
-def join(settings: TrialSettings, start: int = 1) -> World:
+def join(settings: TrialSettings) -> World:
     """Enter the trial's process groups as torchrun's environment variables say; without them, as a world of one.
 
-    NCCL on GPUs, gloo otherwise. Collective over all ranks. `start` counts how often the ranks were started
-    with one store, where their launcher starts them again: the groups' keys in it are those of each start.
+    NCCL on GPUs, gloo otherwise. Collective over all ranks.
     """
     device = local_device()
     if device.type == "cuda":
@@ -118,21 +117,13 @@ def join(settings: TrialSettings, start: int = 1) -> World:
     # context-parallel groups are created by their own members.
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank = _rendezvous()
-        size = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=dist.PrefixStore(f"start{start}", store), rank=rank, world_size=size)
+        if os.environ["RANK"] == "0" and not store_is_of_agent():
+            serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store, rank, size = next(dist.rendezvous("env://"))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return arrange(settings, device)
-
-
-@cache
-def _rendezvous() -> tuple[dist.Store, int]:
-    """The store that all ranks share while their processes run, and this rank."""
-    if os.environ["RANK"] == "0" and not store_is_of_agent():
-        serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store, rank, _ = next(dist.rendezvous("env://"))
-    return store, rank
 
 
 def store_is_of_agent() -> bool:
@@ -218,11 +209,6 @@ def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh
     return init_device_mesh(device.type, (size // node_size, node_size), mesh_dim_names=("replicate", "shard"))
 
 
-def wait_for_all() -> None:
-    """Wait for all ranks, so that none ends while another still exchanges messages with it. Collective."""
-    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-
-
 def leave() -> NoReturn:
     """End a rank, and its process, after a success. Collective.
 
@@ -231,7 +217,7 @@ def leave() -> NoReturn:
     while the interpreter is shut down, asking for its lock ends the thread in a destructor, which aborts the process.
     """
     if dist.get_backend() == "nccl":
-        wait_for_all()
+        dist.barrier(device_ids=[torch.cuda.current_device()])  # none ends while another still needs it
     else:
         close_groups()
     sys.stdout.flush()

@@ -121,7 +121,7 @@ def _set_up(trial_dir: Path, phases: PhaseTimer) -> tuple[Task, StepProfiler | N
         raise Refused(str(error)) from error
 
 
-def prepare(settings: TrialSettings, method: NativeMethod, start: int = 1) -> World:
+def prepare(settings: TrialSettings, method: NativeMethod) -> World:
     """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
     unsupported_reason = method_unsupported_reason(method, settings)
     if unsupported_reason:
@@ -131,7 +131,7 @@ def prepare(settings: TrialSettings, method: NativeMethod, start: int = 1) -> Wo
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True)
-    return join(settings, start)
+    return join(settings)
 
 
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:

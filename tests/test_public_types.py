@@ -18,6 +18,7 @@ _COLUMNS = "a column belongs to a table of lines of one kind, which each table h
 _SETTING = "a setting has the type of its field in TrialSettings"
 _JSON = "JSON of another process, read by key where it arrives"
 _READ = "a value of a file has the type that the caller asks for"
+_RESULT = "a method of another process has the result that its name says"
 _RAY = "what Ray gives has no types, since Ray is imported where it is used"
 # Signatures that may have `Any`, and why.
 EXCEPTIONS = {
@@ -37,7 +38,6 @@ EXCEPTIONS = {
     "harness/launch/forkserver.py: ForkServer.events": _JSON,
     "harness/launch/zygote.py: Zygote.serve": _JSON,
     "harness/launch/zygote.py: become": _JSON,
-    "harness/training/torchrun.py: check_hosts": _JSON,
     "cluster/active/fleet.py: converse": _JSON,
     "cluster/active/measurement.py: found": _JSON,
     "cluster/active/measurement.py: line": _JSON,
@@ -51,12 +51,14 @@ EXCEPTIONS = {
     "cluster/ray_cluster/up.py: own_address": _JSON,
     "engine/reader.py: parts": _READ,
     "harness/launch/ray/connection.py: RayConnection.nodes": _RAY,
+    "harness/launch/ray/connection.py: RayMember.actor": _RAY,
+    "harness/launch/ray/connection.py: RayMember.result": _RESULT,
+    "harness/launch/ray/connection.py: why_lost": _RAY,
     "harness/launch/ray/host.py: Description.machine": _JSON,
     "harness/launch/ray/job.py: ReservedHost.group": _RAY,
-    "harness/launch/ray/watch.py: Member.actor": _RAY,
-    "harness/launch/ray/watch.py: Member.call": _RAY,
-    "harness/launch/ray/watch.py: Member.result": _RAY,
-    "harness/launch/ray/watch.py: why_lost": _RAY,
+    "harness/launch/ray/watch.py: Member.call": _RESULT,
+    "harness/launch/ray/watch.py: Member.result": _RESULT,
+    "harness/launch/torchrun.py: TorchrunMember.result": _RESULT,
     "harness/spec/setting.py: leaf_types": _SETTING,
 }
 # Names without an underscore, and what makes a public class's objects or calls them.

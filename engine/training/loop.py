@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -73,9 +73,7 @@ def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
         order = from_json(Order, data)
         method = cast(NativeMethod, importlib.import_module(order.method).METHOD)
-        # torchrun starts ranks again with the same store, which still has the addresses of those that failed.
-        start = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return TrainingRun(order, method, prepare(order.config.settings, method, start), run_of(attempt), stop)
+        return TrainingRun(order, method, prepare(order.config.settings, method), run_of(attempt), stop)
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -222,17 +220,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """`asked` turns true at the first of `signals`. Only the process's main thread may make one."""
+    """`asked` turns true at the first signal. Only the process's main thread may make one."""
 
-    def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
+    def __init__(self) -> None:
         self.asked = False
-        self._signals = signals
-        for number in signals:
+        for number in _SIGNALS:
             signal.signal(number, self._ask)
 
     def _ask(self, _: int, __: FrameType | None) -> None:
         self.asked = True
-        for number in self._signals:
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
 

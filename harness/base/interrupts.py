@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -130,6 +131,7 @@ def end_at_once() -> bool:
 
 
 def look() -> None:
-    """Raise KeyboardInterrupt when `end_requested`. For loops that wait."""
-    if end_requested():
+    """Raise KeyboardInterrupt when `end_requested`. For loops that wait, of the main thread: it cancels what others
+    do."""
+    if end_requested() and threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt

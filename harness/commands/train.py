@@ -32,6 +32,7 @@ from harness.commands import (
 if TYPE_CHECKING:
     from harness.run.bounds import StopTime
     from harness.training.file import TrainingFile
+    from harness.training.run import Start
 
 DTYPES = ("fp32", "bf16")  # of exported tensors
 
@@ -47,7 +48,7 @@ class TrainCommand:
         )  # fmt: skip
         add_launch_arguments(parser, what="train")
         parser.add_argument(
-            "--torchrun", action="store_true", help="this process is one rank, which torchrun started on each host"
+            "--torchrun", action="store_true", help="torchrun has started this on each host, once per rank"
         )
         parser.add_argument(
             "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<configuration>)"
@@ -56,32 +57,16 @@ class TrainCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
-        from harness.records.provenance import commit
         from harness.training.progress import TrainingView
-        from harness.training.run import Start, interruption, stop_time, train
+        from harness.training.run import interruption, stop_time, train
 
         _check_options(arguments)
-        run_dir = arguments.out or Path("results", "runs", arguments.config.stem)
-        if arguments.torchrun:
-            from harness.training.torchrun import said_once, train_as_rank
-
-            with said_once():
-                file = _loaded(arguments)
-                return train_as_rank(file, run_dir, resume=arguments.resume, again=command_line(arguments))
-        file = _loaded(arguments)
-        view = TrainingView(stderr_console(), file.config.steps)
-        stop = stop_time(view.say, file.config.save.grace_seconds)
-        machine, launcher = machine_and_launcher(arguments, view.say)
-        with contextlib.closing(launcher):
-            start = Start(
-                machine=machine,
-                launcher=launcher,
-                run_dir=run_dir,
-                resume=arguments.resume,
-                commit=commit(),
-                again=command_line(arguments),
-                over_nodes=launcher.name == "ray",
-            )
+        with _said_once() if arguments.torchrun else contextlib.nullcontext():
+            file = _loaded(arguments)
+            view = TrainingView(stderr_console(), file.config.steps)
+            start = _start(arguments, file, view.say)
+        with contextlib.closing(start.launcher):
+            stop = stop_time(view.say, file.config.save.grace_seconds)
             with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():
                 try:
                     code = train(file.config, start, view, view.say)
@@ -90,9 +75,42 @@ class TrainCommand:
                     code = 1
         if code == 0:
             print(f"Trained: {start.run_dir}")
-        if getattr(launcher, "stuck", False):
+        if getattr(start.launcher, "stuck", False):
             leave_at_once(code)
         return code
+
+
+def _start(arguments: argparse.Namespace, file: TrainingFile, say: Callable[[str], None]) -> Start:
+    """The launcher and directory of this start; with --torchrun this ends the program on all hosts but the first."""
+    from harness.records.provenance import commit
+    from harness.training.run import Start
+
+    run_dir = arguments.out or Path("results", "runs", arguments.config.stem)
+    if arguments.torchrun:
+        from harness.training.torchrun import started_by_torchrun
+
+        return started_by_torchrun(file, run_dir, resume=arguments.resume, again=command_line(arguments))
+    machine, launcher = machine_and_launcher(arguments, say)
+    return Start(
+        machine=machine,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=arguments.resume,
+        commit=commit(),
+        again=command_line(arguments),
+        over_nodes=launcher.name == "ray",
+    )
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Of the processes of a host that all meet the same error of the user, one says it."""
+    try:
+        yield
+    except UsageError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise SystemExit(2) from None
+        raise
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

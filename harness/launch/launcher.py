@@ -67,7 +67,7 @@ class Exchange(Protocol):
         ...
 
     def end(self, folders: Sequence[Folder]) -> None:
-        """Take what the ranks have left; the folders are then removed, unless this raises."""
+        """Take what the ranks have left, and remove the folders."""
         ...
 
 

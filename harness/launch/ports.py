@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,3 +96,17 @@ def answers(address: str, port: int, seconds: float = 2.0) -> bool:
             return True
     except OSError:
         return False
+
+
+class Listener:
+    """A port of another host, lost when it has accepted no connection for `seconds`."""
+
+    def __init__(self, address: str, port: int, seconds: float) -> None:
+        self._place, self._seconds = (address, port), seconds
+        self._reached_at = time.monotonic()
+
+    def is_lost(self) -> bool:
+        """Look now."""
+        if answers(*self._place):
+            self._reached_at = time.monotonic()
+        return time.monotonic() - self._reached_at > self._seconds

@@ -51,12 +51,12 @@ def main() -> None:
     """Preload, serve, and in each forked child become the rank it was forked for."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes; the supervisor ends the ranks
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if control in select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
         return  # the supervisor died before the line above took effect
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     hazard = _preload(json.loads(sys.argv[2])) or fork_hazard()
-    _prctl(PR_SET_PDEATHSIG, 0)  # from here on the closed socket ends it, and the ranks' children too
+    prctl(PR_SET_PDEATHSIG, 0)  # from here on the closed socket ends it, and the ranks' children too
     gc.freeze()  # keeps the collector from writing to, and so copying, the pages shared with the ranks
     order = Zygote(control, hazard, sys.argv[3]).serve()
     if order is not None:  # in a child, at the bottom of its stack, so that it ends as any Python program does
@@ -127,7 +127,7 @@ class Zygote:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the line above took effect
                 os._exit(1)
             return True
@@ -261,7 +261,8 @@ def _children() -> list[int]:
     return found
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed; ranks are started on Linux only")
 

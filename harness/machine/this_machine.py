@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +23,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 ANY_NUMBER = 1 << 16  # GPUs of imagined hosts
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the loaded kernel module
-_SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,33 +155,3 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(host), 9))
         return str(probe.getsockname()[0])
-
-
-def addresses_and_interfaces() -> dict[str, str]:
-    """The interface of every IPv4 address of this machine, loopback's left out."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            address = socket.inet_ntoa(answer[20:24])
-            if not address.startswith("127."):
-                found[address] = name
-    return found
-
-
-def route_towards(host: str) -> tuple[str, str]:
-    """Address and interface with which this machine and `host` reach each other; empty where they cannot be told.
-
-    Where `host` is this machine, the route to it is loopback: then the address that its name has elsewhere, else the
-    only one.
-    """
-    mine = addresses_and_interfaces()
-    with contextlib.suppress(OSError, KeyError):
-        address = address_towards(host)
-        return address, mine[address]
-    if len(mine) == 1:
-        return next(iter(mine.items()))
-    return "", ""

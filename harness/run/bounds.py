@@ -52,16 +52,12 @@ class StopTime:
         """Whether the ranks are to have ended."""
         return datetime.now().astimezone() >= self.ranks_end
 
-    def interrupting(self) -> contextlib.AbstractContextManager[None]:
-        """A block of the main thread that is interrupted, as by SIGUSR1, when the ranks are to end."""
-        main = threading.get_ident()
-        return self.calling(lambda: signal.pthread_kill(main, signal.SIGUSR1))
-
     @contextlib.contextmanager
-    def calling(self, act: Callable[[], object]) -> Iterator[None]:
-        """A block during which a thread calls `act` when the ranks are to end."""
+    def interrupting(self) -> Iterator[None]:
+        """A block of the main thread that is interrupted, as by SIGUSR1, when the ranks are to end."""
         seconds = (self.ranks_end - datetime.now().astimezone()).total_seconds()
-        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), act)
+        end = (threading.get_ident(), signal.SIGUSR1)
+        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), signal.pthread_kill, end)
         timer.daemon = True
         timer.start()
         try:

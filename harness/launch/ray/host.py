@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from cluster.inventory.nodes import InventoryNode
 from cluster.inventory.site import Site
 from cluster.transport.reach import LocalRunner, connect_local
 from harness.launch.launcher import Job
-from harness.launch.ports import answers, reserve_port
+from harness.launch.ports import Listener, reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
 from harness.machine.this_machine import Machine, discover
@@ -56,16 +55,21 @@ class Description:
     versions: Mapping[str, str | None]  # that must be those of the launching machine
     python: str
     folder: str  # of its own, for ranks that do not see the launcher's storage
+    root: str = ""  # what stands there for the root of an exchange; empty: one in `folder` for each job
 
 
 class HostActor:
     """Runs parts of jobs, one after another. `progress` and `cancel` are called while it runs (`max_concurrency`)."""
 
-    def __init__(self, name: str, site: Site, *, own_gpus: bool) -> None:
-        """`name` is the host's in records; `own_gpus`: Ray has assigned GPUs, which are those of the ranks."""
-        environment = host_environment(os.environ, own_gpus=own_gpus)
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a worker that has asked for none
-        os.environ |= {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
+    def __init__(
+        self, name: str, site: Site, *, own_gpus: bool = False, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`name` is the host's in records, `environment` that of a shell on it; None: from that of this Ray worker.
+        `own_gpus`: Ray has assigned GPUs, which are those of the ranks."""
+        if environment is None:
+            environment = host_environment(os.environ, own_gpus=own_gpus)
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a worker that has asked for none
+            os.environ |= {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
         self._name, self._site = name, site
         self._supervisor = Supervisor(environment)
         self._progress: list[dict[str, object]] = []
@@ -136,8 +140,8 @@ class HostActor:
     def release(self) -> None:
         self._port.close()
 
-    def sees(self, path: str, content: str) -> bool:
-        """Whether the launcher's file is here too, as on shared storage."""
+    def sees(self, path: str, content: str, root: str = "") -> bool:
+        """Whether the launcher's file is here too, as on shared storage; `root` is that of the job's exchange."""
         try:
             return Path(path).read_text(encoding="utf-8") == content
         except OSError:
@@ -166,11 +170,9 @@ class HostActor:
 
     def _guard(self, address: str, port: int, over: threading.Event) -> None:
         """Cancel the job when the head accepts no connection for too long. It needs only the head's kernel."""
-        reached_at = time.monotonic()
+        head = Listener(address, port, CUT_OFF_SECONDS)
         while not over.wait(PROBE_SECONDS):
-            if answers(address, port):
-                reached_at = time.monotonic()
-            elif time.monotonic() - reached_at > CUT_OFF_SECONDS and not over.is_set():
+            if head.is_lost() and not over.is_set():
                 self._supervisor.cancel(may_save=False)
                 return
 

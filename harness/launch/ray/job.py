@@ -14,9 +14,8 @@ from typing import Any
 
 from engine.measurement import write_json
 from harness.launch.launcher import Job
-from harness.launch.ray.connection import RayConnection
 from harness.launch.ray.host import Description, receive_files
-from harness.launch.ray.watch import HostFolder, HostLost, JobWatch, Member, lost_sentence, merged, split
+from harness.launch.ray.watch import HostFolder, HostLost, Hosts, JobWatch, Member, lost_sentence, merged, split
 from harness.launch.verdict import after_step, judge
 from harness.machine.this_machine import Machine
 from harness.records.provenance import portable_command, redact
@@ -33,12 +32,12 @@ class ReservedHost:
 
     name: str
     address: str
-    node_id: str  # Ray's; another one after the host came back
     ranks: int  # of one trial
     machine: Machine
     described: Description
     member: Member
-    group: Any  # the placement group that reserves it
+    node_id: str = ""  # Ray's; another one after the host came back
+    group: Any = None  # Ray's placement group that reserves it
     fit_at: float = field(default=float("-inf"))  # seconds of the clock of `unfit`
 
     def unfit(self, now: float) -> str:
@@ -58,7 +57,7 @@ class HostsJob:
         self,
         job: Job,
         hosts: Sequence[ReservedHost],
-        connection: RayConnection,
+        connection: Hosts,
         user: Mapping[str, str],
         on_progress: Callable[[dict[str, object]], None] | None,
     ) -> None:
@@ -108,11 +107,12 @@ class HostsJob:
         probe = trial_dir / _PROBE_FILE
         content = secrets.token_hex(8)
         probe.write_text(content, encoding="utf-8")
+        root = "" if exchange is None else str(exchange.root)
         try:
-            apart = [host for host in self._hosts if not host.member.call("sees", str(probe.absolute()), content)]
+            apart = [host for host in self._hosts if not host.member.call("sees", str(probe.absolute()), content, root)]
         finally:
             probe.unlink()
-        own = [(host.member, f"{host.described.folder}/{self._job.trial_id}") for host in apart]
+        own = [(host.member, host.described.root or f"{host.described.folder}/{self._job.trial_id}") for host in apart]
         if exchange is not None and apart:
             first = self._hosts[0].member
             self._folders = [HostFolder(member, path, first=member is first) for member, path in own]
@@ -165,6 +165,3 @@ class HostsJob:
         left = [folder for folder in self._folders if folder.host not in self.lost]
         if self._job.exchange is not None and self._folders:
             self._job.exchange.end(left)
-        for folder in left:
-            with contextlib.suppress(HostLost):
-                folder.remove()

@@ -21,13 +21,12 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import look
 from harness.launch.environment import RECORDED_PREFIXES
 from harness.launch.launcher import Job, Outcome
-from harness.launch.ray.connection import ClusterLost, RayConnection
+from harness.launch.ray.connection import ClusterLost, RayConnection, RayMember
 from harness.launch.ray.host import LAUNCHERS_OWN, Description, HostActor
 from harness.launch.ray.job import HostsJob, ReservedHost
 from harness.launch.ray.watch import (
     ENDING_SECONDS,
     HostLost,
-    Member,
     lost_sentence,
 )
 from harness.machine.this_machine import Machine, ranks_of, together
@@ -145,7 +144,7 @@ class RayLauncher:
     def close(self) -> None:
         """End the ranks on all hosts and leave the cluster, which stays up. Idempotent."""
         if not self._broken:
-            endings = [(host.member, host.member.actor.close.remote()) for host in self._hosts.values()]
+            endings = [(host.member, host.member.begin("close")) for host in self._hosts.values()]
             ends_at = time.monotonic() + ENDING_SECONDS
             for member, ending in endings:
                 with contextlib.suppress(HostLost):
@@ -178,8 +177,7 @@ class RayLauncher:
         from ray.util.placement_group import remove_placement_group
 
         self._hosts.pop(host.name, None)
-        with contextlib.suppress(self._connection.ray.exceptions.RayError):
-            self._connection.ray.kill(host.member.actor)
+        host.member.end()
         with contextlib.suppress(self._connection.ray.exceptions.RayError):
             remove_placement_group(host.group)
 
@@ -276,7 +274,7 @@ class RayLauncher:
 
     def _met(self, name: str, node: Mapping[str, Any], actor: Any, group: Any, reference: Any) -> None:
         """Keep a host that has described itself, unless it differs too much."""
-        member = Member(name=name, actor=actor, ray=self._connection.ray)
+        member = RayMember(name=name, actor=actor, ray=self._connection.ray)
         address = node["NodeManagerAddress"]
         try:
             described: Description = member.result(reference)

@@ -4,17 +4,14 @@ host had made them."""
 from __future__ import annotations
 
 import contextlib
-import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
-from cluster.files.errors import without_color
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Part, longest_seconds
-from harness.launch.ray.connection import RayConnection
 from harness.launch.verdict import Watched, after_step
 
 POLL_SECONDS = 0.2
@@ -36,43 +33,41 @@ class HostLost(Exception):
         self.why = why
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """One host's supervisor."""
+class Member(ABC):
+    """One host's supervisor (`harness.launch.ray.host.HostActor`), wherever it runs."""
 
     name: str
-    actor: Any
-    ray: ModuleType
 
-    def call(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS, **named: Any) -> Any:
+    @abstractmethod
+    def begin(self, method: str, *arguments: object, **named: object) -> object:
+        """Call a method; returns what stands for its result."""
+
+    @abstractmethod
+    def result(self, begun: object, seconds: float | None = None) -> Any:
+        """The result of a call that was begun. Raises HostLost when the host is gone, or silent for `seconds`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the supervisor if it runs."""
+
+    def call(self, method: str, *arguments: object, seconds: float = CALL_SECONDS, **named: object) -> Any:
         """The result of one short call. Raises HostLost."""
-        return self.result(getattr(self.actor, method).remote(*arguments, **named), seconds)
-
-    def result(self, reference: Any, seconds: float | None = None) -> Any:
-        """The result of a call made before. Raises HostLost when the host is gone, or silent for `seconds`."""
-        errors = self.ray.exceptions
-        try:
-            return self.ray.get(reference, timeout=seconds)
-        except errors.GetTimeoutError:
-            raise HostLost(self.name, f"no answer within {seconds:g} s") from None
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, OSError):  # its file system failed, others may work
-                why = f"{error.cause.filename or 'a file'}: {error.cause.strerror}"
-                raise HostLost(self.name, why) from None
-            raise  # a fault of this program on the other side, not of the host
-        except errors.RayError as error:
-            raise HostLost(self.name, why_lost(errors, error)) from error
+        return self.result(self.begin(method, *arguments, **named), seconds)
 
 
-def why_lost(errors: Any, error: Exception) -> str:
-    """Why Ray gave a supervisor up, in our words where the kind of loss is known."""
-    said = without_color(str(error))
-    if re.search(r"\bnode (has |was |is )?(died|dead|terminated)", said):
-        return "its Ray node is gone: the host, its network or its raylet"
-    if isinstance(error, errors.RayActorError):
-        return "the supervisor of its ranks has ended"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[0].rstrip(".")[:200] if lines else type(error).__name__
+class Hosts(Protocol):
+    """What the hosts of a job have in common."""
+
+    @property
+    def head(self) -> tuple[str, int]:
+        """Address and port without which hosts end their ranks."""
+        ...
+
+    def head_lost(self) -> bool: ...
+
+    def wait(self, begun: Sequence[object], seconds: float, *, every: bool = False) -> list[object]:
+        """Those calls that have ended, waiting up to `seconds` for the first, or for every one."""
+        ...
 
 
 class HostFolder:
@@ -114,15 +109,14 @@ class JobWatch:
     def __init__(
         self,
         parts: Sequence[tuple[Member, Job]],
-        connection: RayConnection,
+        connection: Hosts,
         on_progress: Callable[[dict[str, object]], None] | None,
     ) -> None:
         self._parts = parts
         self._connection = connection
-        self._ray = connection.ray
         self._on_progress = on_progress
         self._progress_seen = 0
-        self._pending: dict[Any, tuple[Member, Job]] = {}
+        self._pending: dict[object, tuple[Member, Job]] = {}
         self.seen: dict[str, Watched] = {}  # by host
         self.lost: dict[str, str] = {}  # by host: why
         self.head_lost = False
@@ -132,7 +126,7 @@ class JobWatch:
         """Return when every part has ended, or its host or the head is lost. Ctrl-C ends the parts first and is then
         re-raised."""
         head = self._connection.head
-        self._pending = {member.actor.watch.remote(job, head): (member, job) for member, job in self._parts}
+        self._pending = {member.begin("watch", job, head): (member, job) for member, job in self._parts}
         give_up = time.monotonic() + max(longest_seconds(job) for _, job in self._parts) + 2 * ENDING_SECONDS
         trouble_at: float | None = None
         cancelled = False
@@ -155,12 +149,11 @@ class JobWatch:
         except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
             self._cancel(may_save=True)
             grace = max(job.grace_seconds or 0.0 for _, job in self._parts)
-            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=grace + ENDING_SECONDS)
+            self._connection.wait(list(self._pending), grace + ENDING_SECONDS, every=True)
             raise
 
     def _collect(self) -> None:
-        done, _ = self._ray.wait(list(self._pending), timeout=POLL_SECONDS)
-        for reference in done:
+        for reference in self._connection.wait(list(self._pending), POLL_SECONDS):
             member, _ = self._pending.pop(reference)
             try:
                 self.seen[member.name] = member.result(reference)
@@ -184,7 +177,7 @@ class JobWatch:
             # Calls to supervisors need no head, so the ranks are ended; no message of a loss would arrive.
             self.head_lost = True
             self._cancel(may_save=False)
-            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=HEADLESS_SECONDS)
+            self._connection.wait(list(self._pending), HEADLESS_SECONDS, every=True)
             self._pending.clear()
 
     def _trouble(self) -> bool:
@@ -194,7 +187,7 @@ class JobWatch:
     def _cancel(self, *, may_save: bool) -> None:
         late = any(seen.passed is not None for seen in self.seen.values())  # then it helps where the others are
         for member, _ in self._pending.values():
-            member.actor.cancel.remote(late, may_save)
+            member.begin("cancel", late, may_save)
 
     def _lose_silent(self, why: str) -> None:
         for member, _ in self._pending.values():
