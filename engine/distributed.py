@@ -118,21 +118,13 @@ def join(settings: TrialSettings, start: int = 1) -> World:
     # context-parallel groups are created by their own members.
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank = _rendezvous()
-        size = int(os.environ["WORLD_SIZE"])
+        if os.environ["RANK"] == "0" and not store_is_of_agent():
+            serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store, rank, size = next(dist.rendezvous("env://"))
         dist.init_process_group(backend, store=dist.PrefixStore(f"start{start}", store), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return arrange(settings, device)
-
-
-@cache
-def _rendezvous() -> tuple[dist.Store, int]:
-    """The store that all ranks share while their processes run, and this rank."""
-    if os.environ["RANK"] == "0" and not store_is_of_agent():
-        serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store, rank, _ = next(dist.rendezvous("env://"))
-    return store, rank
 
 
 def store_is_of_agent() -> bool:
@@ -181,8 +173,6 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
     """
     together = settings.cp_size * settings.tp_size  # ranks that share a replica's sequences
     replica, size = dist.get_rank() // together, dist.get_world_size()
-    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes until the
-    # process ends, treats equal ones as the same, and finds the groups by their names.
     fsdp_mesh = _parameter_mesh(settings, device)
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [
