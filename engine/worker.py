@@ -22,21 +22,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 
-from engine.distributed import (
-    World,
-    check_world_size,
-    join,
-    leave,
-    limit_threads,
-)
-from engine.measurement import (
-    CHECK_UNFINISHED,
-    PROFILE,
-    UNCHECKED,
-    unfinished,
-    write_json,
-    write_measurement,
-)
+from engine.distributed import World, check_world_size, join, leave, limit_threads
+from engine.measurement import CHECK_UNFINISHED, PROFILE, UNCHECKED, unfinished, write_json, write_measurement
 from engine.method import NativeMethod, in_worker, method_unsupported_reason
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.settings import TrialSettings, from_json
@@ -45,7 +32,6 @@ from engine.tasks.lm_head import HeadTask
 from engine.tasks.task import AroundStep, Refused, Task, progress_to
 from engine.tasks.train import TrainTask
 
-LOG_DIRECTORY = "logs"  # of a trial, with the output of its ranks
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
 
 TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
@@ -166,14 +152,13 @@ def exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
 
 
 def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
-    """Write errors/rank<r>.json and the traceback to the log. Later errors of the rank follow from its first one."""
+    """Write errors/rank<r>.json and the traceback to the log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)
     directory = trial_dir / "errors"
     directory.mkdir(exist_ok=True)
-    path = directory / f"rank{rank}.json"
-    if not path.exists():
-        write_json(path, {"kind": error_kind(error), "reason": _one_sentence(error), "traceback": text})
+    found = {"kind": error_kind(error), "reason": _one_sentence(error), "traceback": text}
+    write_json(directory / f"rank{rank}.json", found)
 
 
 def error_kind(error: Exception) -> str:

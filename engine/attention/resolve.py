@@ -400,6 +400,7 @@ def best_layout(
     return next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
 
 
+@lru_cache(maxsize=256)
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
     """Whether the mask has few enough tiles under this layout, judged by the first shard against itself."""
     try:

@@ -1,9 +1,9 @@
 """CUDA streams that are not shared, and memory of transfers that is free as soon as the transfer has been waited for.
 
-torch has 32 streams per priority and returns them in turn, to NCCL as well. A process that runs many trials needs more
-than that, and two parts of one trial would then get the same stream: a copy that waits for a counter would be queued
-before the write that sets it, forever. The streams of `own_stream` come from the driver. A stream without references is
-reused, so that all trials of a process share one set.
+torch has 32 streams per priority and returns them in turn, to NCCL as well. Two parts of a process that asks for more
+get the same stream: a copy that waits for a counter would be queued before the write that sets it, forever. The streams
+of `own_stream` come from the driver. A stream without references is reused, so that a process which makes contexts of
+attention one after another needs no more streams with each.
 
 torch's process group marks each tensor that is sent or received with NCCL's stream (`record_stream`,
 pytorch/pytorch#132292). The allocator does not reuse marked memory before the device has finished the transfer. The

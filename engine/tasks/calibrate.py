@@ -170,10 +170,8 @@ class _Calibration:
             return
         assert dist.group.WORLD is not None, "ranks have a group"
         for nbytes in (LATENCY_BYTES, *self._request["message_bytes"]):
-            message, what = (
-                torch.zeros(nbytes, dtype=torch.uint8, device=self._device),
-                f"{nbytes} bytes to the next rank",
-            )
+            message = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            what = f"{nbytes} bytes to the next rank"
             # As between nodes of one rank each.
             speeds = [across_gib_per_second(dist.group.WORLD, 1, message) for _ in range(_REPEATS)]
             if nbytes == LATENCY_BYTES:

@@ -10,7 +10,6 @@ Shape letters: B sequences, S tokens of a sequence, L tokens held here, E hidden
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,23 +80,15 @@ def check_training(settings: TrialSettings, method: NativeMethod, world: World, 
     - `checked`: `tokens`, the length of the check problem.
     - `unchecked` in their place: one sentence, where the method or the machine refuses the check problem.
 
-    `resolved` says what the trial's `auto` became. Changes no random state, and leaves no memory allocated.
+    `resolved` says what the trial's `auto` became. Changes no random state, and keeps no tensor.
     """
     problem = check_problem(settings, method, resolved)
-    _give_back(world.device)  # for what is not allocated by torch, such as communicators
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # for what is not allocated by torch, such as communicators
     try:
         return _CheckedStep(problem, method, world).compared()
     except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
         return {UNCHECKED: str(error)}
-    finally:
-        gc.collect()
-        _give_back(world.device)
-
-
-def _give_back(device: torch.device) -> None:
-    """Free the GPU memory that torch's allocator holds and no tensor uses."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[str, str]) -> TrialSettings:

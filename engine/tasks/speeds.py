@@ -33,12 +33,8 @@ _ROW_STEP = 128  # rows are a multiple of it where there are as many
 _REPEATS = 3
 
 IN_THIS_TRIAL = "in this trial, after its last step"
-EARLIER = "in an earlier trial of the same processes, after its last step"
 
 ProductSpeeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
-
-# Ranks that run one trial after another measure a shape once: (speeds, when the measurement began).
-_measured: dict[tuple[object, ...], tuple[ProductSpeeds, str]] = {}
 
 
 def gemm_figures(world: World, settings: TrialSettings) -> Extra:
@@ -54,9 +50,10 @@ def gemm_figures(world: World, settings: TrialSettings) -> Extra:
     products = matrix_products(settings.model)
     tokens = settings.batch_size * settings.seq_len // settings.cp_size
     rows = {product.name: rows_of(product, tokens, DTYPES[settings.dtype].itemsize) for product in products}
-    mine: tuple[ProductSpeeds, str, str] | str
+    started_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    mine: tuple[ProductSpeeds, str] | str
     try:
-        mine = _measure_once(world.device, products, rows, DTYPES[settings.dtype])
+        mine = measure_products(world.device, products, rows, DTYPES[settings.dtype]), started_at
     except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is one, and so is a cuBLAS handle without memory
         mine = f"rank {world.rank}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
     return _combined(world.gather(mine), products, rows)
@@ -118,30 +115,18 @@ def _wall_seconds(call: Callable[[], Tensor]) -> float:
     return time.perf_counter() - started
 
 
-def _measure_once(
-    device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
-) -> tuple[ProductSpeeds, str, str]:
-    """(speeds, when, where) on this rank, measured now unless an earlier trial of this process had these shapes."""
-    key = (str(device), products, tuple(rows.items()), dtype)
-    if key in _measured:
-        return *_measured[key], EARLIER
-    started_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    _measured[key] = measure_products(device, products, rows, dtype), started_at
-    return *_measured[key], IN_THIS_TRIAL
-
-
 def _combined(found: list[Any], products: tuple[MatrixProduct, ...], rows: dict[str, int]) -> Extra:
     """The record's extras from what the ranks found, in rank order."""
     reasons = [each for each in found if isinstance(each, str)]
     if reasons:
         return {"gemm": {"reason": f"the GEMMs of this trial's shapes were not measured: {reasons[0]}"}}
-    _speeds, started_at, where = found[0]
+    _speeds, started_at = found[0]
     median = {
         product.name: {name: statistics.median(each[0][product.name][name] for each in found) for name in DIRECTIONS}
         for product in products
     }
     shapes = {product.name: [rows[product.name], product.inputs, product.outputs] for product in products}
-    return {"gemm_tflops": median, "gemm": {"shapes": shapes, "where": where, "started_at": started_at}}
+    return {"gemm_tflops": median, "gemm": {"shapes": shapes, "where": IN_THIS_TRIAL, "started_at": started_at}}
 
 
 MOMENTS = ("before", "between", "after")

@@ -204,8 +204,8 @@ class GradAccumulator:
         self._parts.append(_GradPart(tokens, gradient, release))
 
     def total(self) -> Tensor:
-        """The sum so far, in the accumulation dtype: zeros where no part touched the shard. Owned by this
-        object; who sends it on may add to it in place and then must not ask again."""
+        """The sum so far, in the accumulation dtype: zeros where no part touched the shard. Owned by this object; a
+        caller that sends it on may add to it in place, and must not call this again afterwards."""
         if self._parts or self._sum is None:
             self._sum = self._summed(accumulation_dtype(self._like.dtype))
         return self._sum

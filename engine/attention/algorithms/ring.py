@@ -149,7 +149,7 @@ def _ring_backward(
             reduce.add(step.outer_step, grad_return.finish())
         del chunk, queries, keys
 
-    own_grads = reduce.finish()  # on one node, what `grad_return` has brought home
+    own_grads = reduce.finish()  # on one node, what `grad_return` has returned
     sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
     dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
     return dq_BLND, dk_BLKD, dv_BLKD

@@ -46,7 +46,6 @@ class CostModel:
         self._settings, self._speeds, model = settings, speeds, settings.model
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
-        self._micro = micro
         self._tokens = self._rank_tokens * micro
         pairs = layer_pairs(settings) * settings.batch_size * micro / settings.cp_size
         self._attention = 4.0 * model.heads * model.head_dim * pairs / speeds.attention  # of one layer's forward
