@@ -130,9 +130,14 @@ class RayLauncher:
             if run.head_lost:
                 self._break()
                 reason = f"{self._broken}{reason}{self._next(job)}"
-            return outcome(status, reason, names, run.lost)
+            return outcome(status, reason, names, {*run.lost, *self._lost_with_cluster()})
         except (TooFewHosts, ClusterLost) as error:
-            return outcome("node_lost", f"{error}{self._next(job)}", names)
+            return outcome("node_lost", f"{error}{self._next(job)}", names, self._lost_with_cluster())
+
+    def _lost_with_cluster(self) -> list[str]:
+        """The host of the head, where the cluster is lost and the inventory names it: the run goes on without it."""
+        head = (self._nodes or {}).get(self._connection.head[0])
+        return [head.name] if self._broken and head else []
 
     def _next(self, job: Job) -> str:
         if self._broken and self._nodes is not None:
@@ -163,6 +168,8 @@ class RayLauncher:
         """The cluster is lost: every call to Ray would wait for its head. Its hosts end their ranks by themselves."""
         if not self._broken:
             self._broken = f"the head of the Ray cluster at {self._connection.named} does not answer"
+            for name in self._lost_with_cluster():  # by which the user knows it
+                self._broken = f"{name} was lost ({self._broken})"
             self.close()
 
     def _lose(self, lost: Mapping[str, str]) -> None:
