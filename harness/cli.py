@@ -17,9 +17,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cluster.files.errors import shown_error, shown_value
-from harness.base.errors import UsageError
+from harness.base.errors import UsageError, nearest
 from harness.base.interrupts import interruptible
-from harness.commands import RENAMED, Command, OtherProgram, all_commands, command_named, command_names, verbs_of
+from harness.commands import (
+    GROUPS,
+    RENAMED,
+    Command,
+    OtherProgram,
+    all_commands,
+    command_named,
+    command_names,
+    verbs_of,
+)
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -110,7 +119,12 @@ def _renamed(typed: list[str]) -> list[str]:
 
 def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
     """The command or verb that the first words name, and its arguments."""
-    if not typed or typed[0] not in command_names():
+    if not typed:
+        print(_overview())
+        raise SystemExit(0)
+    if typed[0] not in command_names():
+        if not typed[0].startswith("-"):
+            raise UsageError(f"{typed[0]} is no command; {nearest(typed[0], command_names())}")
         _top_parser().parse_args(typed[:1])  # prints help, the version or an error, and exits
 
     verbs = verbs_of(typed[0])
@@ -128,6 +142,14 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
     if unknown:
         parser.error(f"{' '.join(unknown)} is not known")
     return command, arguments
+
+
+def _overview() -> str:
+    """What `burst` alone prints: its commands in groups."""
+    names = [", ".join(group) for group, _ in GROUPS]
+    width = max(map(len, names))
+    lines = [f"  {name:{width}}  {what}" for name, (_, what) in zip(names, GROUPS, strict=True)]
+    return "\n".join([*lines, "burst COMMAND --help says more of one, burst --help of each in a line."])
 
 
 def _top_parser() -> argparse.ArgumentParser:

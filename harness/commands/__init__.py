@@ -43,6 +43,17 @@ RENAMED = {
 }
 
 
+# What `burst` alone prints: commands that follow each other in somebody's work, and what they are for.
+GROUPS = (
+    (("doctor", "plan"), "what this machine can run; whether a step fits, and how long it takes"),
+    (("run", "status"), "measure the trials of an experiment file, and look at a run"),
+    (("report", "compare", "verify"), "tables and figures of records; two runs side by side; is it all true?"),
+    (("train",), "train a model on your text"),
+    (("reproduce",), "the paper's figures and claims beside records"),
+    (("setup", "cluster"), "other systems, speeds and images of this machine; several machines"),
+)
+
+
 class Command(Protocol):
     """One command, or one verb of a command."""
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class DoctorCommand:
 
         from harness.base.terminal import print_table, stdout_console
 
+        print(verdict(findings))
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("", "name", "", "what was found"):
             table.add_column(name, overflow="fold", no_wrap=name != "what was found")
@@ -52,6 +54,20 @@ class DoctorLine:
     name: str
     ok: bool
     sentence: str
+
+
+def verdict(lines: Sequence[DoctorLine]) -> str:
+    """What this machine is good for, in one sentence of what was found."""
+    [gpu] = [line for line in lines if (line.section, line.name) == ("devices", "gpu")]
+    kernels = [line for line in lines if line.section == "kernels"]  # in order of preference
+    fastest, chosen = kernels[0], next(line for line in kernels if line.ok)
+    if gpu.sentence.startswith("none"):
+        return f"burst plans here, and runs small models on the CPU (kernel {chosen.name}): there is no GPU."
+    if not gpu.ok:
+        return f"burst cannot use the GPUs of this machine: {gpu.sentence}."
+    if fastest.ok:
+        return f"burst runs here with its fastest kernel, {fastest.name}, on {gpu.sentence}."
+    return f"burst runs here on {gpu.sentence}, with kernel {chosen.name}; {fastest.sentence}."
 
 
 def examine() -> list[DoctorLine]:

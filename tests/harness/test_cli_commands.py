@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.commands import RENAMED, all_commands, verbs_of
+from harness.commands import GROUPS, RENAMED, all_commands, command_names, verbs_of
+from harness.commands.doctor import DoctorLine, examine, verdict
 
 EXPERIMENT = """\
 title: A small question
@@ -97,8 +99,6 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "burst: the following arguments are required: COMMAND"),
-        (["unknown"], "burst: argument COMMAND: invalid choice: 'unknown'"),
         (["run"], "burst run: the following arguments are required: EXP.yaml"),
         (["run", "exp.yaml", "--launcher", "slurm"], "burst run: argument --launcher: invalid choice: 'slurm'"),
         (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known"),
@@ -113,6 +113,59 @@ def test_an_unknown_command_line_exits_with_2_and_one_sentence(arguments, said, 
     assert message.startswith(said)
     assert message.endswith("--help` lists the arguments\n")
     assert message.count("\n") == 1
+
+
+def test_burst_alone_prints_every_command_in_six_groups(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+    assert exit_info.value.code == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sorted(name for group, _ in GROUPS for name in group) == command_names()
+    assert len(lines) == len(GROUPS) == 6
+    assert all(line.strip().startswith(", ".join(group)) for line, (group, _) in zip(lines, GROUPS, strict=True))
+    assert max(map(len, [*lines, last])) < 100
+    assert last.startswith("burst COMMAND --help")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("stauts", "burst: stauts is no command; did you mean status?"),
+        ("unknown", "burst: unknown is no command; expected cluster, compare, doctor"),
+    ],
+)
+def test_an_unknown_command_is_told_its_neighbour(word, said, capsys):
+    assert main([word]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(said)
+    assert message.count("\n") == 1
+
+
+def doctor_lines(gpu: str, found: bool, fa4: bool, cudnn: bool) -> list[DoctorLine]:
+    kernels = {"fa4": fa4, "cudnn": cudnn, "cpu": True}
+    return [
+        DoctorLine(section="devices", name="cpu", ok=True, sentence="2 cores"),
+        DoctorLine(section="devices", name="gpu", ok=found, sentence=gpu),
+        *(DoctorLine(section="kernels", name=name, ok=ok, sentence=f"about {name}") for name, ok in kernels.items()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (doctor_lines("none; trials run on the CPU", False, False, False), "burst plans here, .*kernel cpu.*no GPU"),
+        (doctor_lines("driver 470 is too old", False, False, False), "cannot use the GPUs .*: driver 470 is too old"),
+        (doctor_lines("2 x A100", True, False, True), "on 2 x A100, with kernel cudnn; about fa4"),
+        (doctor_lines("1 x H200", True, True, True), "fastest kernel, fa4, on 1 x H200"),
+    ],
+)
+def test_doctor_begins_with_a_verdict(lines, said):
+    assert re.search(said, verdict(lines))
+
+
+def test_doctor_prints_its_verdict_first(capsys):
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == verdict(examine())
 
 
 def plan_rows(capsys, *words: str) -> list[dict]:
