@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class LabHost:
     address: str
     interface: str
     folder: Path  # its keys, configuration and log
+    temporary: Path  # its own folder for temporary files, which no host of another lab shares; short, for sockets
     sshd: subprocess.Popen[bytes] | None = None
 
     @property
@@ -88,6 +90,7 @@ class Lab:
                 address=f"{subnet}.{number + 11}",
                 interface=INTERFACES[number],
                 folder=folder / f"lab{number + 1}",
+                temporary=Path(tempfile.mkdtemp(prefix="burst-lab-")),
             )
             for number in range(count)
         )
@@ -119,6 +122,7 @@ class Lab:
             self.kill(host)
             _ip("link", "delete", f"{host.namespace}v", check=False)  # the kernel would do it later, at its leisure
             _ip("netns", "delete", host.namespace, check=False)
+            shutil.rmtree(host.temporary, ignore_errors=True)
         _ip("link", "delete", self.tag, check=False)
 
     def start_sshd(self, host: LabHost) -> None:
@@ -129,6 +133,7 @@ class Lab:
             f"Port {SSH_PORT}\nListenAddress {host.address}\nHostKey {host.folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {authorized}\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\nUseDNS no\n"
+            f"SetEnv TMPDIR={host.temporary}\n"
         )
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's privilege separation insists on it
         sshd = path_of("sshd", "openssh-server")

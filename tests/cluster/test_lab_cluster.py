@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,7 +185,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert [node["ranks"] for node in rendered] == [[0], [1]]
         assert {log.name for log in trial.glob("logs/rank*.log")} == {"rank0.log", "rank1.log"}
         assert all(lab.run(host, "find", str(hidden), "-mindepth", "1") == "" for host in (head, second))
-        assert not list(Path(tempfile.gettempdir()).glob(f"burst-{os.getuid()}-lab*"))
+        assert not [path for host in lab.hosts for path in host.temporary.glob(f"burst-{os.getuid()}-*")]
         assert (site.runs / "sweep" / "report.html").stat().st_size > 1000
         rows = (site.runs / "sweep" / "results.csv").read_text().splitlines()
         assert len(rows) == 3
