@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
+    from cluster.files.reader import Node
     from harness.metrics.hardware import Hardware
     from harness.spec.experiment import Experiment
 
@@ -49,7 +50,7 @@ def hardware_asked(arguments: argparse.Namespace) -> Hardware:
 
 def question(arguments: argparse.Namespace) -> Experiment:
     """The experiment that the options describe: the product of the lists, and what --set says. Raises UsageError."""
-    from cluster.files.reader import Node, parse_yaml
+    from cluster.files.reader import Node
     from harness.spec.experiment import experiment_without_file
 
     sweep: dict[str, Node] = {}
@@ -58,10 +59,14 @@ def question(arguments: argparse.Namespace) -> Experiment:
         parts = [part.strip() for part in (getattr(arguments, name) or default).split(",") if part.strip()]
         if not parts:
             raise UsageError(f"{option} names nothing; give at least one")
-        places = [f"{option} {part}" for part in parts]
-        values = [parse_yaml(part, place, lambda _line, p=place: p) for part, place in zip(parts, places, strict=True)]
-        sweep[name] = Node(values, option)
+        sweep[name] = Node([_value(part, f"{option} {part}") for part in parts], option)
     if math.prod(len(one.items()) for one in sweep.values()) > _MOST:
         raise UsageError(f"these lists have more than {_MOST} combinations; name fewer")
     asked = {"task": Node(arguments.task or "train", "--task"), "sweep": Node(sweep, "the options")}
     return experiment_without_file(asked, arguments.overrides)
+
+
+def _value(text: str, place: str) -> Node:
+    from cluster.files.reader import parse_yaml
+
+    return parse_yaml(text, place, lambda _line: place)
