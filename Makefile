@@ -12,7 +12,7 @@ WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n 
 # Twice quiet: pip prints errors, and no warning for each index or folder of a machine's own configuration that it passes over.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint types docs image clean install
+.PHONY: demo test test-all test-hosts test-faults lint types docs image clean install
 
 install: $(STAMP)
 
@@ -40,12 +40,23 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Workers take tests from each other: a long one near the end would leave a core idle.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=10
+
 # What every change has to pass. Cases that repeat a promise at other sizes, or take long, are in test-all alone.
 test: lint types
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: lint types
-	$(BIN)/pytest -n $(WORKERS) -m '' $(ARGS)
+	$(PYTEST) -m '' $(ARGS)
+
+# Clusters of hosts in network namespaces, Slurm and containers, as far as this machine has them.
+test-hosts: install
+	$(PYTEST) -m hosts $(ARGS)
+
+# Every fault at every point of a trial's life (tests/faults/matrix.py).
+test-faults: install
+	$(PYTEST) -m '' tests/faults $(ARGS)
 
 # Numbers, tables and figures on the pages, written from the records in results/published (docs/quoted.yaml), and the
 # verdicts on the paper's claims (harness/pages.py).

@@ -22,7 +22,7 @@ from tests.test_image import PINS
 INSIDE = "tests/engine"
 INSIDE_SECONDS = 7200.0  # on a busy machine; 20 minutes of processor time
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.hosts
 
 
 @pytest.fixture(autouse=True)

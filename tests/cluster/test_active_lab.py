@@ -29,7 +29,7 @@ def received_bytes(lab: Lab, host: LabHost) -> int:
     return int(lab.run(host, "cat", f"/sys/class/net/{host.interface}/statistics/rx_bytes"))
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_two_hosts_exchange_over_the_interface_between_them_and_a_wrong_one_is_a_reason(tmp_path: Path) -> None:
     with open_lab(2, tmp_path) as lab:
         one, other = lab.hosts

@@ -91,7 +91,7 @@ def test_ports_on_the_page_are_the_defaults() -> None:
     assert f"{free[0]} to 32767 or {above} to {free[-1]}" in table
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_newcomer_types_the_six_commands_of_the_page_on_three_hosts(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     if reason := lab_module.unavailable():

@@ -32,6 +32,7 @@ def write_inventory(lab: Lab, disk: Path) -> Path:
     return path
 
 
+@pytest.mark.hosts
 def test_broken_hosts_are_found_each_with_its_reason_and_none_is_free(tmp_path, capsys):
     (disk := tmp_path / "disk").mkdir()
     with open_lab(5, tmp_path) as lab:

@@ -143,6 +143,28 @@ def guests() -> set[Path]:
     return set(Path("/tmp").glob("burst-guest-*"))
 
 
+def test_two_hosts_become_a_cluster_run_a_trial_of_two_ranks_and_are_left_as_they_were(tmp_path):
+    with opened_site(2, tmp_path) as site:
+        code, said = site.up()
+        assert (code, "2 nodes are up, head lab1" in said) == (0, True), said
+        code, said = site.burst(*site.experiment("two", cp_sizes="2", steps=2))
+        assert code == 0, said
+        [record] = site.records("two")
+        assert (record["status"], record["launcher"], record["hosts"]) == ("ok", "ray", ["lab1", "lab2"])
+        trial = site.runs / "two" / "trials" / record["trial_id"]
+        rendered = [json.loads((trial / "environment" / f"{host.name}.json").read_text()) for host in site.lab.hosts]
+        assert [node["environment"]["GLOO_SOCKET_IFNAME"] for node in rendered] == [
+            host.interface for host in site.lab.hosts
+        ]
+        assert [node["ranks"] for node in rendered] == [[0], [1]]
+        assert {log.name for log in trial.glob("logs/rank*.log")} == {"rank0.log", "rank1.log"}
+        assert not any(map(site.ranks, site.lab.hosts))
+        code, said = site.burst("cluster", "down")
+        assert (code, "2 nodes ended; no process or file of burst is left" in said) == (0, True), said
+        assert site.rays() == []
+
+
+@pytest.mark.hosts
 def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
     guests_before = guests()
     with opened_site(4, tmp_path) as site:
@@ -234,7 +256,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert site.burst("cluster", "down")[0] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
@@ -270,6 +292,7 @@ def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
         assert site.rays() == []
 
 
+@pytest.mark.hosts
 def test_without_its_head_a_run_ends_with_a_reason_and_the_printed_command_goes_on_at_once(tmp_path):
     guests_before = guests()
     with opened_site(3, tmp_path) as site:
@@ -308,7 +331,7 @@ def test_without_its_head_a_run_ends_with_a_reason_and_the_printed_command_goes_
         assert site.rays() == []
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_nothing(tmp_path):
     with opened_site(2, tmp_path) as site:
         seconds = scaled(5.0)
@@ -352,6 +375,7 @@ def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.hosts
 def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_them(tmp_path):
     """No interpreter, another checkout, a Ray that does not start: the fourth host is a cluster of its own."""
     checkout = tmp_path / "other" / "harness"

@@ -28,7 +28,7 @@ nodes:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_path):
     if reason := podman.unavailable():
         pytest.skip(reason)

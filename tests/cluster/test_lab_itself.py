@@ -57,6 +57,7 @@ def test_hosts_have_their_own_names_addresses_and_interfaces_and_nothing_stays(t
     assert lab.tag not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.hosts
 def test_a_host_can_be_silent_down_changed_lost_and_back(tmp_path):
     with open_lab(1, tmp_path) as lab:
         [host] = lab.hosts

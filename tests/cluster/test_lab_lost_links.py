@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 TOO_FEW = "3 ranks do not spread evenly over the 2 nodes with 1 each"
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_host_without_its_link_ends_its_ranks_and_is_used_again_when_it_is_repaired(tmp_path):
     guests_before = guests()
     with opened_site(3, tmp_path) as site:
@@ -72,7 +72,7 @@ def test_a_host_without_its_link_ends_its_ranks_and_is_used_again_when_it_is_rep
         assert guests() <= guests_before
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_host_that_loses_its_link_while_ray_starts_is_left_out_alone(tmp_path):
     with opened_site(3, tmp_path) as site:
         _, second, _ = site.lab.hosts
@@ -94,7 +94,7 @@ def test_a_host_that_loses_its_link_while_ray_starts_is_left_out_alone(tmp_path)
         assert site.rays() == []
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_head_that_is_cut_off_ends_its_ranks(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
@@ -117,7 +117,7 @@ def test_a_head_that_is_cut_off_ends_its_ranks(tmp_path):
         assert site.rays() == []
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_connection_to_a_host_that_is_gone_breaks_long_before_its_command_is_late(tmp_path):
     from cluster.inventory.file import read_inventory
     from cluster.transport.reach import connection

@@ -13,7 +13,7 @@ if reason := lab_module.unavailable():
 pytest.importorskip("ray")
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_trial_whose_host_is_lost_runs_again_on_others(tmp_path):
     with opened_site(3, tmp_path) as site:
         head, second, third = site.lab.hosts

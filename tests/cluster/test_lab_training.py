@@ -109,7 +109,7 @@ def assert_continues(run: Path, truth: dict[int, float], exact_until: int) -> No
     assert [found[step] for step in common] == pytest.approx([truth[step] for step in common], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_run_over_hosts_that_share_nothing_loses_two_of_three_and_goes_on_each_time(config: Path, tmp_path: Path):
     (tmp_path / "lab").mkdir()
     with opened_site(3, tmp_path / "lab") as site:
@@ -175,7 +175,7 @@ def test_a_run_over_hosts_that_share_nothing_loses_two_of_three_and_goes_on_each
         site.burst("cluster", "down")
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_the_head_is_lost_and_the_run_goes_on_without_it_from_common_storage(config: Path, tmp_path: Path):
     (tmp_path / "lab").mkdir()
     with opened_site(2, tmp_path / "lab") as site:
@@ -246,7 +246,7 @@ def opened_torchrun(folder: Path, config: Path) -> Iterator[Torchrun]:
     assert lab.left_behind() == []
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.parametrize(("lost", "apart"), [(0, True), (1, False)], ids=["first-apart", "second-shared"])
 def test_a_host_of_torchrun_is_lost_and_the_other_names_it_and_goes_on(config: Path, tmp_path: Path, lost, apart):
     with opened_torchrun(tmp_path / "lab", config) as runs:
@@ -289,7 +289,7 @@ def test_a_host_of_torchrun_is_lost_and_the_other_names_it_and_goes_on(config: P
             )
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_hosts_of_torchrun_that_lose_the_link_between_them_both_end_and_go_on_together(config: Path, tmp_path: Path):
     with opened_torchrun(tmp_path / "lab", config) as runs:
         outs = [tmp_path / "run1", tmp_path / "run2"]

@@ -18,7 +18,7 @@ from tests.patience import AMPLE, wait_until
 from tests.processes import command_of
 from tests.slurm import Slurm, open_slurm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "experiments/sites/slurm.sbatch"

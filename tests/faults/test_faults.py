@@ -1,7 +1,7 @@
 """A fault at every point of a trial's life: nothing finished is lost, no number is wrong, nothing goes on running, and
 the next command says what to do.
 
-The matrix is data (matrix.py). `make test` tries a few of its pairs, `make test-all` all of them.
+The matrix is data (matrix.py). `make test` tries two of its pairs, `make test-faults` all of them.
 """
 
 from __future__ import annotations

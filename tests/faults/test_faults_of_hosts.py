@@ -34,7 +34,7 @@ pytest.importorskip("ray")
 RANKS_END_SECONDS = 30.0  # on a host that nothing reaches; elsewhere it is GONE_SECONDS
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.parametrize(("point", "ends"), NETWORK.possible().items())
 def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_command_goes_on(
     point, ends, tmp_path, monkeypatch

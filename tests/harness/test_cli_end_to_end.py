@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
+from harness.cli import main
 from tests.patience import AMPLE, wait_until
 
 BURST = [sys.executable, "-m", "harness"]
@@ -30,15 +29,14 @@ limits: {trial_seconds: 3600}
 
 
 @pytest.fixture
-def workplace(tmp_path):
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
     return tmp_path
 
 
-def burst(
-    workplace: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), **variables}
+def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     return subprocess.run(
         [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
     )
@@ -49,7 +47,7 @@ def rows(workplace: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_an_experiment_becomes_records_results_and_a_report(workplace):
+def test_an_experiment_becomes_records_results_and_a_report(workplace, capfd):
     done = burst(workplace, "run", "exp.yaml", "--launcher", "local")
     assert done.returncode == 0, done.stderr
     found = rows(workplace)
@@ -64,13 +62,12 @@ def test_an_experiment_becomes_records_results_and_a_report(workplace):
     assert f"Report: {run_dir.relative_to(workplace) / 'report.html'}" in done.stdout
     assert (run_dir / "report.html").stat().st_size > 1000
 
-    again = burst(workplace, "run", "exp.yaml", "--launcher", "local", "--resume")
-    assert again.returncode == 0
-    assert again.stderr.count("kept from before") == 3
-    status = burst(workplace, "status", str(run_dir))
-    assert "exp has ended: 3 ok of 3 trials" in status.stdout
-    logs = burst(workplace, "status", "--logs", found[1]["trial_id"])
-    assert (logs.returncode, logs.stdout.count("==> ")) == (0, 2)
+    assert main(["run", "exp.yaml", "--launcher", "local", "--resume"]) == 0
+    assert capfd.readouterr().err.count("kept from before") == 3
+    main(["status", str(run_dir)])
+    assert "exp has ended: 3 ok of 3 trials" in capfd.readouterr().out
+    assert main(["status", "--logs", found[1]["trial_id"]]) == 0
+    assert capfd.readouterr().out.count("==> ") == 2
 
 
 WITH_SMOKE = """\
@@ -84,19 +81,21 @@ scales:
 """
 
 
-def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale_for_cpus(workplace):
+def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale_for_cpus(
+    workplace, monkeypatch, capfd
+):
     """nvidia-smi finds the GPUs, and CUDA_VISIBLE_DEVICES hides those that a machine has."""
     (workplace / "gpu.yaml").write_text(WITH_SMOKE)
     note = (
         "no GPU was found on this machine, so the ranks are CPU processes; gpu.yaml has a scale for CPUs: --scale smoke"
     )
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def said(*arguments: str) -> list[str]:
         only = ["--only", "attention-burst-s64-cp1"]
-        done = burst(workplace, "run", "gpu.yaml", *only, *arguments, variables=hidden)
-        assert done.returncode == 0, done.stderr
-        return done.stderr.splitlines()
+        code, err = main(["run", "gpu.yaml", *only, *arguments]), capfd.readouterr().err
+        assert code == 0, err
+        return err.splitlines()
 
     lines = said()
     assert (lines[0], lines.count(note)) == (note, 1)

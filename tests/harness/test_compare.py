@@ -17,7 +17,6 @@ from harness.compare.pairs import Comparison, compare, of_directory
 from harness.compare.report import closing, comparison_of, heading, pair_lines, to_plain, trial_names
 from harness.records.record import Record, write_record
 from tests.harness.synthetic_records import H200, around, record
-from tests.harness.test_cli_end_to_end import burst
 from tests.harness.test_report import run_of
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -236,18 +235,18 @@ def test_lines_fit_80_columns(tmp_path: Path) -> None:
 # The command.
 
 
-def test_two_real_runs_are_compared_whatever_their_steps(tmp_path: Path) -> None:
+def test_two_real_runs_are_compared_whatever_their_steps(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "exp.yaml").write_text(
         "task: train\nmodel: tiny\nfixed: {method: burst, seq_len: 128, dtype: fp32}\nsteps: {warmup: 1, measured: 2}\n"
     )
     for out, measured in (("first", 2), ("second", 3)):
-        done = burst(
-            tmp_path, "run", "exp.yaml", "--launcher", "local", "--out", out, "--set", f"steps.measured={measured}"
+        assert (
+            main(["run", "exp.yaml", "--launcher", "local", "--out", out, "--set", f"steps.measured={measured}"]) == 0
         )
-        assert done.returncode == 0, done.stderr
-    done = burst(tmp_path, "compare", "first", "second", "--tolerance", "90%", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    capsys.readouterr()
+    assert main(["compare", "first", "second", "--tolerance", "90%", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     [pair] = found["pairs"]
     assert (pair["reference"]["samples"], pair["candidate"]["samples"]) == (2, 3)
     assert pair["loss_difference"] < 1e-6  # over the steps that both took

@@ -192,14 +192,14 @@ def test_the_signal_that_slurm_sends_ends_a_run_in_mid_trial_and_resume_goes_on(
 
 
 def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
-    program = started(tmp_path, 1_000_000, "--max-hours", "0.004")
+    program = started(tmp_path, 1_000_000, "--max-hours", "0.002")
     said = ended(program)
     assert program.returncode == 1
-    assert "stopped by --max-hours 0.004 after 0 of 2 trials; go on with: burst run exp.yaml" in said
+    assert "stopped by --max-hours 0.002 after 0 of 2 trials; go on with: burst run exp.yaml" in said
     for path in tmp_path.glob("out/trials/*/record.json"):  # none where a slow machine had begun no trial by then
         record = read_record(path)
         assert (record.status, record.reason) == (
-            "interrupted", "stopped by --max-hours 0.004; --resume runs it again"
+            "interrupted", "stopped by --max-hours 0.002; --resume runs it again"
         )  # fmt: skip
 
 

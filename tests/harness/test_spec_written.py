@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.machine.this_machine import Machine
-from harness.plan.matrix import plan
+from harness.plan.matrix import asked_for, plan
 from harness.records.stored import EXPERIMENT_FILE
 from harness.spec.experiment import Experiment, load_experiment
 from harness.spec.written import experiment_text, same_meaning
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 NODE = Machine(
@@ -32,10 +33,22 @@ def written(experiment: Experiment, folder: Path, heading: str = "") -> Experime
 
 
 @pytest.mark.parametrize(("name", "scale"), SHIPPED)
-def test_a_shipped_experiment_at_a_scale_plans_the_same_trials_when_written_and_read(name, scale, tmp_path):
+def test_a_shipped_experiment_at_a_scale_asks_for_the_same_trials_when_written_and_read(name, scale, tmp_path):
     experiment = load_experiment(ROOT / "experiments" / name, scale)
     again = written(experiment, tmp_path)
     assert again == replace(experiment, path=again.path, scale=None)
+    assert asked_for(experiment) == asked_for(again)
+
+
+_PLANNED_BY_MEMORY = ("memory_budget.yaml", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [_PLANNED_BY_MEMORY, *slow(*(each for each in SHIPPED if each != _PLANNED_BY_MEMORY))]
+)
+def test_a_shipped_experiment_is_planned_the_same_when_written_and_read(name, scale, tmp_path):
+    experiment = load_experiment(ROOT / "experiments" / name, scale)
+    again = written(experiment, tmp_path)
     trials, trials_again = plan(experiment, NODE), plan(again, NODE)
     assert [trial.id for trial in trials] == [trial.id for trial in trials_again]
     assert trials == trials_again

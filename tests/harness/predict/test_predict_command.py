@@ -18,6 +18,7 @@ from harness.predict.calibration import Calibrated, Figure, hardware_document
 from harness.records.record import write_record
 from harness.spec.models import named_model
 from tests.harness.synthetic_records import record
+from tests.slow import slow
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
@@ -133,9 +134,8 @@ def test_what_is_computed_again_is_planned_for_the_gpus_memory(capsys: pytest.Ca
 
 
 # (hardware, model, settings as `--set` gives them), each asked at all lengths, numbers of GPUs and methods below.
-QUESTIONS: list[tuple[str, str, list[str]]] = [
-    ("h200", "llama3_8b", []),
-    ("h100", "14b", []),
+QUESTIONS = [
+    *slow(("h200", "llama3_8b", []), ("h100", "14b", [])),
     ("a800", "7b", ["settings=as_published"]),
     ("h200", "1b", ["memory=40GiB", "optimizer_offload=true"]),
     ("h100", "llama3_8b", ["checkpoint.tail=0.5", "schedule=double_ring", "deterministic=true"]),

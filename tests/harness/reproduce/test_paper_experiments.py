@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,17 @@ from harness.plan.matrix import plan
 from harness.reproduce.figures import EXPERIMENTS_DIR, PaperFigure, paper_figures
 from harness.reproduce.predicted import trials_of
 from harness.spec.experiment import load_experiment
+from harness.spec.trial import Trial
 
 FIGURES = list(paper_figures().values())
 SCALES = ("paper", "node", "one_gpu", "smoke")
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=16)
+
+
+@cache
+def of_the_paper(name: str) -> list[Trial]:
+    """Trials of a figure's scale `paper`, which several tests read: planning them takes longest."""
+    return trials_of(paper_figures()[name], "paper", hardware_named("a800"))
 
 
 def named(figure: PaperFigure) -> str:
@@ -54,7 +62,7 @@ def test_the_one_gpu_scale_needs_one_gpu_and_the_node_scale_at_most_eight(figure
 def test_the_paper_scale_plans_every_published_point_that_has_a_series(figure: PaperFigure) -> None:
     from harness.reproduce.points import predicted_entry, published_entries
 
-    trials = trials_of(figure, "paper", hardware_named("a800"))
+    trials = of_the_paper(figure.name)
     planned = {
         (entry.series, *entry.setup)
         for trial in trials
@@ -67,7 +75,7 @@ def test_the_paper_scale_plans_every_published_point_that_has_a_series(figure: P
 
 @pytest.mark.parametrize("figure", [figure for figure in FIGURES if not figure.computed], ids=named)
 def test_every_method_is_planned_equal_and_as_published(figure: PaperFigure) -> None:
-    trials = trials_of(figure, "paper", hardware_named("a800"))
+    trials = of_the_paper(figure.name)
     by_method: dict[str, set[str]] = {}
     for trial in trials:
         by_method.setdefault(trial.settings.method, set()).add(trial.settings.settings)
@@ -75,7 +83,7 @@ def test_every_method_is_planned_equal_and_as_published(figure: PaperFigure) -> 
 
 
 def test_the_ablation_is_cumulative() -> None:
-    trials = trials_of(paper_figures()["ablation"], "paper", hardware_named("a800"))
+    trials = of_the_paper("ablation")
     rows = {
         (each.schedule, each.backward, each.lm_head_fusion, each.checkpoint.tail)
         for each in (trial.settings for trial in trials)

@@ -28,24 +28,24 @@ def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path: Path) -> None:
-    done = burst(tmp_path, "reproduce", "kernel_single_node", "--launcher", "local")
-    assert done.returncode == 0, done.stderr
+def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "kernel_single_node", "--launcher", "local"]) == 0
+    printed = capfd.readouterr().out
     run_dir = tmp_path / "results" / "runs" / "kernel_single_node"
     assert len(list(run_dir.glob("trials/*/record.json"))) == 2
-    assert "Verdict: not run: 2 trials at scale smoke, which stand beside no published number" in done.stdout
+    assert "Verdict: not run: 2 trials at scale smoke, which stand beside no published number" in printed
     below = run_dir / "reproduction"
     assert (below / "reproduction.html").is_file()
     assert {path.suffix for path in (below / "figures").iterdir()} >= {".png", ".pdf", ".svg"}
     table = (below / "tables" / "reproduction_kernel_single_node.csv").read_text(encoding="utf-8")
     assert "A800-80GB" in table
     assert "cpu" not in table, "a trial on a CPU stands beside no GPU's bar"
-    verified = burst(tmp_path, "verify", str(run_dir))
-    assert "tables/" not in verified.stdout, "files of a reproduction are none of a report's"
+    main(["verify", str(run_dir)])
+    assert "tables/" not in capfd.readouterr().out, "files of a reproduction are none of a report's"
 
-    again = burst(tmp_path, "reproduce", "kernel_single_node", "--launcher", "local", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("kept from before") == 2
+    assert main(["reproduce", "kernel_single_node", "--launcher", "local", "--resume"]) == 0
+    assert capfd.readouterr().err.count("kept from before") == 2
 
 
 @pytest.mark.slow
