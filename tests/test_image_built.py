@@ -34,7 +34,7 @@ def engine(tmp_path):
 def test_the_image_passes_doctor_and_the_demo_and_holds_the_pins_and_no_address_of_an_index(tmp_path):
     with built(IMAGE):
         run(tmp_path, IMAGE, "doctor")
-        assert "8/8" in run(tmp_path, IMAGE, "run", "experiments/quickstart.yaml", "--scale", "smoke").stdout
+        assert "[8/8]" in run(tmp_path, IMAGE, "run", "experiments/quickstart.yaml", "--scale", "smoke").stderr
         frozen = run(tmp_path, "--entrypoint", "pip", IMAGE, "freeze", "--exclude-editable").stdout
         installed = dict(line.lower().split("==") for line in frozen.splitlines() if "==" in line)
         assert installed["torch"].removesuffix("+cpu") == PINS["torch"]

@@ -49,8 +49,7 @@ class RunCommand:
         from harness.report.results import RunRecords
         from harness.run.attempt import RunContext
         from harness.run.bounds import Bounds, job_end, stop_time
-        from harness.run.execution import ExecutionOptions, Resume
-        from harness.run.experiment import run_experiment
+        from harness.run.execution import ExecutionOptions, Resume, run_experiment
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 

@@ -5,11 +5,14 @@ One interface serves one machine without Ray (`local`) and the hosts of a Ray cl
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from cluster.files.filesystem import open_regular
 
 if TYPE_CHECKING:
     from harness.records.record import Status
@@ -207,3 +210,35 @@ class JobLimits:
 def longest_seconds(job: Job) -> float:
     """The longest that any host's part of a job may run."""
     return job.deadline_seconds + (job.start_seconds or 0.0)
+
+
+class ProgressTail:
+    """Reads progress.jsonl while a worker appends to it: each line once, and only when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.last: dict[str, object] = {}  # the newest line; empty before the first
+
+    def new(self) -> list[dict[str, object]]:
+        """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
+        and neither what a foreign program prints there nor a read that fails may end its trial."""
+        try:
+            with open_regular(self._path, "progress") as file:
+                file.seek(self._offset)
+                block = file.read()
+        except (OSError, ValueError):  # not there yet, or a file system that does not answer at this moment
+            return []
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                lines.append(value)
+        if lines:
+            self.last = lines[-1]
+        return lines

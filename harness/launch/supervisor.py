@@ -6,7 +6,6 @@ The ranks are children of a fork server (`harness.launch.zygote`), which ends th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import end_at_once, look
+from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
-from harness.launch.launcher import Job, JobLimits, Outcome, is_module_command
-from harness.launch.ranks import Ranks
+from harness.launch.launcher import Job, JobLimits, Outcome, ProgressTail, is_module_command
+from harness.launch.ports import reserve_port
 from harness.launch.stacks import STACKS_DIRECTORY, ask_flight_recorder, dump_stacks, log_sizes, stacks_in_logs
-from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge, oom_kills
+from harness.launch.verdict import ERRORS_DIRECTORY, Exit, Watched, judge, oom_kills
 
 Progress = Callable[[dict[str, object]], None]
 
@@ -30,6 +29,8 @@ Progress = Callable[[dict[str, object]], None]
 ENGINE_PRELOAD = ("torch", "engine.worker")
 # A sweep over sizes alternates between a few environments (threads per rank); an idle server costs about 200 MB.
 MAX_SERVERS = 3
+
+RECORDER_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # beginning of the names of pipes that ask for its dump
 
 _ServerKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -192,6 +193,53 @@ class Supervisor:
             watched.places |= stacks_in_logs(sizes, logs, job.trial_dir / STACKS_DIRECTORY)
 
 
+class Ranks:
+    """The rank processes of one job on this host: started by `begin`; the caller calls `end`, whatever the outcome."""
+
+    def __init__(self, server: ForkServer, job: Job) -> None:
+        """Reserves what the ranks need; starts nothing."""
+        self.server = server
+        self._job = job
+        self._gone: set[int] = set()  # ranks whose process has ended
+        with contextlib.ExitStack() as held:
+            self._port = job.part.port if job.part else held.enter_context(reserve_port())
+            self.pipes = Path(held.enter_context(server.new_directory("pipes-")))
+            self._held = held.pop_all()
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Start them. `environment` is the server's. Raises ServerLost."""
+        job, own = self._job, self._job.own_ranks
+        logs = (job.trial_dir / "logs").absolute()
+        shared = trial_environment(str(logs), environment)
+        shared.setdefault(RECORDER_PIPES, environment.get(RECORDER_PIPES, f"{self.pipes}/rank"))
+        for rank in own:
+            placed = rank_environment(
+                rank,
+                ranks=job.ranks,
+                port=self._port,
+                emulate_nodes=job.emulate_nodes,
+                address=job.part.address if job.part else "127.0.0.1",
+                host_ranks=len(own),
+            )
+            self.server.start(rank, job.command, {**shared, **placed}, logs / f"rank{rank}.log")
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank whose process runs."""
+        return {rank: pid for rank, pid in self.server.pids.items() if rank not in self._gone}
+
+    def exits(self, seconds: float) -> list[Exit]:
+        """Ranks whose process ended since the last call, waiting up to `seconds`. Raises ServerLost."""
+        ended = [event for event in self.server.events(seconds) if event["event"] == "exited"]
+        self._gone |= {event["rank"] for event in ended}
+        return [Exit(rank=event["rank"], returncode=event["returncode"], at=event["at"]) for event in ended]
+
+    def end(self) -> list[int]:
+        """Kill the ranks and their children; returns the processes that SIGKILL did not end. Raises ServerLost."""
+        with self._held:
+            return [] if self.server.closed else self.server.sweep()
+
+
 def _error_files(job: Job) -> Iterator[Path]:
     """The error files of failed ranks so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
@@ -210,35 +258,3 @@ class LocalLauncher:
 
     def close(self) -> None:
         self._supervisor.close()
-
-
-class ProgressTail:
-    """Reads progress.jsonl while a worker appends to it: each line once, and only when it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self.last: dict[str, object] = {}  # the newest line; empty before the first
-
-    def new(self) -> list[dict[str, object]]:
-        """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
-        and neither what a foreign program prints there nor a read that fails may end its trial."""
-        try:
-            with open_regular(self._path, "progress") as file:
-                file.seek(self._offset)
-                block = file.read()
-        except (OSError, ValueError):  # not there yet, or a file system that does not answer at this moment
-            return []
-        whole = block[: block.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = []
-        for line in whole.splitlines():
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                lines.append(value)
-        if lines:
-            self.last = lines[-1]
-        return lines

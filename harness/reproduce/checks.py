@@ -1,9 +1,9 @@
 """What our records and the sheets say of a claim: a verdict, the numbers behind it, and the trials as evidence.
 
-Each check is found by its name in results/paper/claims.yaml, whose words it fills. Most of them put trials of ours
-beside each other: `Beside` says which trials may stand so and what they differ in, and the check takes its numbers from
-the first such group. A set-up is the claim's own where model, GPUs and length are at least the claimed ones. A part of
-the engine that the abstract names without a number counts as reproduced where records show its effect on GPUs.
+Each check is found by its name in results/paper/claims.yaml, whose words it fills. Most of them compare trials of ours:
+`ComparableTrials` says which may be compared and what they differ in, and the check takes its numbers from the first
+such group. A set-up is the claim's own where model, GPUs and length are at least the claimed ones. A part of the engine
+that the abstract names without a number counts as reproduced where records show its effect on GPUs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def graded(whole: bool, part: bool = False) -> Verdict:
     return "reproduced" if whole else "partly" if part else "not"
 
 
-# Trials that stand beside each other.
+# Trials that are compared.
 
 
 def _measured(rows: Sequence[Row], task: str, *, gpus: bool = True) -> list[Row]:
@@ -85,7 +85,7 @@ def _measured(rows: Sequence[Row], task: str, *, gpus: bool = True) -> list[Row]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class ComparableTrials:
     """Trials of one task that agree in `equal`, columns or what follows from them, and differ in a column."""
 
     task: str
@@ -121,38 +121,38 @@ _ONE_CALL = (
 )  # fmt: skip
 
 
-def _methods(column: str) -> Beside:
+def _methods(column: str) -> ComparableTrials:
     """Training by burst beside other methods, with a value in this column."""
-    return Beside(
+    return ComparableTrials(
         task="train", differ="method", needs=(OWN_METHOD,), equal=_ONE_SET_UP, where=lambda row: bool(row[column])
     )
 
 
 SPEEDS, PEAKS = _methods(SPEED), _methods(MEMORY)
-SIDES = Beside(
+SIDES = ComparableTrials(
     task="attention", differ="chosen_backward", needs=("query", "key_value"), equal=_ONE_CALL, gpus=False,
     where=lambda row: bool(row["sent_gib_per_gpu"]) and _ring(row) and row.get("chosen_exchange") == "relay",
 )  # fmt: skip
-GPUS = Beside(
+GPUS = ComparableTrials(
     task="train", differ="world_size",
     equal=("run", "model", "mask", "kernel", "settings", lambda row: _per_gpu(row)),
     where=lambda row: row["method"] == OWN_METHOD and bool(row["mfu"]) and row["cp_size"] == row["world_size"],
 )  # fmt: skip
-RINGS = Beside(
+RINGS = ComparableTrials(
     task="attention", differ="chosen_schedule", needs=("ring", "double_ring"),
     equal=("run", "seq_len", "cp_size", "mask", "dtype", "model.heads", "model.kv_heads", "emulate_nodes"),
     where=lambda row: (row["nodes"] or 1) > 1 or row["emulate_nodes"] > 1,
 )  # fmt: skip
-TAILS = Beside(
+TAILS = ComparableTrials(
     task="train", differ="checkpoint.tail", needs=(0.0, 0.5, 1.0),
     equal=("run", "model", "seq_len", "world_size", "mask", "checkpoint.offload", "mlp_tiles", "projection_tiles"),
     where=lambda row: row["method"] == OWN_METHOD and row["checkpoint.every"] == 1,
 )  # fmt: skip
-HEADS = Beside(
+HEADS = ComparableTrials(
     task="lm_head", differ="lm_head_fusion", needs=(True, False), equal=("run", "model", "seq_len", "dtype"),
     where=lambda row: not row["lm_head_fusion"] or row.get("loss_kernel") in (None, "own"),
 )  # fmt: skip
-LENGTHS = Beside(
+LENGTHS = ComparableTrials(
     task="train", differ="seq_len", equal=("run", "method", "model", "world_size", "chosen_kernel", "mask", "gpu"),
     where=lambda row: row["method"] != OWN_METHOD and bool(row["mfu"]) and row["world_size"] > 1,
 )  # fmt: skip

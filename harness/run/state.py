@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster.files.filesystem import open_regular
 from engine.measurement import PROGRESS_FILE
-from harness.launch.supervisor import ProgressTail
+from harness.launch.launcher import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
 from harness.records.stored import EXPERIMENT_FILE, REPORT_FILE, RESULTS_FILE
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files

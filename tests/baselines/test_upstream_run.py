@@ -28,7 +28,7 @@ from harness.plan.matrix import unsupported_reason
 from harness.records.record import Record
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext
-from harness.run.experiment import run_experiment
+from harness.run.execution import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.baselines import installed_elsewhere, some_system

@@ -25,8 +25,7 @@ from harness.records.stated import NOTHING_STATED, caveats_of
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext, completed, measured
 from harness.run.directory import RunDirectory
-from harness.run.execution import ExecutionOptions, Resume
-from harness.run.experiment import run_experiment
+from harness.run.execution import ExecutionOptions, Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.engine.tasks.wrong_methods import CHECK_RAISES, CHECK_REFUSED, RIGHT, TILE_DROPPED

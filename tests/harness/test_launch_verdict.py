@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.launcher import Job
-from harness.launch.supervisor import ProgressTail
+from harness.launch.launcher import Job, ProgressTail
 from harness.launch.verdict import Exit, Watched, judge, oom_kills
 
 

@@ -9,6 +9,7 @@ import pytest
 from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import plan
 from harness.records.stored import runs_below, stored_run
+from harness.report.results import RunRecords
 from harness.spec.experiment import load_experiment
 from tests.published import PUBLISHED, stored_records
 
@@ -23,6 +24,7 @@ SETTINGS_ONCE = (
     None, "fp64", "deterministic", "head_tiles", "hybrid", "layouts", "usp", "tensor_parallel", "z_loss",
     "batch_size", "gradient_accumulation", "replicas", "seed", "gelu", "qk_norm",
 )  # fmt: skip
+WAYS_TO_START = {"local": ("local", 1), "inventory": ("ray", 2), "slurm": ("ray", 2)}  # launcher, hosts of two ranks
 RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
@@ -83,6 +85,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("cpu/checkpoint_tail", "checkpoint_tail", "curve", FP32),
     ("cpu/how_long", "how_long", "smoke", ()),
     ("cpu/how_long_ray", "how_long", "smoke", ()),
+    *((f"cpu/quickstart_{path}", "quickstart", "smoke", ()) for path in WAYS_TO_START),
 ]  # fmt: skip
 
 
@@ -120,3 +123,18 @@ def test_a_packed_run_would_be_resumed_with_its_own_trials(tmp_path: Path, path:
     recorded = {one.trial for one in stored_run(path).records()}
     assert set(header.plan["trials"]) <= recorded
     assert len(set(header.plan["trials"]) - planned) == lost
+
+
+def test_every_way_to_start_ranks_has_records_that_agree() -> None:
+    """Two ranks of one trial ran on one host, on two that burst reached over SSH, and on two of a job of Slurm."""
+    losses: dict[str, set[float]] = {}
+    for path, (launcher, hosts) in WAYS_TO_START.items():
+        records = RunRecords(PUBLISHED / "cpu" / f"quickstart_{path}.jsonl")
+        assert records.read() == []
+        assert {record.launcher for record in records.records()} == {launcher}
+        assert {len(record.hosts) for record in records.records() if record.settings.world_size == 2} == {hosts}
+        for record in records.records():
+            if record.settings.task == "train" and record.measurement is not None:
+                losses.setdefault(record.trial_id, set()).add(round(record.measurement.loss[-1], 5))
+    assert {trial: len(found) for trial, found in losses.items()} == dict.fromkeys(losses, 1)
+    assert len(losses) == 4

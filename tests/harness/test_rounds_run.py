@@ -22,8 +22,7 @@ from harness.records.provenance import redacted_command
 from harness.records.record import Record, write_record
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext
-from harness.run.execution import FRESHLY, ExecutionOptions, Resume
-from harness.run.experiment import run_experiment
+from harness.run.execution import FRESHLY, ExecutionOptions, Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.experiment import load_experiment

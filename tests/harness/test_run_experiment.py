@@ -20,8 +20,7 @@ from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext
-from harness.run.execution import ExecutionOptions, Resume
-from harness.run.experiment import run_experiment
+from harness.run.execution import ExecutionOptions, Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.trial import Trial
