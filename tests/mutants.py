@@ -4,8 +4,8 @@
     python -m tests.mutants --only ID ...    # some of them
     python -m tests.mutants --table          # the table of what is in tests/mutants.csv
 
-The tests run in a copy of a commit (HEAD, or `--commit`), never in the working tree. Of each fault the test files that
-the list names run with `-x`, in the selection of `make test`. Results go to tests/mutants.csv after each fault: one that
+The tests run in a copy of a commit (HEAD, or `--commit`), never in the working tree. For each fault the files that the
+list names run with `-x`, in the selection of `make test`. Results go to tests/mutants.csv after each fault. One that
 has a result for the same code and the same fault does not run again, so a run that was broken off goes on.
 
 A fault is `caught` by the first test that fails with it and passes without it; `caught by the limit` where the tests
