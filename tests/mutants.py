@@ -25,6 +25,7 @@ import json
 import os
 import queue
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ class Copy:
 
     def __init__(self, folder: Path, commit: str) -> None:
         self.path = folder / "tree"
-        self._temporary = folder / "t"
+        self._temporary, self._token = folder / "t", secrets.token_hex(8)
         self._temporary.mkdir(parents=True)
         _git(ROOT, "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(self.path))
         _git(self.path, "checkout", "--quiet", "--detach", commit)
@@ -114,8 +115,8 @@ class Copy:
         """(exit status, ids of the tests that failed) of test files or tests. The status is None past the limit."""
         failed = self.path / ".pytest_cache" / "v" / "cache" / "lastfailed"
         failed.unlink(missing_ok=True)
-        token = secrets.token_hex(8)
-        environment = {**os.environ, "PYTHONPATH": str(self.path), "TMPDIR": str(self._temporary), VARIABLE: token}
+        environment = {**os.environ, "PYTHONPATH": str(self.path), "TMPDIR": str(self._temporary)}
+        environment[VARIABLE] = self._token
         command = [sys.executable, "-m", "pytest", "-x", "-q", *names]
         try:
             done = subprocess.run(
@@ -125,11 +126,15 @@ class Copy:
         except subprocess.TimeoutExpired:
             return None, []
         finally:
-            kill(with_variable(VARIABLE, token))
+            self.end()
         if done.returncode not in (0, 1, 2):  # such as a test file that is not there
             raise RuntimeError(f"pytest {' '.join(names)} exited with {done.returncode}: {done.stdout[-2000:]}")
         found = json.loads(failed.read_text(encoding="utf-8")) if failed.exists() else {}
         return done.returncode, list(found)
+
+    def end(self) -> None:
+        """End all processes of tests of this copy that are left."""
+        kill(with_variable(VARIABLE, self._token))
 
     @staticmethod
     def _write(file: Path, text: str) -> None:
@@ -161,7 +166,7 @@ def run(chosen: Sequence[Mutant], *, when: str, commit: str, jobs: int, limit: f
     keys = {mutant.id: _key(code, mutant) for mutant in chosen}
     left = [one for one in chosen if (old := results.get((one.id, when))) is None or old.key != keys[one.id]]
     print(f"{len(chosen) - len(left)} of {len(chosen)} faults have a result at {commit[:8]}", flush=True)
-    lock, copies = threading.Lock(), queue.SimpleQueue[Copy]()
+    lock, copies, stopped = threading.Lock(), queue.SimpleQueue[Copy](), threading.Event()
 
     def one(mutant: Mutant) -> None:
         copy = copies.get()
@@ -169,6 +174,8 @@ def run(chosen: Sequence[Mutant], *, when: str, commit: str, jobs: int, limit: f
             outcome, by, seconds = tried(mutant, copy, limit)
         finally:
             copies.put(copy)
+        if stopped.is_set():  # its tests were ended, and say nothing
+            return
         with lock:
             results[mutant.id, when] = Result(
                 id=mutant.id, when=when, outcome=outcome, caught_by=by, seconds=f"{seconds:.1f}", commit=commit[:8],
@@ -178,11 +185,19 @@ def run(chosen: Sequence[Mutant], *, when: str, commit: str, jobs: int, limit: f
             print(f"{mutant.id}  {outcome}  {seconds:.1f} s  {by}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as folder:  # short: sockets lie below it
-        for number in range(min(jobs, len(left))):
-            copies.put(Copy(Path(folder, str(number)), commit))
-        with ThreadPoolExecutor(jobs) as pool:
+        made = [Copy(Path(folder, str(number)), commit) for number in range(min(jobs, len(left)))]
+        for copy in made:
+            copies.put(copy)
+        pool = ThreadPoolExecutor(jobs)
+        try:
             for _ in pool.map(one, left):
                 pass
+        finally:  # also at Ctrl-C, or where pytest could not be asked
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for copy in made:
+                copy.end()
+            pool.shutdown()
     return [results[mutant.id, when] for mutant in chosen]
 
 
@@ -260,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, default=SECONDS, metavar="S", help="seconds for the tests of one fault")
     parsed = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts programs in its background without the first
+        signal.signal(number, signal.default_int_handler)
     listed = mutants()
     if unknown := set(parsed.only or ()) - {one.id for one in listed}:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}; the ids are those of tests/mutants.yaml")
