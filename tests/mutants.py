@@ -1,12 +1,13 @@
 """Faults put into the product on purpose, one at a time, and the test that catches each.
 
-    python -m tests.mutants --after          # every fault of tests/mutants.yaml, then the table of before and after
+    python -m tests.mutants --after          # every fault of tests/mutants.yaml; then the note's table
     python -m tests.mutants --only ID ...    # some of them
-    python -m tests.mutants --table          # the table of what is in tests/mutants.csv
+    python -m tests.mutants --table          # the note's table, of what is in tests/mutants.csv
 
 The tests run in a copy of a commit (HEAD, or `--commit`), never in the working tree. For each fault the files that the
 list names run with `-x`, in the selection of `make test`. Results go to tests/mutants.csv after each fault. One that
-has a result for the same code and the same fault does not run again, so a run that was broken off goes on.
+has a result for the same code and the same fault does not run again, so a run that was broken off goes on. The table is
+that of docs/notes/2026-11-24-mutants.md, which is written anew.
 
 A fault is `caught` by the first test that fails with it and passes without it; `caught by the limit` where the tests
 did not end in time, which they do without it; else `survived`. `no proof`: that test, or that file, fails without the
@@ -45,6 +46,8 @@ from tests.processes import kill, with_variable
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST, RESULTS = Path(__file__).with_suffix(".yaml"), Path(__file__).with_suffix(".csv")
+NOTE = ROOT / "docs" / "notes" / "2026-11-24-mutants.md"
+BEGIN, END = "<!--mutants-->", "<!--/mutants-->"  # around the table
 VARIABLE = "BURST_MUTANT"  # in the environment of every process of one run of tests
 SECONDS = 180.0
 CAUGHT, LIMIT, SURVIVED, NO_PROOF = "caught", "caught by the limit", "survived", "no proof"
@@ -242,6 +245,12 @@ def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
     return "\n".join([*lines, "", f"{len(listed)} faults; {'; '.join(counts)}."])
 
 
+def write_note(found: str) -> None:
+    """Put the table in its place in the note."""
+    text = NOTE.read_text(encoding="utf-8")
+    write_atomic(NOTE, f"{text.partition(BEGIN)[0]}{BEGIN}\n{found}\n{END}{text.partition(END)[2]}")
+
+
 def _code(commit: str) -> str:
     """A digest of the files of a commit on which results depend."""
     lines = _git(ROOT, "ls-tree", "-r", commit).splitlines()
@@ -267,7 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", action="store_true", help="record the results as those before the tests were cut")
     parser.add_argument("--after", action="store_true", help="record them as those after (default)")
     parser.add_argument(
-        "--table", action="store_true", help="print the table of all results; with nothing else, only that"
+        "--table",
+        action="store_true",
+        help="write the table of all results into the note",
     )
     parser.add_argument("--commit", default="HEAD", metavar="REV", help="the code and its tests (default: HEAD)")
     parser.add_argument(
@@ -290,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         when = "before" if parsed.before else "after"
         found = run(chosen, when=when, commit=parsed.commit, jobs=parsed.jobs, limit=parsed.limit)
     if parsed.table or parsed.after or parsed.all:
-        print(table(listed, read_results()))
+        write_note(table(listed, read_results()))
+        print(f"the table is in {NOTE.relative_to(ROOT)}")
     return int(any(one.outcome not in (CAUGHT, LIMIT) for one in found))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from tests.mutants import RESULTS, ROOT, mutants, read_results
+from tests.mutants import NOTE, ROOT, mutants, read_results, table
 
 LISTED = mutants()
 
@@ -35,6 +35,7 @@ def test_the_list_is_spread_over_the_packages() -> None:
     assert all(packages.count(package) >= number for package, number in least.items())
 
 
-def test_results_are_those_of_faults_in_the_list() -> None:
-    assert RESULTS.exists()
-    assert {one.id for one in read_results()} <= {mutant.id for mutant in LISTED}
+def test_the_note_has_the_table_of_the_results() -> None:
+    results = read_results()
+    assert {one.id for one in results} <= {mutant.id for mutant in LISTED}
+    assert table(LISTED, results) in NOTE.read_text(encoding="utf-8")
