@@ -185,6 +185,7 @@ def run(chosen: Sequence[Mutant], *, when: str, commit: str, jobs: int, limit: f
                 key=keys[mutant.id],
             )  # fmt: skip
             write_results(list(results.values()))
+            write_note(table(mutants(), read_results()))
             print(f"{mutant.id}  {outcome}  {seconds:.1f} s  {by}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as folder:  # short: sockets lie below it
@@ -300,9 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [one for one in listed if not parsed.only or one.id in parsed.only]
         when = "before" if parsed.before else "after"
         found = run(chosen, when=when, commit=parsed.commit, jobs=parsed.jobs, limit=parsed.limit)
-    if parsed.table or parsed.after or parsed.all:
-        write_note(table(listed, read_results()))
-        print(f"the table is in {NOTE.relative_to(ROOT)}")
+    write_note(table(listed, read_results()))  # also of a list that has changed since
+    print(f"the table is in {NOTE.relative_to(ROOT)}")
     return int(any(one.outcome not in (CAUGHT, LIMIT) for one in found))
 
 
