@@ -224,7 +224,7 @@ def write_results(results: Sequence[Result]) -> None:
 
 
 def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
-    """Markdown: each fault with what caught it before and after."""
+    """Markdown: each fault with the test file that caught it before and after; `=` where that is the same one."""
     by_key = {(one.id, one.when): one for one in results}
 
     def cell(mutant: Mutant, when: str) -> str:
@@ -235,9 +235,9 @@ def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
         return f"`{file}`" if found.outcome == CAUGHT else f"**{found.outcome}**"
 
     lines = ["| id | file | breaks | before | after |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {one.id} | {one.file} | {one.breaks} | {cell(one, 'before')} | {cell(one, 'after')} |" for one in listed
-    ]
+    for one in listed:
+        before, after = cell(one, "before"), cell(one, "after")
+        lines.append(f"| {one.id} | {one.file} | {one.breaks} | {before} | {'=' if after == before else after} |")
     counts = []
     for when in ("before", "after"):
         outcomes = Counter(one.outcome for one in results if one.when == when)
