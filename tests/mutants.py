@@ -51,6 +51,7 @@ BEGIN, END = "<!--mutants-->", "<!--/mutants-->"  # around the table
 VARIABLE = "BURST_MUTANT"  # in the environment of every process of one run of tests
 SECONDS = 180.0
 CAUGHT, LIMIT, SURVIVED, NO_PROOF = "caught", "caught by the limit", "survived", "no proof"
+_SHORT = {LIMIT: "limit", SURVIVED: "survived", NO_PROOF: "no-proof"}  # a word each: a note has a limit too
 _NOT_THE_CODE = ("docs/", "tests/mutants.", "tests/test_mutants.py")
 
 
@@ -224,7 +225,7 @@ def write_results(results: Sequence[Result]) -> None:
 
 
 def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
-    """Markdown: each fault with the test file that caught it before and after; `=` where that is the same one."""
+    """Markdown: each fault with the test file that caught it, before→after where these are two."""
     by_key = {(one.id, one.when): one for one in results}
 
     def cell(mutant: Mutant, when: str) -> str:
@@ -232,12 +233,12 @@ def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
         if found is None:
             return "-"
         file = Path(found.caught_by.partition("::")[0]).name.removesuffix(".py")
-        return f"`{file}`" if found.outcome == CAUGHT else f"**{found.outcome}**"
+        return f"`{file}`" if found.outcome == CAUGHT else f"**{_SHORT[found.outcome]}**"
 
-    lines = ["| id | file | breaks | before | after |", "|---|---|---|---|---|"]
+    lines = ["| id | file | breaks | caught by, before→after |", "|---|---|---|---|"]
     for one in listed:
         before, after = cell(one, "before"), cell(one, "after")
-        lines.append(f"| {one.id} | {one.file} | {one.breaks} | {before} | {'=' if after == before else after} |")
+        lines.append(f"| {one.id} | {one.file} | {one.breaks} | {before}{f'→{after}' if after != before else ''} |")
     counts = []
     for when in ("before", "after"):
         outcomes = Counter(one.outcome for one in results if one.when == when)
