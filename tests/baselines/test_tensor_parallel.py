@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baselines.megatron_tp.tensor_parallel import _VocabParallelEmbedding
 from engine.distributed import arrange
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tasks.train import TrainTask
@@ -179,3 +180,25 @@ def test_labels_in_host_memory_are_gathered_on_the_ranks_gpus(fused: bool, cache
     first, second = run_on_ranks(2, loss_on_gpus, cache_directory, settings, backend="nccl")
     assert first == second
     assert 3 < first < 8
+
+
+class OneOfSeveral:
+    """The part of `TensorParallel` that an embedding uses, of a rank whose results are summed elsewhere."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gather_tokens(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        return [tokens]
+
+    def summed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_word_is_embedded_by_one_rank_the_first_and_the_last_of_its_part_too(ranks: int) -> None:
+    words = torch.arange(12)[None]
+    whole = torch.nn.Embedding(12, 4)
+    parts = [torch.nn.Embedding.from_pretrained(part) for part in whole.weight.detach().chunk(ranks)]
+    found = [_VocabParallelEmbedding(part, OneOfSeveral(rank))(words) for rank, part in enumerate(parts)]
+    assert torch.equal(sum(found), whole(words))

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.inventory.hosts import parse_hosts
 from cluster.transport.reach import LocalRunner
-from cluster.transport.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
+from cluster.transport.runner import MAX_OUTPUT_BYTES, Collector, Runner, Unreachable
 from cluster.transport.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import LoopbackSshd
 from tests.patience import AMPLE, scaled, wait_for_end
@@ -52,6 +52,12 @@ def test_much_output_on_both_streams_blocks_nothing(runner: Runner) -> None:
 def test_a_command_that_prints_without_end_is_cut(runner: Runner) -> None:
     done = runner.run(["cat", "/dev/zero"], deadline_seconds=AMPLE)
     assert (len(done.stdout), done.exit_status) == (MAX_OUTPUT_BYTES, None)
+
+
+def test_output_in_pieces_of_any_size_is_cut_at_the_limit() -> None:
+    pieces = iter([b"12345", b"67890", b"more"])
+    collected = Collector(lambda _: next(pieces, b""), limit_bytes=8)
+    assert (collected.drain(), collected.text) == (False, "12345678")
 
 
 def test_a_command_that_does_not_read_its_input_is_judged_by_its_status(runner: Runner) -> None:

@@ -50,3 +50,18 @@ def test_a_scale_serves_one_step_alone() -> None:
     assert torch.equal(parameter.grad, torch.full((3,), 0.5))
     optimizer.step()
     assert torch.equal(parameter.grad, torch.full((3,), 0.5))
+
+
+def test_matrices_are_decayed_and_norms_are_not() -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    initialise(model, 0, torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = adamw(model, 1e-2, AdamWSettings(weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        kept = 1 - 1e-2 * 0.5 if parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), kept * before[name])
+    assert any(parameter.ndim == 1 for parameter in model.parameters())

@@ -16,6 +16,8 @@ from harness.commands import parse_tolerance
 from harness.compare.pairs import Comparison, compare, of_directory
 from harness.compare.report import closing, comparison_of, heading, pair_lines, to_plain, trial_names
 from harness.records.record import Record, write_record
+from harness.report.results import row_of
+from harness.report.speedup import speedup
 from tests.harness.synthetic_records import H200, around, record
 from tests.harness.test_report import run_of
 
@@ -123,6 +125,16 @@ def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
     assert pair.times is not None
     assert (pair.paired, pair.apart, pair.times.by_round) == (True, (2,), (2.0, 2.0))
     assert "Left out: round 2 of 1 pair, which ran on two machines." in heading(found)
+
+
+def test_a_round_of_which_one_of_several_trials_ran_elsewhere_is_no_pair(tmp_path: Path) -> None:
+    ours, theirs = record(rounds=[[0.1], [0.1]]), record(method="ring", rounds=[[0.2], [0.2]])
+    elsewhere = record(method="ring", seed=1, rounds=[[0.2], [0.2]])
+    for one, hosts in ((ours, "aa"), (theirs, "aa"), (elsewhere, "ab")):
+        one.rounds = [replace(part, hosts=[host]) for part, host in zip(one.rounds, hosts, strict=True)]
+    found = speedup([row_of(ours)], [row_of(theirs), row_of(elsewhere)])
+    assert found is not None
+    assert (found.apart, found.rounds) == ((2,), 1)
 
 
 @pytest.mark.parametrize(

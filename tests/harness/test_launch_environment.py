@@ -20,6 +20,10 @@ def test_cpu_ranks_share_the_cores_and_wait_asleep():
     }
 
 
+def test_more_ranks_than_cores_have_a_thread_each():
+    assert render(TWO_RANKS, device="cpu", cores=1, host_ranks=2, user={})["OMP_NUM_THREADS"] == "1"
+
+
 def test_gpu_ranks_get_a_growing_allocator_and_errors_instead_of_hangs():
     assert render(TWO_RANKS, device="cuda", cores=64, host_ranks=2, user={}) == {
         "OMP_NUM_THREADS": "8",

@@ -144,6 +144,7 @@ WRONG = [
     ("batch_size: 1", "batch_size: 1.5", r":7: batch_size is 1.5; expected a whole number"),
     ("batch_size: 1", "batch_size: true", r":7: batch_size is true; expected a whole number"),
     ("batch_size: 1", "learning_rate: .nan", r":7: learning_rate is nan; expected a finite number"),
+    ("batch_size: 1", "learning_rate: .inf", r":7: learning_rate is inf; expected a finite number"),
     ("batch_size: 1", "learning_rate: -1", r":7: learning_rate is -1.0; give a number above 0"),
     ("batch_size: 1", "learning_rate: fast", r":7: learning_rate is 'fast'; expected a number"),
     ("batch_size: 1", "deterministic: yes", r":7: YAML reads the bare word yes as a truth value; write true or false"),

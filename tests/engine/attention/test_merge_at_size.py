@@ -1,4 +1,4 @@
-"""The fused passes at a size that fills a GPU: every row of every head equals the torch form."""
+"""The passes over parts: rows that see no key; and at a size that fills a GPU every row equals the torch form."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import pytest
 import torch
 
 from engine.attention.accumulate.accumulators import add_parts, merge_parts, row_dot
+
+
+def test_a_row_that_sees_no_key_in_any_part_is_zero_and_not_nan() -> None:
+    parts = [(torch.full((1, 2, 1, 3), float(seen)), torch.full((1, 1, 2), float(seen))) for seen in (1, 2)]
+    for part_BLND, lse_BNL in parts:
+        part_BLND[:, 1], lse_BNL[:, :, 1] = 0, -torch.inf
+    out_BLND, lse_BNL = torch.empty(1, 2, 1, 3), torch.empty(1, 1, 2)
+    merge_parts(parts, out_BLND, lse_BNL)
+    assert torch.equal(out_BLND[:, 1], torch.zeros(1, 1, 3))
+    assert lse_BNL[0, 0, 1] == -torch.inf
+    weights = torch.tensor([1.0, 2.0]).softmax(0)
+    torch.testing.assert_close(out_BLND[:, 0], (weights @ torch.tensor([1.0, 2.0])).expand(1, 1, 3))
+    torch.testing.assert_close(lse_BNL[0, 0, 0], torch.tensor([1.0, 2.0]).logsumexp(0))
 
 
 @pytest.mark.gpu

@@ -107,6 +107,7 @@ def test_without_copies_inside_a_node_auto_is_direct_and_copy_engine_is_refused_
     alone = replace(PROBLEM, copies_unsupported_reason="the GPUs share no link")
     assert resolve(alone, HardwareModel(), Choices(schedule="double_ring")).exchange == "direct"
     assert resolve(alone, HardwareModel(), Choices(schedule="double_ring")).receive_slot_bytes == 0
+    assert resolve(alone, HardwareModel(), Choices(schedule="ring")).exchange == "relay"  # its inner ring spans nodes
     assert resolve(PROBLEM, HardwareModel(), Choices(schedule="double_ring")).receive_slot_bytes > 0
     for schedule in ("double_ring", "usp"):
         with pytest.raises(ValueError, match="the GPUs share no link"):

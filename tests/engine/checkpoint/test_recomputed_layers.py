@@ -161,6 +161,31 @@ def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pyte
     assert attend.alive == 0
 
 
+@pytest.mark.parametrize("every", EVERY)
+def test_a_group_that_holds_its_inputs_drops_each_with_its_layer(every: int) -> None:
+    model, _, _ = model_with(Checkpoint(every=every, replay="hold"))
+    recomputed: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive: list[int] = []  # by layer, as backward reaches it
+
+    def watched(layer: Any) -> Any:
+        def run(*args: Any) -> Tensor:
+            if torch.is_grad_enabled():
+                alive.append(len(recomputed))
+            out = layer(*args)
+            if not torch.is_grad_enabled():
+                recomputed.add(out.untyped_storage())
+            return out
+
+        return run
+
+    for block in model.blocks:
+        block.layer = watched(block.layer)
+    loss = loss_of(model)
+    alive.clear()
+    loss.backward()
+    assert alive == [layer % every for layer in reversed(range(LAYERS))]
+
+
 @pytest.mark.parametrize("offload", ["inputs", "all"])
 @pytest.mark.parametrize("every", EVERY)
 def test_no_more_host_memory_is_locked_than_was_reserved(

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention.geometry.layout import LAYOUTS, Segment
@@ -142,14 +142,21 @@ def test_the_area_of_a_band_over_strided_rows_is_its_number_of_pairs(rows, colum
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=6, max_size=6), st.booleans())
-def test_any_grid_is_covered_exactly_under_any_layout(grid, causal) -> None:
-    mask = BlockSparse(grid, 2, causal)
+@example([[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], True, (3, 2))  # striped: a full tile of one row
+@given(
+    st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=6, max_size=6),
+    st.booleans(),
+    st.sampled_from([(2, 3), (3, 3), (4, 3), (4, 2)]),  # tokens of a block that ranks divide, and that they do not
+)
+def test_any_grid_is_covered_exactly_under_any_layout(grid, causal, sizes) -> None:
+    size, ranks = sizes
+    mask, tokens = BlockSparse(grid, size, causal), len(grid) * size
     for layout in LAYOUTS.values():
-        for q_rank, k_rank in product(range(3), repeat=2):
-            queries, keys = (shard_positions(layout, 12, 3, rank) for rank in (q_rank, k_rank))
-            counts = painted(rank_pair_tiles(mask, layout, 12, 3, q_rank, k_rank), len(queries), len(keys))
-            assert counts == [[int(grid[q // 2][k // 2] and not (causal and k > q)) for k in keys] for q in queries]
+        for q_rank, k_rank in product(range(ranks), repeat=2):
+            queries, keys = (shard_positions(layout, tokens, ranks, rank) for rank in (q_rank, k_rank))
+            counts = painted(rank_pair_tiles(mask, layout, tokens, ranks, q_rank, k_rank), len(queries), len(keys))
+            sees = [[int(grid[q // size][k // size] and not (causal and k > q)) for k in keys] for q in queries]
+            assert counts == sees
 
 
 def whole(seq_len: int) -> tuple[Segment, ...]:
