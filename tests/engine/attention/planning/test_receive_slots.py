@@ -24,6 +24,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 16
 SHAPE = ModelShape(
@@ -82,7 +83,7 @@ def slots_of_all() -> list[int]:
     return [slots_of(trial(dist.get_world_size(), **case)) for case in CASES]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_slots_are_as_large_as_those_that_ranks_make(ranks: int) -> None:
     by_rank = run_on_ranks(ranks, slots_of_all)
     for case, *found in zip(CASES, *by_rank, strict=True):
