@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -27,12 +28,12 @@ LISTED = 5  # ids that one sentence names
 
 
 class StatusCommand:
-    help = "print the progress of a run, also while it runs: failures first, counts, the time that is left"
+    help = "say what a run does or how it ended, and what to do next; without DIR of the newest run"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "directory", nargs="?", type=Path, metavar="DIR",
-            help=f"a run, or a folder of runs, which stands for its newest (default: {RUNS})",
+            help=f"a run, or a folder of runs, which stands for the one started last (default: {RUNS})",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
         parser.add_argument(
@@ -53,49 +54,97 @@ class StatusCommand:
 
 
 def _print_state(arguments: argparse.Namespace) -> int:
-    """Every trial of a named run, or one sentence about the newest one, and what to do next."""
+    """Every trial of a named run, or one sentence about the newest one; then what to do next."""
     from harness.records.record import refuse_bad
     from harness.run.state import next_step, state_of
-    from harness.training.progress import is_training_run, training_status
+    from harness.training.progress import is_training_run, training_next_steps, training_status
 
     directory = run_named(arguments.directory)
     named = directory == arguments.directory
     if is_training_run(directory):
         if arguments.json:
             raise UsageError(f"{directory} is a training run, whose metrics.jsonl is JSON; leave --json out")
-        print(shown(training_status(directory)))
+        _print_lines([training_status(directory), *training_next_steps(directory)])
         return 0
     state = state_of(directory)
-    step = next_step(state, directory)
     if arguments.json:
-        print(json.dumps(as_json(state) | {"next": step}, indent=1))
+        print(json.dumps(as_json(state) | {"next": next_step(state, directory)}, indent=1))
     else:
-        for trial in state.failures_first() if named else []:
-            if trial.status not in ("waiting", "unusable"):
-                print(shown(line_of(trial)))
-        print(shown(summary_of(state) if named else f"{directory}: {summary_of(state)}"))
-        if not named and not step:
-            step = f"look at its trials with: {shlex.join(['burst', 'status', str(directory)])}"
-        if step:
-            print(shown(step))
+        trials = [trial for trial in state.failures_first() if trial.status not in ("waiting", "unusable")]
+        said = [*map(line_of, trials), summary_of(state)] if named else [f"{directory}: {sentence_of(state)}"]
+        _print_lines([*said, *_next_steps(state, directory, named=named)])
     refuse_bad(state.bad)
     return 0
 
 
-def run_named(directory: Path | None) -> Path:
-    """The run that DIR names: itself, or the newest of a folder of runs. Raises UsageError where there is none."""
-    from harness.records.stored import RUN_FILE
-    from harness.training.progress import is_training_run
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(shown(line))
 
+
+def run_named(directory: Path | None) -> Path:
+    """The run that DIR names: itself, or of a folder of runs the one that was started last. Raises UsageError where
+    there is none."""
     place = RUNS if directory is None else directory
-    if (place / RUN_FILE).exists() or is_training_run(place):
+    if _started_at(place) is not None:
         return place
-    runs = [path for path in place.glob("*/") if (path / RUN_FILE).is_file() or is_training_run(path)]
-    if runs:
-        return max(runs, key=lambda path: path.stat().st_mtime)
+    started = {path: at for path in place.glob("*/") if (at := _started_at(path)) is not None}
+    if started:
+        return max(started, key=lambda path: started[path])
     if directory is None:
         raise UsageError(f"{RUNS} holds no runs; start one with burst run EXP.yaml, or name the directory of a run")
     return directory
+
+
+def _started_at(directory: Path) -> float | None:
+    """When the run in a directory was started or resumed last, by the time of the file that each start writes; None
+    where there is no run. The directory's own time is that of a report written later."""
+    from engine.training.files import RUN_FILE as TRAINING_FILE
+    from harness.records.stored import RUN_FILE
+
+    for path in (directory / RUN_FILE, directory / TRAINING_FILE):
+        if path.is_file():
+            return path.stat().st_mtime
+    return None
+
+
+def sentence_of(state: RunState) -> str:
+    """What a run is doing, or how it ended: the summary, and the trial that runs or that failed first."""
+    trial = first_failure(state)
+    if state.running:
+        trial = next((one for one in state.trials if one.running_round), None)
+    return summary_of(state) + (f"; {line_of(trial)}" if trial is not None else "")
+
+
+def first_failure(state: RunState) -> TrialState | None:
+    """The first trial of the plan that failed and left a record; None where none did."""
+    return next((trial for trial in state.trials if trial.failed and trial.status != "unusable"), None)
+
+
+def _next_steps(state: RunState, directory: Path, *, named: bool) -> list[str]:
+    """What to do with a run, as sentences with a command each."""
+    from harness.records.stored import REPORT_FILE
+    from harness.run.state import next_step
+
+    steps = []
+    if (failure := first_failure(state)) is not None and (command := _logs_command(failure, directory)):
+        steps.append(f"see what its ranks printed with: {shlex.join(command)}")
+    if step := next_step(state, directory):
+        steps.append(step)
+    elif not named:
+        report = "" if state.running else f"read {directory / REPORT_FILE}, or "
+        steps.append(f"{report}look at its trials with: {shlex.join(['burst', 'status', str(directory)])}")
+    return steps
+
+
+def _logs_command(trial: TrialState, directory: Path) -> list[str]:
+    """What prints the logs of the round in which a trial failed; empty where there are none."""
+    from harness.run.directory import round_of_files
+
+    trial_dir, other = directory / "trials" / trial.trial_id, []
+    if trial.failed_round and trial.failed_round != round_of_files(trial_dir):
+        trial_dir, other = trial_dir / "rounds" / str(trial.failed_round), ["--round", str(trial.failed_round)]
+    return ["burst", "status", str(directory), "--logs", trial.trial_id, *other] if rank_logs(trial_dir) else []
 
 
 def as_json(state: RunState) -> dict[str, object]:
@@ -134,8 +183,9 @@ def summary_of(state: RunState) -> str:
     if state.seconds_left:
         end = _end(state)
         left = f", about {duration(state.seconds_left)} left" + (f" (until {end:%Y-%m-%d %H:%M})" if end else "")
+    does = "runs" if state.running else "stopped before its end" if state.left else "has ended"
     return (
-        f"{shown_value(state.experiment)} {'runs' if state.running else 'is not running'}: {counts} of "
+        f"{shown_value(state.experiment)} {does}: {counts} of "
         f"{counted(len(state.trials), 'trial')}, started {state.started_at}{left}"
     )
 

@@ -36,6 +36,7 @@ class TrialState:
     status: str
     reason: str = ""
     failed: bool = False  # it, or a round of it, ended by a failure
+    failed_round: int = 0  # the last round that did; 0: none, or the record does not tell
     rounds_done: int = 0
     rounds: int = 1  # of the experiment, or more where the trial has more
     round_seconds: list[float] = field(default_factory=list)  # wall time of each finished round
@@ -156,11 +157,13 @@ def _recorded(trial_id: str, record: Record | None, rounds: int) -> TrialState:
     if record is None:
         return TrialState(trial_id=trial_id, status=WAITING, rounds=rounds)
     finished = finished_rounds(record)
+    failed = [one.number for one in finished if one.status not in RESULTS]
     return TrialState(
         trial_id=trial_id,
         status=record.status,
         reason=record.reason,
         failed=bool(statuses_of(record) - RESULTS - {"interrupted"}),
+        failed_round=max(failed, default=0),
         rounds_done=len(finished),
         rounds=max(rounds, len(finished)),
         round_seconds=[one.wall_seconds for one in finished],

@@ -119,9 +119,14 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
         _read(layer, path, name)
 
     chosen = base if scale is None else layers[scale]
-    for override in overrides:
-        chosen = _stack(chosen, _layer(_override(override), "--set"))
-    return dataclasses.replace(_read(chosen, path, scale), scales=tuple(layers))
+    return dataclasses.replace(_read(_overridden(chosen, overrides), path, scale), scales=tuple(layers))
+
+
+def experiment_without_file(entries: Mapping[str, Node], overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment `question` of these top-level keys, with `key.path=value` overrides on top; models are looked up
+    from the working directory. Raises UsageError."""
+    base = _layer(Node(dict(entries), "the question"), "the question")
+    return _read(_overridden(base, overrides), Path("question.yaml"), None)
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool = False) -> None:
@@ -131,7 +136,7 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool 
     parser.add_argument("--scale", metavar="NAME", help="the same question at another size, as the file's scales say")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
-        help="replace one value, such as steps.measured=5; may be repeated",
+        help="replace one value, such as seq_len=64k, steps.measured=5 or sweep.cp_size=[1,2]; may be repeated",
     )  # fmt: skip
 
 
@@ -224,14 +229,26 @@ def _without(node: Node, keys: Collection[str]) -> Node:
     return Node({key: value for key, value in node.mapping("settings").items() if key not in keys}, node.place)
 
 
+def _overridden(layer: Node, overrides: Sequence[str]) -> Node:
+    for override in overrides:
+        layer = _stack(layer, _layer(_override(override), "--set"))
+    return layer
+
+
 def _override(text: str) -> Node:
-    """One `key.path=value` as a layer."""
-    first, node = overriding(text, "fixed.dtype=fp32")
+    """One `key.path=value` as a layer. A setting may be given by its own name, as it is below `fixed`."""
+    first, node = overriding(text, "seq_len=64k")
     if first == "scales":
         raise UsageError(
             f"{node.place}: scales cannot be set here; choose one with --scale and set the keys it decides"
         )
-    return node
+    if first in _SECTIONS:
+        return node
+    if not any(name == first or name.startswith(f"{first}.") for name in SETTINGS):
+        known = (*_SECTIONS, *SETTINGS, *(f"{section}.{name}" for section in ("fixed", "sweep") for name in _SETTABLE))
+        hint = nearest(text.partition("=")[0].strip(), known)
+        raise UsageError(f"{node.place}: {first} is no setting and no key of an experiment; {hint}")
+    return Node({"fixed": node}, node.place)
 
 
 # Reading a finished stack of layers.

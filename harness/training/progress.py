@@ -1,17 +1,28 @@
-"""Progress of a training run: a live line on a terminal, else a line every 10 s; and its line in `burst status`."""
+"""Progress of a training run: a live line on a terminal, else a line every 10 s; its line in `burst status`, and the
+command that goes on with it."""
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cluster.files.errors import shown_value
 from engine.reader import read_json
-from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory, read_metrics
+from engine.training.files import (
+    METRICS_FILE,
+    OUTCOME_FILE,
+    RUN_FILE,
+    attempt_directory,
+    checkpoints_directory,
+    read_metrics,
+)
 from engine.training.manifest import checkpoints, step_of
 from harness.base.errors import UsageError
-from harness.run.directory import RunDirectory
+from harness.run.directory import RunDirectory, next_attempt
 from harness.run.progress import describe_step
 
 if TYPE_CHECKING:
@@ -91,14 +102,14 @@ def is_training_run(directory: Path) -> bool:
 def training_status(directory: Path) -> str:
     """One line: whether it runs, its last step and evaluation, and its newest checkpoint. Raises UsageError."""
     try:
-        facts = cast(dict[str, Any], read_json(directory / RUN_FILE))
+        facts = _facts(directory)
         steps, started = facts["config"]["steps"], facts["started_at"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{directory / RUN_FILE} does not describe a training run ({type(error).__name__}); "
             "start the run again with --resume to mend it"
         ) from error
-    parts = [f"{directory.resolve().name} {'runs' if RunDirectory(directory).in_use() else 'is not running'}"]
+    parts = [f"{directory.resolve().name} {_WORDS[_doing(directory)]}"]
     try:
         parts += _last_figures(directory, steps)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -110,6 +121,69 @@ def training_status(directory: Path) -> str:
     parts.append(f"saved after step {step_of(saved[0])}" if saved else "no checkpoint yet")
     parts.append(f"started {started}")
     return "; ".join(parts)
+
+
+def training_next_steps(directory: Path) -> list[str]:
+    """What to do with a training run, as sentences with a command each: look at its ranks' output while it runs or
+    where an error ended it, go on with one that stopped, export the model of one that has ended."""
+    doing, attempt = _doing(directory), _last_attempt(directory)
+    steps = []
+    if doing in ("runs", "broke off") and any(attempt.glob("logs/rank*.log")):
+        steps.append(f"see what its ranks print with: {shlex.join(['burst', 'status', '--logs', str(attempt)])}")
+    if doing == "ended" and checkpoints(checkpoints_directory(directory)):
+        line = ["burst", "train", "export", str(directory), "--out", str(directory / "model")]
+        steps.append(f"write its model for transformers with: {shlex.join(line)}")
+    if doing in ("broke off", "stopped"):
+        typed = _facts(directory).get("command")
+        command = [str(word) for word in typed] if isinstance(typed, list) and typed else []
+        steps.append(next_step(directory, command or ["burst", "train", "CONFIG.yaml", "--out", str(directory)]))
+    return steps
+
+
+# What a training run does: the ranks ran all steps, they were asked to stop, or an error or a kill ended them.
+_WORDS = {
+    "runs": "runs", "ended": "has ended", "stopped": "stopped before its end", "broke off": "broke off before its end",
+}  # fmt: skip
+
+
+def _doing(directory: Path) -> Literal["runs", "ended", "stopped", "broke off"]:
+    if RunDirectory(directory).in_use():
+        return "runs"
+    try:
+        finished = cast(dict[str, Any], read_json(_last_attempt(directory) / OUTCOME_FILE))["finished"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "broke off"
+    return "ended" if finished else "stopped"
+
+
+def _last_attempt(directory: Path) -> Path:
+    """The directory of the newest start, which need not exist."""
+    attempts = attempt_directory(directory, 1).parent
+    return attempt_directory(directory, max(1, next_attempt(attempts) - 1))
+
+
+def _facts(directory: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], read_json(directory / RUN_FILE))
+
+
+def next_step(run_dir: Path, again: Sequence[str], changes: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The end of the sentence about a run that ended early: what is saved, and the command line, `again` with `changes`
+    of settings, that goes on from it."""
+    step = next((step_of(path) for path in checkpoints(checkpoints_directory(run_dir))), None)
+    if step is None:
+        return f"no checkpoint was written, start again with: {shlex.join(resuming(again, changes)[:-1])}"
+    return f"the state after step {step} is saved, go on with: {shlex.join(resuming(again, changes))}"
+
+
+def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
+    """A command line with --resume, and with other values of some settings."""
+    kept: list[str] = []
+    words = iter(word for word in again if word != "--resume")
+    for word in words:
+        given = [word, next(words, "")] if word == "--set" else [word]
+        if given[-1].removeprefix("--set=").partition("=")[0] not in changes:
+            kept += given
+    return [*kept, "--resume", *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))]
 
 
 def _last_figures(directory: Path, steps: object) -> list[str]:

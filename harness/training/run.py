@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import cast
 
 from engine.atomic import write_atomic
@@ -20,7 +18,7 @@ from engine.reader import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
-from engine.training.manifest import checkpoints, step_of
+from engine.training.manifest import checkpoints
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred
@@ -31,11 +29,13 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
+from harness.records.provenance import redacted_command
 from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation, job_end
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering
 from harness.training.planning import planned_for, settings_that_fit
+from harness.training.progress import next_step
 
 _SHARE = 0.25  # of a job's time: the most that is kept for saving
 
@@ -92,7 +92,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         if start.resume:
             refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes or own)
         earlier = run_file.read_text(encoding="utf-8") if resumes else None
-        describe_run(start.run_dir, config, start.commit)
+        describe_run(start.run_dir, config, start.commit, start.again)
         outcome, attempt = _attempt(order, start, on_progress, say)
         if outcome.status == "failed" and port_was_taken(outcome.reason):
             outcome, attempt = _attempt(order, start, on_progress, say)
@@ -118,26 +118,6 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
 def interruption(start: Start) -> str:
     """The sentence for the user who stopped a run."""
     return f"stopped; {next_step(start.run_dir, start.again)}"
-
-
-def next_step(run_dir: Path, again: Sequence[str], changes: Mapping[str, int] = MappingProxyType({})) -> str:
-    """The end of the sentence about a run that ended early: what is saved, and the command line, `again` with `changes`
-    of settings, that goes on from it."""
-    step = next((step_of(path) for path in checkpoints(checkpoints_directory(run_dir))), None)
-    if step is None:
-        return "no checkpoint was written, start again"
-    return f"the state after step {step} is saved, go on with: {shlex.join(resuming(again, changes))}"
-
-
-def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
-    """A command line with --resume, and with other values of some settings."""
-    kept: list[str] = []
-    words = iter(word for word in again if word != "--resume")
-    for word in words:
-        given = [word, next(words, "")] if word == "--set" else [word]
-        if given[-1].removeprefix("--set=").partition("=")[0] not in changes:
-            kept += given
-    return [*kept, "--resume", *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))]
 
 
 def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
@@ -168,10 +148,11 @@ def _planned(config: TrainingConfig, machine: Machine, run: Path | None) -> tupl
     return settings, forecast
 
 
-def describe_run(run_dir: Path, config: TrainingConfig, commit: str) -> None:
+def describe_run(run_dir: Path, config: TrainingConfig, commit: str, command: Sequence[str]) -> None:
     """Write training.json, which makes a directory that of a training run."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(run_dir / RUN_FILE, {"config": asdict(config), "commit": commit, "started_at": started})
+    facts = {"config": asdict(config), "commit": commit, "started_at": started, "command": redacted_command(command)}
+    write_json(run_dir / RUN_FILE, facts)
 
 
 def new_attempt(run_dir: Path, order: Order) -> Path:

@@ -18,7 +18,8 @@ from harness.records.provenance import commit
 from harness.run.directory import opened_for_writing
 from harness.training.file import TrainingFile
 from harness.training.planning import settings_that_fit
-from harness.training.run import Start, next_step
+from harness.training.progress import next_step
+from harness.training.run import Start
 
 
 class OwnDirectories:

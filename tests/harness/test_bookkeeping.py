@@ -11,9 +11,8 @@ from harness.base.errors import UsageError
 from harness.cli import main
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import MAX_TRIALS, plan
-from harness.run.directory import RunDirectory
+from harness.run.directory import RunDirectory, next_attempt
 from harness.spec.experiment import load_experiment
-from harness.training.run import next_attempt
 from tests.harness.measure_bookkeeping import EXPERIMENT, leave_record
 from tests.harness.test_run_experiment import Runner, trial
 

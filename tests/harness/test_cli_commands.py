@@ -397,10 +397,10 @@ def test_status_without_a_directory_is_of_the_newest_run_and_its_trials_have_log
         (logs / "rank0.log").write_text(f"said in {name}\n")
         facts = {"experiment": name, "trials": [], "started_at": "then"}
         (logs.parents[2] / "run.json").write_text(json.dumps(facts))
-        os.utime(logs.parents[2], (number, number))
+        os.utime(logs.parents[2] / "run.json", (number, number))
     assert main(["status"]) == 0
     first, step = capsys.readouterr().out.splitlines()
-    assert first.startswith("results/runs/newer: newer is not running")
+    assert first.startswith("results/runs/newer: newer has ended")
     assert "burst " in step
     assert main(["status", "--logs", "train-burst-o"]) == 0
     assert "said in older" in capsys.readouterr().out

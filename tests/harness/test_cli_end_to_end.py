@@ -68,7 +68,7 @@ def test_an_experiment_becomes_records_results_and_a_report(workplace):
     assert again.returncode == 0
     assert again.stderr.count("kept from before") == 3
     status = burst(workplace, "status", str(run_dir))
-    assert "exp is not running: 3 ok of 3 trials" in status.stdout
+    assert "exp has ended: 3 ok of 3 trials" in status.stdout
     logs = burst(workplace, "status", "--logs", found[1]["trial_id"])
     assert (logs.returncode, logs.stdout.count("==> ")) == (0, 2)
 

@@ -277,9 +277,13 @@ def test_an_unknown_scale_names_its_nearest_neighbour(tmp_path: Path) -> None:
         ("fixed.dtype", "this is not path=value; write for example"),
         ("=fp32", "this is not path=value"),
         ("fixed..dtype=fp32", "this is not path=value"),
-        ("fixd.dtype=fp32", r"unknown key fixd in --set; did you mean fixed\?"),
+        ("fixd.dtype=fp32", r"fixd is no setting and no key of an experiment; did you mean fixed.dtype\?"),
+        ("chekpoint.tail=1", r"did you mean checkpoint.tail\?"),
+        ("setps.measured=1", r"did you mean steps.measured\?"),
         ("fixed.dtyp=fp32", r"unknown setting dtyp in fixed; did you mean dtype\?"),
-        ("dtype=fp32", "dtype is a setting; write it as fixed.dtype or sweep.dtype"),
+        ("dtyp=fp32", r"did you mean dtype\?"),
+        ("seed=1", "seed does not belong in fixed; write it as seeds"),
+        ("seq_len=[1k, 2k]", "seq_len is a list; a setting takes one value, write a list under sweep.seq_len"),
         ("fixed.dtype=fp31", r"dtype is 'fp31'; expected fp64, fp32 or bf16"),
         ("fixed.dtype=[", "not readable as YAML"),
         ("fixed.dtype=", "dtype is empty; expected fp64, fp32 or bf16"),
@@ -295,6 +299,13 @@ def test_a_bad_override_is_quoted_in_its_error(tmp_path: Path, override: str, me
         _load(tmp_path, BASE, None, override)
     assert f"--set {override}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_setting_is_overridden_by_its_own_name_as_below_fixed(tmp_path: Path) -> None:
+    short = _load(tmp_path, BASE, None, "seq_len=4k", "checkpoint.tail=0.5", "checkpoint.every=2")
+    long = _load(tmp_path, BASE, None, "fixed.seq_len=4096", "fixed.checkpoint={tail: 0.5, every: 2}")
+    assert short == long
+    assert (short.fixed["seq_len"], short.fixed["checkpoint.tail"], "seq_len" in short.sweep) == (4096, 0.5, False)
 
 
 def test_a_path_of_thousands_of_levels_is_one_sentence(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import os
+import shlex
+from pathlib import Path
 
 import pytest
 
 from harness.cli import main
+from harness.launch.launcher import Job, Outcome
 from harness.run.execution import Resume
 from harness.run.state import TrialState, seconds_left, state_of
 from harness.spec.experiment import Search
-from tests.harness.test_run_experiment import Runner, trial
+from tests.harness.test_run_experiment import Runner, ScriptedLauncher, trial
 from tests.harness.test_run_search import trial as searched_trial
 
 
@@ -32,7 +35,7 @@ def test_failures_come_first_and_counts_last(run, capsys):
         [trials[2].id, "hang"], [trials[0].id, "ok"], [trials[1].id, "oom"], [trials[3].id, "ok"]
     ]  # fmt: skip
     assert "the reason of hang" in lines[0]
-    assert lines[-2].startswith("exp is not running: 2 ok, 1 oom, 1 hang of 4 trials, started ")
+    assert lines[-2].startswith("exp has ended: 2 ok, 1 oom, 1 hang of 4 trials, started ")
     assert "left" not in lines[-2]
     assert lines[-1] == "try the failed ones again with: burst run exp.yaml --resume --retry-failed"
 
@@ -58,6 +61,7 @@ def test_json_has_counts_trials_and_the_time_that_is_left(run, capsys):
         (trials[0].id, "ok", 1), (trials[1].id, "interrupted", 0), (trials[2].id, "waiting", 0)
     ]  # fmt: skip
     *_, counts, step = status(run, capsys).splitlines()
+    assert counts.startswith("exp stopped before its end: 1 ok, 1 interrupted, 1 waiting of 3 trials, started ")
     assert counts.endswith(", about 6 s left")
     assert step == found["next"] == "go on with: burst run exp.yaml --resume"
 
@@ -155,3 +159,102 @@ def test_a_run_from_before_its_command_was_kept_goes_on_from_its_own_experiment(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"command": command}))
         step = status(run, capsys).splitlines()[-1]
         assert step == f"go on with: burst run {run.run_dir}/experiment.yaml --out {run.run_dir} --resume"
+
+
+def newest(capsys) -> list[str]:
+    """What `burst status` prints without a directory."""
+    capsys.readouterr()
+    assert main(["status"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+    """A run where runs lie by default."""
+    monkeypatch.chdir(tmp_path)
+    return Runner(Path("results", "runs", "exp"))
+
+
+def test_the_newest_run_that_ended_well_is_one_sentence_and_its_report(run_here, capsys):
+    run_here({32: "oom"}, [trial(16), trial(32)])
+    assert main(["report", str(run_here.run_dir)]) == 0
+    sentence, step = newest(capsys)
+    assert sentence.startswith("results/runs/exp: exp has ended: 1 ok, 1 oom of 2 trials, started ")
+    assert step == "read results/runs/exp/report.html, or look at its trials with: burst status results/runs/exp"
+
+
+def test_the_newest_run_with_a_failure_names_it_and_the_command_that_shows_its_logs(run_here, capsys):
+    run_here({32: "failed"}, [trial(16), trial(32)])
+    logs = run_here.run_dir / "trials" / trial(32).id / "logs"
+    sentence, step = newest(capsys)  # of ranks that left no log there is none to show
+    assert sentence.endswith(f"; {trial(32).id}  failed  1.0 s  the reason of failed")
+    assert step == "try the failed ones again with: burst run exp.yaml --resume --retry-failed"
+    logs.mkdir()
+    (logs / "rank0.log").write_text("what went wrong\n")
+    _, first, second = newest(capsys)
+    assert first == f"see what its ranks printed with: burst status results/runs/exp --logs {trial(32).id}"
+    assert second == step
+    assert status(run_here, capsys).splitlines()[-2:] == [first, second]
+    assert main(shlex.split(first.partition(": burst ")[2])) == 0
+    assert "what went wrong" in capsys.readouterr().out
+
+
+def test_the_logs_of_a_failure_are_those_of_its_round(run_here, capsys):
+    logs = run_here.run_dir / "trials" / trial(16).id / "logs"
+    for number, end in enumerate(("ok", "failed", "ok"), start=1):
+        run_here({16: end}, [trial(16)], Resume() if number > 1 else None, rounds=number)
+        logs.mkdir()
+        (logs / "rank0.log").write_text(f"of round {number}\n")
+    step = next(line for line in newest(capsys) if line.startswith("see what its ranks printed"))
+    assert step.endswith(f"--logs {trial(16).id} --round 2")
+    assert main(shlex.split(step.partition(": burst ")[2])) == 0
+    assert "of round 2" in capsys.readouterr().out
+
+
+def test_the_newest_run_that_was_interrupted_names_the_command_that_resumes_it(run_here, capsys):
+    run_here({32: "ctrl-c"}, [trial(16), trial(32), trial(64)])
+    sentence, step = newest(capsys)
+    assert sentence.startswith("results/runs/exp: exp stopped before its end: 1 ok, 1 interrupted, 1 waiting of 3 ")
+    assert step == "go on with: burst run exp.yaml --resume"
+
+
+def test_the_newest_run_that_runs_says_which_trial_does(run_here, capsys, monkeypatch):
+    seen = []
+
+    def begin(launcher: ScriptedLauncher, job: Job, on_progress: object) -> Outcome:
+        (job.trial_dir / "progress.jsonl").write_text('{"step": 1, "of": 4}\n')
+        seen.append(newest(capsys))
+        return Outcome(status="ok", reason="", wall_seconds=1.0, hosts=["here"])
+
+    monkeypatch.setattr(ScriptedLauncher, "run", begin)
+    run_here({}, [trial(16)])
+    [[sentence, step]] = seen
+    assert sentence.startswith("results/runs/exp: exp runs: 1 running of 1 trial, started ")
+    assert f"; {trial(16).id}  running  step 1 of 4  " in sentence
+    assert step == "look at its trials with: burst status results/runs/exp"
+
+
+def test_the_newest_run_is_the_one_that_was_started_last_whatever_was_written_since(run_here, capsys):
+    run_here({}, [trial(16)])
+    Runner(run_here.run_dir.with_name("later"))({}, [trial(16)])
+    os.utime(run_here.run_dir / "run.json", (1, 1))
+    assert main(["report", str(run_here.run_dir)]) == 0
+    assert newest(capsys)[0].startswith("results/runs/later: ")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: (run / "run.json").write_text("{"), "exp is not the directory of a run (run.json: not readable"),
+        (lambda run: (run / "run.json").write_text("[]"), "run.json does not describe a run; run it again with"),
+        (lambda run: (run / "run.json").unlink(), "results/runs holds no runs; start one with burst run EXP.yaml"),
+    ],
+)
+def test_a_damaged_newest_run_is_refused_in_one_sentence(run_here, capsys, damage, said):
+    run_here({}, [trial(16)])
+    damage(run_here.run_dir)
+    capsys.readouterr()
+    assert main(["status"]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("\n") == 1

@@ -18,7 +18,7 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
-from harness.training.progress import is_training_run, training_status
+from harness.training.progress import is_training_run, training_next_steps, training_status
 from harness.training.run import Start, order_of, train
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=256)
@@ -99,7 +99,7 @@ def test_a_failure_names_its_reason_where_to_look_and_what_is_saved(tmp_path: Pa
     assert said.startswith("training ended (oom): rank 1: out of memory; see ")
     assert "run/attempts/1; the state after step 7 is saved, go on with: burst train 'a b.yaml' --resume" in said
     code, [said] = ended(tmp_path / "other", ScriptedLauncher(("failed", "rank 0: broke", None)))
-    assert (code, said.endswith("; no checkpoint was written, start again")) == (1, True)
+    assert (code, said.endswith("; no checkpoint was written, start again with: burst train 'a b.yaml'")) == (1, True)
 
 
 def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:
@@ -137,18 +137,56 @@ def test_status_says_how_far_a_run_has_come(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended(run, ScriptedLauncher(("ok", "", {"step": 4, "finished": False})))
     assert is_training_run(run)
-    assert training_status(run).startswith("run is not running; no step of 10 yet; no checkpoint yet; started 2")
+    start = "run stopped before its end; no step of 10 yet; no checkpoint yet; started 2"
+    assert training_status(run).startswith(start)
     writer = MetricsWriter(run, from_step=0, tensorboard=False)
     writer.write("step", 4, 256, loss=2.5, seconds=0.25)
     writer.write("evaluation", 3, 192, loss=2.75)
     (run / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert training_status(run).startswith(
-        "run is not running; step 4 of 10, loss 2.5000, 0.25 s per step; evaluation loss 2.7500 after step 3; "
+        "run stopped before its end; step 4 of 10, loss 2.5000, 0.25 s per step; evaluation loss 2.7500 after step 3; "
         "saved after step 4; started 2"
     )
     (run / "training.json").write_text("{}")
     with pytest.raises(UsageError, match="does not describe a training run"):
         training_status(run)
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "steps"),
+    [
+        (("ok", "", {"finished": True}), "has ended", ["write its model for transformers with: burst train export "
+                                                       "{run} --out {run}/model"]),
+        (("ok", "", {"finished": False}), "stopped before", ["the state after step 4 is saved, go on with: "
+                                                             "burst train 'a b.yaml' --resume"]),
+        (("failed", "broke", None), "broke off before", ["see what its ranks print with: burst status --logs "
+                                                         "{run}/attempts/1", "the state after step 4 is saved, go on "
+                                                         "with: burst train 'a b.yaml' --resume"]),
+    ],
+)  # fmt: skip
+def test_status_says_how_a_run_ended_and_the_next_command(tmp_path: Path, end, words: str, steps: list[str]) -> None:
+    run = tmp_path / "run"
+    ended(run, ScriptedLauncher(end, saved=4))
+    (run / "attempts/1/logs").mkdir()
+    (run / "attempts/1/logs/rank0.log").touch()
+    assert training_status(run).startswith(f"run {words}")
+    assert training_next_steps(run) == [step.format(run=run) for step in steps]
+
+
+def test_status_says_that_a_run_runs_and_where_its_ranks_print(tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", []
+
+    class Looking(ScriptedLauncher):
+        def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+            (job.trial_dir / "logs").mkdir()
+            (job.trial_dir / "logs" / "rank0.log").touch()
+            seen.extend([training_status(run), *training_next_steps(run)])
+            return super().run(job, on_progress)
+
+    ended(run, Looking(("ok", "", {"step": 10, "finished": True}), saved=10))
+    sentence, step = seen
+    assert sentence.startswith("run runs; no step of 10 yet")
+    assert step == f"see what its ranks print with: burst status --logs {run}/attempts/1"
 
 
 def test_mfu_counts_the_models_own_work_against_the_gpus_peak_in_bf16_alone(tmp_path: Path) -> None:

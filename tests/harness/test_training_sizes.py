@@ -13,7 +13,8 @@ from harness.base.errors import UsageError
 from harness.launch.torchrun import place_of
 from harness.machine.this_machine import Machine
 from harness.training.planning import settings_that_fit
-from harness.training.run import impossible, resuming
+from harness.training.progress import resuming
+from harness.training.run import impossible
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=4, kv_heads=4, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(

@@ -86,6 +86,8 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
     words = ("--model", "tiny", "--cp-size", "2", "--set", "learning_rate=1e-5", "--set", "seq_len=64k")
     [row] = predicted(capsys, *words)
     assert row["seq_len"] == 65536
+    rows = predicted(capsys, "--model", "tiny", "--set", "fixed.seq_len=64k", "--set", "sweep.cp_size=[1, 2]")
+    assert [(row["seq_len"], row["cp_size"]) for row in rows] == [(65536, 1), (65536, 2)]
 
 
 @pytest.mark.parametrize(
@@ -93,12 +95,14 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
     [
         (["--set", "mlp_tiles=on"], "YAML reads the bare word on as a truth value"),
         (["--set", "chekpoint.tail=1"], "did you mean checkpoint.tail?"),
-        (["--set", "checkpoint.tali=1"], "did you mean tail?"),
-        (["--set", "tail"], "expected NAME=VALUE"),
+        (["--set", "checkpoint.tali=1"], "did you mean checkpoint.tail?"),
+        (["--set", "tail"], "this is not path=value; write for example --set seq_len=64k"),
+        (["--set", "sweep.seq_len=[]"], "sweep.seq_len is an empty list"),
         (["--set", "checkpoint.tail=2"], "expected a fraction from 0"),
         (["--model", "8bb"], "unknown model 8bb"),
         (["--method", "busrt"], "did you mean burst?"),
-        (["--cp-size", "0"], "--cp-size is 0"),
+        (["--cp-size", "0"], "--gpus 0: cp_size is 0; give a number of at least 1"),
+        (["--gpus", "two"], "--gpus two: cp_size is 'two'; expected a whole number"),
         (["--seq-len", ","], "--seq-len names nothing"),
         (["--seq-len", "many"], "'many' is not a length"),
         (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
