@@ -17,8 +17,14 @@ from typing import Any
 from tests.patience import AMPLE
 
 _context = multiprocessing.get_context("forkserver")
+# A rank imports by itself what is not named here: without those that a first call of attention or of a sharded model
+# imports (torch._dynamo and torch.onnx among them), each rank of each test took half a second of processor time for it.
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "engine.attention.op", "engine.tasks.train", "pytest"]
+    [
+        *("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "torch.onnx", "numpy.random"),
+        *("engine.burst", "engine.attention.op", "engine.attention.prepared", "engine.tasks.train"),
+        *("torch.distributed.tensor", "harness.spec.methods", "yaml", "pytest"),
+    ]
 )
 
 

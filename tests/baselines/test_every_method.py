@@ -261,6 +261,7 @@ METHOD = AddedWrong()
 }
 
 
+@pytest.mark.slow  # this file once more, for three more methods
 def test_a_contributed_package_is_tested_without_an_edit_of_any_test(tmp_path: Path) -> None:
     folder = tmp_path / "baselines"
     shutil.copytree(Path(baselines.__file__).parent, folder, ignore=shutil.ignore_patterns("upstream"))

@@ -26,9 +26,10 @@ from engine.reader import to_json
 from harness.cli import main
 from tests.baselines.installing import installed
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "cpu"
-# Few cases of the systems that need no installation, or one of seconds; all cases of all systems are slow.
+# Few cases of the systems that need no installation, or one of seconds, which is slow as all cases of all systems are.
 QUICK = {
     "torch_ring": ["zigzag-2-fp32", "zigzag-2-bf16", "public-2-fp32"],
     "ring_flash_attn": ["zigzag-2-fp32", "zigzag-2-bf16", "plain-2-bf16"],
@@ -54,7 +55,7 @@ def fresh(name: str, cases: list[str], base: Path, monkeypatch: pytest.MonkeyPat
     return fidelity.run_system(name, "", cases).rows
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["torch_ring", *slow("ring_flash_attn", "yunchang")])
 def test_a_fresh_run_says_what_the_committed_table_says(name: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = published_rows(name)
     rows = fresh(name, QUICK[name], base, monkeypatch)

@@ -110,6 +110,7 @@ def make_place(tmp_path: Path, given: Path) -> InstallPlace:
     return InstallPlace(system="some", flavour="current", base=base)
 
 
+@pytest.mark.slow  # makes a whole environment
 def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment(
     whole: tuple[InstallPlace, Path],
 ) -> None:
@@ -146,6 +147,7 @@ def test_what_was_cut_off_is_found_and_finished_without_what_it_had_fetched(
     assert place.condition()[0] == "installed"
 
 
+@pytest.mark.slow  # makes a whole environment
 def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[InstallPlace, Path]) -> None:
     place, given = whole
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
@@ -225,6 +227,7 @@ def with_numpy_pinned(place: InstallPlace, given: Path) -> None:
     pin_file.write_text(yaml.safe_dump(pin))
 
 
+@pytest.mark.slow  # makes a whole environment
 def test_common_packages_come_from_beside_torch_where_asked(place: InstallPlace, given: Path) -> None:
     with_numpy_pinned(place, given)
     with pytest.raises(UsageError, match=r"pip download failed .*numpy==0.0.1"):
@@ -256,6 +259,7 @@ def packed(folder: Path, version: str = "1.2", *, left_out: str = "") -> Path:
     return out
 
 
+@pytest.mark.slow  # makes a whole environment
 def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
     place: InstallPlace, given: Path, tmp_path: Path
 ) -> None:

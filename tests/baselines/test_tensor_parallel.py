@@ -19,6 +19,7 @@ from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, task_of
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SHAPE = ModelShape(name="small", layers=2, hidden=18, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=260, qk_norm=True)
 SETTINGS = TrialSettings(
@@ -92,7 +93,7 @@ def check(found: list[Result], settings: TrialSettings, tp_size: int) -> None:
     assert {name: error for name in parameters if (error := apart(parameters[name], expected[name])) > 1e-9} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_divided_matrices_give_the_step_of_one_process(world_size: int, cache_directory: str) -> None:
     names = list(CASES) if world_size == 2 else ["recomputed layers"]  # of four, two replicas of two
     cases = {name: replace(CASES[name], world_size=world_size) for name in names}

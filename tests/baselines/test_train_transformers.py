@@ -66,6 +66,7 @@ def test_it_trains_on_every_token_of_the_trial_with_weights_in_fp32(tmp_path: Pa
     assert printed.loss[3] < printed.loss[0] - 0.05
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing_but_memory(tmp_path: Path) -> None:
     _, again = steps_of(Transformers(), tmp_path, dtype="fp32")
     request, kept = steps_of(Transformers(), tmp_path, dtype="fp32", checkpoint=Checkpoint(every=0))

@@ -25,6 +25,7 @@ from engine.parallelize import WholeMatrices, parallelize
 from engine.settings import ModelShape, TrialSettings, keeps_whole
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SHAPE = ModelShape(name="odd", layers=1, hidden=18, ffn=30, heads=3, kv_heads=1, head_dim=6, vocab=259)
 SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=16, dtype="fp32")
@@ -146,7 +147,7 @@ def shards_of(shape: ModelShape, world_size: int, nodes: int) -> tuple[int, int,
     return sum(elements), max(elements), {shard.device.type for shard in shards}
 
 
-@pytest.mark.parametrize(("world_size", "nodes"), [(64, 1), (64, 8)])
+@pytest.mark.parametrize(("world_size", "nodes"), [(64, 8), *slow((64, 1))])
 def test_a_70b_model_is_sharded_without_a_byte_of_it_allocated(world_size: int, nodes: int) -> None:
     fields = {key: value for key, value in yaml.safe_load((MODELS / "70b.yaml").read_text()).items()}
     shape = ModelShape(name="70b", **{key: value for key, value in fields.items() if key != "parameters"})

@@ -47,6 +47,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow  # programs that import torch and train, one after another
 def test_the_code_of_the_page_trains_alike_alone_and_on_two_ranks(program: Path) -> None:
     assert len(BLOCKS) == 5
     [alone] = trained_by(program, 1)

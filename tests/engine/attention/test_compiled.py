@@ -15,6 +15,7 @@ from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.context import PlanCache
 from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
 from tests.ranks import run_on_ranks
+from tests.slow import combinations
 
 TOKENS = 32
 MASKS: tuple[Mask | None, ...] = (
@@ -69,8 +70,7 @@ def compiled_and_eager(world: str, backend: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("world", "world_size"), [("one", 1), ("all", 2)])
+@combinations({"world, world_size": [("one", 1), ("all", 2)], "backend": ["eager", "aot_eager"]})
 def test_a_compiled_program_has_no_graph_break_and_the_bits_of_an_eager_one(world, world_size, backend) -> None:
     assert run_on_ranks(world_size, compiled_and_eager, world, backend) == [[]] * world_size
 

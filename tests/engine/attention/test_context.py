@@ -11,6 +11,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from tests.ranks import run_on_ranks
+from tests.slow import combinations, slow
 
 
 def contexts_on_meshes() -> dict[str, object]:
@@ -95,8 +96,7 @@ def gradients(layout: str, gradient: str, dim: int, dtype: torch.dtype) -> float
     return (found - cp.shard(truth, dim)).abs().max().item() / truth.abs().max().item()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-@pytest.mark.parametrize("gradient", ["sum", "same"])
+@combinations({"layout": ["zigzag", "contiguous", "striped"], "gradient": ["sum", "same"]})
 def test_unshard_gives_each_rank_the_one_process_gradient_of_its_tokens(layout, gradient) -> None:
     for dim in (0, 1, -1) if layout == "zigzag" else (1,):
         assert max(run_on_ranks(3, gradients, layout, gradient, dim, torch.float64)) < 1e-12
@@ -127,7 +127,7 @@ def whole_model() -> tuple[float, bool]:
     return (summed - alone.grad).abs().max().item(), nothing
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, *slow(4)])
 def test_the_gradient_of_a_sharded_tensor_is_the_sum_over_ranks(world_size) -> None:
     for error, nothing in run_on_ranks(world_size, whole_model):
         assert error < 1e-12

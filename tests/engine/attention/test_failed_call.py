@@ -20,6 +20,7 @@ from engine.attention.masks import Documents, Full
 from engine.attention.op import AttentionPlan, run_attention
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 FAILING_RANK = 1
 
@@ -186,9 +187,19 @@ def sentences_of(cases: tuple[Callable[..., None], ...], schedule: str) -> dict[
     return found
 
 
-@pytest.mark.parametrize("schedule", ["ring", "double_ring", "ulysses", "usp", "all_gather"])
-def test_ranks_whose_calls_differ_all_end_with_a_sentence_that_says_where_each_waited(schedule) -> None:
-    for rank, found in enumerate(run_on_ranks(2 if schedule == "ulysses" else 3, sentences_of, WRONG_ORDERS, schedule)):
+OTHER_SCHEDULES = ("double_ring", "ulysses", "usp", "all_gather")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cases"),
+    [
+        ("ring", WRONG_ORDERS),
+        *((schedule, (other_order,)) for schedule in OTHER_SCHEDULES),
+        *slow(*((schedule, WRONG_ORDERS) for schedule in OTHER_SCHEDULES)),
+    ],
+)
+def test_ranks_whose_calls_differ_all_end_with_a_sentence_that_says_where_each_waited(schedule, cases) -> None:
+    for rank, found in enumerate(run_on_ranks(2 if schedule == "ulysses" else 3, sentences_of, cases, schedule)):
         for case, (error, words) in found.items():
             assert error == "PeerLost", (case, words)
             assert "make the same calls in the same order on all of them" in words

@@ -16,6 +16,7 @@ from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.reference import dense_attention
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 HEAD_DIM = 128
 
@@ -39,7 +40,7 @@ def posted_bytes(heads: int, kv_heads: int, route: str, comm_dtype: str) -> tupl
     return forward, cp.traffic.sent_bytes
 
 
-@pytest.mark.parametrize(("comm_dtype", "gradient_bytes", "saving"), [("input", 2, 0.24), ("fp32", 4, 0.33)])
+@pytest.mark.parametrize(("comm_dtype", "gradient_bytes", "saving"), [("fp32", 4, 0.33), *slow(("input", 2, 0.24))])
 def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(comm_dtype, gradient_bytes, saving) -> None:
     world_size, tokens, heads = 3, 16, 4
     steps = world_size - 1
@@ -156,7 +157,7 @@ def uses_of_models(schedule: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), [("ring", 3), ("double_ring", 2), ("ulysses", 2), ("usp", 4), ("all_gather", 3)]
+    ("schedule", "ranks"), [("double_ring", 2), ("ulysses", 2), *slow(("ring", 3), ("usp", 4), ("all_gather", 3))]
 )
 def test_tied_and_frozen_weights_and_two_models_on_one_context_have_the_gradients_of_one_process(
     schedule, ranks
@@ -187,7 +188,7 @@ def sharding_round_trip(layout: str) -> bool:
     return positions_match and torch.equal(cp.unshard(local, 1), whole)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["zigzag", *slow("contiguous", "striped")])
 def test_sharding_follows_positions_and_is_undone_by_unsharding(layout) -> None:
     assert all(run_on_ranks(3, sharding_round_trip, layout))
 
@@ -261,7 +262,7 @@ def live_buffers(exchange: str) -> int:
     return most
 
 
-@pytest.mark.parametrize("exchange", ["relay", "direct"])
+@pytest.mark.parametrize("exchange", ["direct", *slow("relay")])
 def test_transfer_buffers_do_not_grow_with_the_number_of_ranks(exchange) -> None:
     few, many = (max(run_on_ranks(size, live_buffers, exchange)) for size in (3, 6))
     assert 0 < many <= few <= 4

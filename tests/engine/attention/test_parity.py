@@ -79,7 +79,7 @@ def test_every_combination_equals_dense_float64(world_size, node_size, exchange,
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", *slow("contiguous", "striped")])
 def test_the_cpu_kernel_equals_dense_in_float32(layout: str) -> None:
     for errors in run_on_ranks(3, parity_cases, layout, torch.float32, "cpu", "auto", None):
         assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
@@ -127,7 +127,7 @@ def bf16_errors(layout: str) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4, *slow(8)])
+@pytest.mark.parametrize("world_size", [2, *slow(4, 8)])
 def test_bf16_error_stays_that_of_one_device(world_size: int) -> None:
     for ring, one_device in run_on_ranks(world_size, bf16_errors, "zigzag"):
         assert ring < 1.5 * one_device + 1e-3

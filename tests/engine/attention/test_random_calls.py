@@ -22,6 +22,7 @@ from engine.attention.problem import GRAD_COMM_DTYPES, HeadsAndRanks, schedule_u
 from engine.attention.reference import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SCHEDULES = ("auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed")
@@ -159,7 +160,7 @@ def _any(here: bool, device: torch.device) -> bool:
     return bool(found.item())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(3, 4)])
 def test_calls_drawn_at_random_equal_dense_float64(ranks: int) -> None:
     for count, wrong in run_on_ranks(ranks, errors_of_calls, 1000 * ranks, 40, 600.0, False):
         assert count == 40

@@ -14,6 +14,7 @@ from engine.attention.kernels import KERNELS, KernelProblem, kernel_named, unsup
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from engine.attention.op import ALIGNMENT_BYTES, laid_out
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 DEVICE = torch.device("cpu")  # a test marked gpu sets another
 TOKENS, HEADS, HEAD_DIM = 16, 2, 16
@@ -164,7 +165,7 @@ def differing_layouts(schedule: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("schedule", ["ring", "double_ring", "ulysses", "all_gather"])
+@pytest.mark.parametrize("schedule", ["ring", "ulysses", *slow("double_ring", "all_gather")])
 def test_a_layout_by_name_gives_the_bits_of_the_default_one(schedule) -> None:
     assert run_on_ranks(2, differing_layouts, schedule) == [[], []]
 

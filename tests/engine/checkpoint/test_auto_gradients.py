@@ -14,6 +14,7 @@ from engine.checkpoint.planning.plan import Budget, SearchGrid, planned
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 # Sequences long enough for a budget to be spent on layers, on a tail, and on part of an MLP.
 SHAPE = ModelShape(name="deep", layers=4, hidden=24, ffn=80, heads=4, kv_heads=2, head_dim=8, vocab=257)
@@ -45,7 +46,7 @@ def by_hand(settings: TrialSettings) -> TrialSettings:
     return dataclasses.replace(settings, planned="", checkpoint=dataclasses.replace(settings.checkpoint, plan="hand"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, *slow(2)])
 def test_every_plan_gives_the_gradients_of_a_dense_run_and_those_by_hand(
     world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from engine.settings import Checkpoint, TrialSettings
 from tests.engine.models.architectures import CASES, configuration
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 pytest.importorskip("transformers", reason="shapes are those of transformers' configurations: extra `test` has it")
 
@@ -63,15 +64,17 @@ def test_heads_that_ulysses_repeats_have_their_sinks(tmp_path: Path, monkeypatch
     assert {name: error for name, error in wrong.items() if not error < 1e-10} == {}
 
 
-@pytest.mark.parametrize("world_size", PLANS)
+EACH = [name for name in CASES if name not in ALIKE]
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(1, EACH), (2, EACH), (4, ["gpt-oss"]), *slow((4, EACH))])
 def test_loss_and_gradients_are_those_of_one_device(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURST_CACHE", str(tmp_path))
     cases = {
         f"{name}: {plan}": settings_of(name, world_size, choices)
-        for name in CASES
-        if name not in ALIKE
+        for name in names
         for plan, choices in PLANS[world_size].items()
     }
     found = run_on_ranks(world_size, parallel_runs, str(tmp_path), cases)[0]

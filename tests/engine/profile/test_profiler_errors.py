@@ -17,6 +17,7 @@ from engine.profile import capture
 from engine.settings import ModelShape, Steps, TrialSettings
 from engine.worker import PhaseTimer
 from tests.ranks import run_on_ranks
+from tests.slow import combinations
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
 
@@ -70,9 +71,11 @@ def measured_with_a_failing_profiler(
     return written, read_measurement(Path(directory)), world.gather(world.rank)
 
 
-@pytest.mark.parametrize("measured", [1, 2])
-@pytest.mark.parametrize(
-    ("where", "failing"), [("start", 1), ("stop", 1), ("export", 1), ("parse", 1), ("parse", 0), ("write", 0)]
+@combinations(
+    {
+        "where, failing": [("start", 1), ("stop", 1), ("export", 1), ("parse", 1), ("parse", 0), ("write", 0)],
+        "measured": [1, 2],
+    }
 )
 def test_a_profiler_error_on_one_rank_loses_only_the_trace(
     tmp_path: Path, where: str, failing: int, measured: int

@@ -20,6 +20,7 @@ from harness.records.judging import training_fault
 from harness.spec.methods import method_named
 from tests.engine.tasks import wrong_methods
 from tests.ranks import run_on_ranks
+from tests.slow import combinations
 
 TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, head_dim=16, vocab=256)
 DEEP = dataclasses.replace(TINY, name="deep", layers=32, hidden=4096, ffn=14336, vocab=128256, qk_norm=True)
@@ -128,8 +129,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", WRONG)
+@combinations({"kind": [*WRONG], "dtype": ["fp32", "bf16"]})
 def test_a_method_that_computes_something_else_is_found(kind: int, dtype: Any) -> None:
     cases = [of(cp_size=2, seed=kind, dtype=dtype, checkpoint=each, schedule="ring") for each in CHECKPOINTS]
     for settings, found in zip(cases, run_on_ranks(2, checks, cases, True)[0], strict=True):

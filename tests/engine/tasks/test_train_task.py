@@ -23,6 +23,7 @@ from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks.train import TrainTask
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 # 5 rows of a norm over 4 ranks leave the last rank with none.
 SHAPE = ModelShape(name="odd", layers=1, hidden=5, ffn=7, heads=1, kv_heads=1, head_dim=4, vocab=259)
@@ -42,7 +43,7 @@ def initial_values(cache: str, settings: TrialSettings) -> dict[str, list[float]
     return values
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *slow(4)])
 def test_initial_values_do_not_depend_on_the_number_of_ranks(world_size: int, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Decoder(SHAPE)
@@ -165,11 +166,13 @@ def test_no_rank_begins_the_measured_step_before_all_have_locked_their_memory(tm
 @pytest.mark.parametrize(
     ("method", "checkpoint"),
     [
-        ("burst", Checkpoint(every=1, tail=0, offload="inputs")),
-        ("burst", Checkpoint(every=1, tail=1, offload="all")),
         ("burst", Checkpoint(every=2, tail=0.3, offload="all", replay="bisect")),
-        ("burst", Checkpoint(every=2, tail=0.5, offload="all", replay="hold", whole_layers=1)),
         ("megatron_tp", Checkpoint(every=1, tail=0.6, offload="all")),
+        *slow(
+            ("burst", Checkpoint(every=1, tail=0, offload="inputs")),
+            ("burst", Checkpoint(every=1, tail=1, offload="all")),
+            ("burst", Checkpoint(every=2, tail=0.5, offload="all", replay="hold", whole_layers=1)),
+        ),
     ],
 )
 def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(

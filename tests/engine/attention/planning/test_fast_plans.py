@@ -102,7 +102,7 @@ def random_case(generator: random.Random) -> tuple[Any, ...]:
     return mask, layout, Ring(cp_size=cp_size, node_size=node_size), seq_len
 
 
-@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 60))])
 def test_plans_from_tables_equal_plans_formed_pair_by_pair(seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(90):

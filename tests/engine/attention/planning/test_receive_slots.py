@@ -24,6 +24,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 16
 SHAPE = ModelShape(
@@ -41,6 +42,7 @@ CASES = [
 ]
 CASES += [{"schedule": "ulysses", "checkpoint": checkpoint} for checkpoint in (Checkpoint(every=0), Checkpoint())]
 CASES += [{"schedule": schedule, "batch_size": 2} for schedule in ("ring", "ulysses")]
+FEW = CASES[:-4:5] + CASES[-4:]  # each value of each setting
 
 
 def trial(cp_size: int, **changes: Any) -> TrialSettings:
@@ -77,15 +79,15 @@ def slots_of(settings: TrialSettings) -> int:
     return cp.traffic.window_bytes
 
 
-def slots_of_all() -> list[int]:
+def slots_of_all(cases: list[dict[str, Any]]) -> list[int]:
     become_a_gpu()
-    return [slots_of(trial(dist.get_world_size(), **case)) for case in CASES]
+    return [slots_of(trial(dist.get_world_size(), **case)) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_slots_are_as_large_as_those_that_ranks_make(ranks: int) -> None:
-    by_rank = run_on_ranks(ranks, slots_of_all)
-    for case, *found in zip(CASES, *by_rank, strict=True):
+@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), *slow((2, CASES), (4, CASES))])
+def test_slots_are_as_large_as_those_that_ranks_make(ranks: int, cases: list[dict[str, Any]]) -> None:
+    by_rank = run_on_ranks(ranks, slots_of_all, cases)
+    for case, *found in zip(cases, *by_rank, strict=True):
         counted = receive_slot_bytes(trial(ranks, **case))
         assert counted <= max(found) <= counted + 2 * COUNTERS, case
     assert len({max(found) for found in zip(*by_rank, strict=True)}) > 5  # the cases differ

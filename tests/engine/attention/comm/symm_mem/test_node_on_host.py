@@ -17,9 +17,10 @@ from engine.measurement import relative_errors
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 64, 32, 16, 8, 3
-MASKS = ("causal", "sliding_window:9", "documents:20,44")
+MASKS = ("documents:20,44", *slow("causal", "sliding_window:9"))
 CHOICES = (
     {"schedule": "ulysses", "num_head_chunks": 1},
     {"schedule": "ulysses", "num_head_chunks": 2},
