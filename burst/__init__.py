@@ -1,0 +1,60 @@
+"""BurstEngine's attention for your own model and trainer: one sequence over many ranks, exact. The public package.
+
+    import burst
+
+    cp = burst.ContextParallel()
+    out = burst.burst_attention(q, k, v, cp=cp)   # in a model of your own
+    burst.register(cp)                            # in a model of transformers: attn_implementation="burst"
+
+Nothing of the benchmark harness is imported. Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from burst.batch import shard_batch
+    from burst.transformers import register
+    from engine.attention.context import ContextParallel
+    from engine.attention.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow
+    from engine.attention.prepared import burst_attention, prepare_attention
+    from engine.attention.resolve import choose_layout
+
+_MODULES = {
+    "BlockSparse": "engine.attention.masks",
+    "Causal": "engine.attention.masks",
+    "ContextParallel": "engine.attention.context",
+    "Documents": "engine.attention.masks",
+    "Full": "engine.attention.masks",
+    "Mask": "engine.attention.masks",
+    "SlidingWindow": "engine.attention.masks",
+    "burst_attention": "engine.attention.prepared",
+    "choose_layout": "engine.attention.resolve",
+    "prepare_attention": "engine.attention.prepared",
+    "register": "burst.transformers",
+    "shard_batch": "burst.batch",
+}
+
+__all__ = [
+    "BlockSparse",
+    "Causal",
+    "ContextParallel",
+    "Documents",
+    "Full",
+    "Mask",
+    "SlidingWindow",
+    "burst_attention",
+    "choose_layout",
+    "prepare_attention",
+    "register",
+    "shard_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'burst' has no attribute {name!r}; choose one of {', '.join(__all__)}")
+    import importlib
+
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,0 +1,291 @@
+"""Attention of Hugging Face transformers 5 over a sequence that is sharded over ranks: `register`.
+
+transformers looks up attention and its mask by name (`AttentionInterface`, `AttentionMaskInterface`). The functions here
+answer to the name `burst`, and to those of flash attention, so that no model goes round the sharding when something sets
+its attention anew. What they cannot compute exactly they refuse by name: nothing that a model passes is dropped.
+
+Which document a token belongs to is read from `position_ids`, of all ranks together: a document starts where positions
+begin again with 0. One gathering of small integers for each batch finds them; all layers share it.
+
+Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim; transformers' own
+tensors have the heads before the tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.context import ContextParallel
+from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
+from engine.attention.prepared import burst_attention
+
+FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# What models pass on to attention and what says nothing about it, or is read here.
+_HARMLESS = frozenset(
+    "position_ids cache_position use_cache past_key_values num_items_in_batch shift_labels output_hidden_states "
+    "output_router_logits position_embeddings layer_idx return_dict labels max_length_q max_length_k".split()
+)
+# Parts of a mask function of transformers, by the name of the function that made them, which attention over sharded
+# sequences has. Packed documents found in this rank's positions alone are found again in those of all ranks.
+_FULL = "bidirectional_mask_function"
+_HAS = frozenset(("causal_mask_function", _FULL, "sliding_window_overlay", "packed_sequence_mask_function"))
+_COMPOSED = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")
+
+
+def register(cp: ContextParallel, *, name: str = "burst") -> None:
+    """Let models of transformers attend over the sequence that the ranks of `cp` share.
+
+        burst.register(cp)
+        model.set_attn_implementation("burst")      # or from_pretrained(..., attn_implementation="burst")
+        loss = model(**burst.shard_batch(batch, cp)).loss
+
+    Args:
+        cp: the ranks, and the layout in which each holds its tokens. It replaces the one of an earlier call.
+        name: under which models ask for it. The names of flash attention 2, 3 and 4 answer alike from then on.
+
+    Every call raises ValueError, with what was found, for what is not exact: dropout, padding on the left, masks other
+    than causal, full, windows and packed documents, positions counted per rank, `cu_seq_lens` that contradict them.
+    Raises ImportError without transformers 5.
+    """
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError("register needs transformers 5: pip install 'transformers>=5'") from error
+    sharded = _ShardedAttention(cp)
+    for each in (name, *FLASH_NAMES):
+        AttentionInterface.register(each, sharded.attend)
+        AttentionMaskInterface.register(each, sharded.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """What the positions of all ranks say about a batch: the lengths of each row's documents."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+
+class _ShardedAttention:
+    """The two functions that transformers calls, and the positions that they saw last."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._cp = cp
+        self._seen: tuple[weakref.ref[Tensor], int, _Packed] | None = None
+
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What the model hands to `attend` as its mask: nothing, because positions say it all. Called once for each
+        kind of layer and forward, collective where there is padding. Raises ValueError for a mask that attention over
+        sharded sequences does not have."""
+        if q_length != kv_length or q_offset or kv_offset:
+            return self._cached_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, kwargs
+            )
+        parts = list(_parts(mask_function)) if mask_function is not None else []
+        if unknown := [part for part in parts if part not in _HAS]:
+            raise ValueError(
+                f"the model asks for a mask made of {unknown[0]}, which attention over sharded sequences does not have; "
+                "it has causal and full masks, sliding windows and packed documents"
+            )
+        if attention_mask is not None:
+            self._check_padding(attention_mask, causal=_FULL not in parts)
+        return None
+
+    def _check_padding(self, real_BL: Tensor, *, causal: bool) -> None:
+        """Raises ValueError unless padding is where no token sees it: on the right, under a causal mask."""
+        real_BS = self._cp.unshard(real_BL.to(torch.int8).contiguous(), dim=1)
+        if bool((real_BS.diff(dim=1) > 0).any()):
+            raise ValueError("attention_mask has padding before a token; pad on the right (padding_side='right')")
+        if not causal and not bool(real_BS.all()):
+            raise ValueError("attention_mask has padding and attention is not causal, so tokens would see it; leave it out")
+
+    def _cached_mask(self, *arguments: Any) -> Any:
+        """The mask of attention to a cache, where one rank has all tokens."""
+        from transformers.masking_utils import sdpa_mask
+
+        if self._cp.size > 1:
+            raise ValueError(_NO_CACHE)
+        *first, mask_function, attention_mask, kwargs = arguments
+        return sdpa_mask(*first, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of this rank's queries, [B, N, L, D], over the whole sequence. Returns ([B, L, N, D], None)."""
+        if query.shape[2] != key.shape[2]:
+            if self._cp.size > 1:
+                raise ValueError(_NO_CACHE)
+            return _attend_to_cache(
+                module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window,
+                softcap=softcap, is_causal=is_causal, s_aux=s_aux, **kwargs,
+            )  # fmt: skip
+        self._refuse(attention_mask, dropout, kwargs)
+        q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        packed = self._packed(kwargs.get("position_ids"), q_BLND)
+        _check_cu_seq_lens(kwargs, packed)
+
+        def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
+            out_BLND: Tensor = burst_attention(
+                q_BLND[rows], k_BLKD[rows], v_BLKD[rows], mask=_mask(lengths, bool(causal), sliding_window), cp=self._cp,
+                scale=scaling, softcap=softcap, sinks_N=s_aux, tensor_layout="BSHD",
+            )  # fmt: skip
+            return out_BLND
+
+        if len(set(packed.rows)) == 1:
+            return call(slice(None), packed.rows[0]), None
+        each = [call(slice(row, row + 1), lengths) for row, lengths in enumerate(packed.rows)]
+        return torch.cat(each), None
+
+    @staticmethod
+    def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+        """Raises ValueError for what attention over sharded sequences does not compute."""
+        if dropout:
+            raise ValueError(f"attention has dropout {dropout}; set attention_dropout to 0 in the model's configuration")
+        if attention_mask is not None:
+            found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"the model passes a mask of its own ({found}) to its attention; pass no attention_mask to it, or one "
+                "of [batch, tokens]"
+            )
+        known = _HARMLESS | {"cu_seq_lens_q", "cu_seq_lens_k"}
+        for name, passed in kwargs.items():
+            if name not in known and passed is not None and passed is not False:
+                raise ValueError(
+                    f"the model passes {name} to its attention, which attention over sharded sequences does not have; "
+                    "leave it out, or take another attn_implementation"
+                )
+
+    def _packed(self, position_ids: Tensor | None, q_BLND: Tensor) -> _Packed:
+        """The documents of the batch. Collective where these positions were not seen before, on all ranks alike."""
+        batch, tokens = q_BLND.shape[:2]
+        if position_ids is None:
+            if self._cp.size == 1:
+                return _Packed(rows=((tokens,),) * batch)
+            raise ValueError("the model passes no position_ids to its attention; pass those of shard_batch to the model")
+        if self._seen is not None:
+            seen, version, packed = self._seen
+            if seen() is position_ids and version == position_ids._version:
+                return packed
+        if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
+            raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
+        self._refuse_positions_of_a_rank(position_ids)
+        whole_BS = self._cp.unshard(position_ids.detach().contiguous(), dim=1).expand(batch, -1).cpu()
+        packed = _Packed(rows=tuple(_documents(row) for row in whole_BS.tolist()))
+        self._seen = weakref.ref(position_ids), position_ids._version, packed
+        return packed
+
+    def _refuse_positions_of_a_rank(self, position_ids: Tensor) -> None:
+        """Raises ValueError for positions that count this rank's tokens: what a model takes when it is given none. With
+        contiguous shards they look like documents of that length."""
+        tokens = position_ids.shape[1]
+        counted = torch.arange(tokens, device=position_ids.device).expand_as(position_ids)
+        alike = torch.equal(position_ids, counted)
+        if self._cp.size > 1 and bool(self._cp.unshard(torch.full_like(position_ids, alike), dim=1).all()):
+            raise ValueError(
+                f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is given "
+                "none; pass those of shard_batch, which count over the whole sequence"
+            )
+
+
+_NO_CACHE = (
+    "keys of earlier tokens (a cache, as in generate) are not sharded over ranks; call "
+    "model.set_attn_implementation('sdpa') before generate, with the whole prompt on every rank, and set it back after"
+)
+
+
+def _attend_to_cache(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, None]:
+    """A token of `generate` on one rank: by the attention of transformers itself, with sinks or soft-capping eager."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if settings.get("softcap") is not None or settings.get("s_aux") is not None:
+        raise ValueError("generate with soft-capping or sinks: call model.set_attn_implementation('eager') before it")
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    out: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **settings)
+    return out
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the functions that a mask function of transformers is made of."""
+    name = mask_function.__qualname__.split(".")[0]
+    inner = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    if name not in _COMPOSED:
+        yield name
+        return
+    for each in inner:
+        for function in each if isinstance(each, tuple) else (each,):
+            if callable(function) and not isinstance(function, Tensor):
+                yield from _parts(function)
+
+
+def _documents(positions: list[int]) -> tuple[int, ...]:
+    """Lengths of the documents of a row. Raises ValueError where positions are not 0, 1, 2, ... in each."""
+    starts = [at for at, position in enumerate(positions) if position == 0]
+    if not starts or starts[0] != 0:
+        raise ValueError(f"the sequence's first position is {positions[0]}; documents start at position 0")
+    for at, position in enumerate(positions[1:], 1):
+        if position != 0 and position != positions[at - 1] + 1:
+            raise ValueError(
+                f"position {position} follows {positions[at - 1]} at token {at} of the whole sequence; positions count "
+                "up by one and begin again with 0 at each document. Are tokens sharded as the ContextParallel says?"
+            )
+    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
+
+
+def _mask(lengths: tuple[int, ...], causal: bool, sliding_window: int | None) -> Mask:
+    """transformers' window of W holds the token itself and W - 1 before it."""
+    left = None if sliding_window is None else sliding_window - 1
+    if left is not None and not causal:
+        raise ValueError("the model asks for a window to both sides; only causal windows are exact here")
+    if len(lengths) > 1:
+        return Documents(lengths, causal=causal, window=left)
+    if left is not None and left < lengths[0] - 1:
+        return SlidingWindow(left)
+    return Causal() if causal else Full()
+
+
+def _check_cu_seq_lens(kwargs: dict[str, Any], packed: _Packed) -> None:
+    """Raises ValueError where boundaries that the model was given are not those of the positions."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        given = kwargs.get(name)
+        if given is None:
+            continue
+        bounds = [int(bound) for bound in given]
+        expected = [0]
+        for length in (length for row in packed.rows for length in row):
+            expected.append(expected[-1] + length)
+        if bounds != expected:
+            raise ValueError(
+                f"{name} {bounds[:6]} is not where documents start by position_ids, {expected[:6]}, in the whole "
+                f"sequence of {expected[-1]} tokens; pass those of the whole sequence on every rank, or leave them out"
+            )

@@ -1,0 +1,102 @@
+"""Models of transformers over a sharded sequence: loss, logits and every gradient are those of eager attention on one
+device, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import burst
+from tests.ranks import run_on_ranks
+
+transformers = pytest.importorskip("transformers", reason="the adapter is tested against it: extra `test` has it")
+
+SEQ_LEN = 24
+TINY: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "attention_dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1": ("LlamaConfig", {}),
+    "qwen 2.5": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen 3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "gemma 2": ("Gemma2Config", {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
+    "gemma 3": ("Gemma3TextConfig", {"sliding_window": 7, "query_pre_attn_scalar": 8}),
+    "gpt-oss": ("GptOssConfig", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 2}),
+}
+
+
+def model_of(name: str, attention: str) -> Any:
+    """The same weights in each call: random, but for those that begin as 0 or 1, which could hide a mistake."""
+    kind, own = MODELS[name]
+    config = getattr(transformers, kind)(**TINY | own)
+    config._experts_implementation = "eager"  # the others take no float64
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+def batch(lengths: tuple[int, ...] = (SEQ_LEN,), rows: int = 2) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, 50, (rows, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 3:6] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+def eager(name: str, whole: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, logits, gradients) on one device; documents as rows of a batch would see them, by a mask of pairs."""
+    model = model_of(name, "eager")
+    one = burst.ContextParallel.single()
+    inputs = burst.shard_batch(whole, one)
+    found = model(**inputs)
+    found.loss.backward()
+    return found.loss.item(), found.logits.detach(), gradients(model)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def sharded(names: list[str], layout: str, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """The same by `burst`, on the ranks that there are."""
+    cp = burst.ContextParallel(layout=layout)
+    burst.register(cp)
+    results = {}
+    for name in names:
+        model = model_of(name, "burst")
+        found = model(**burst.shard_batch(batch(lengths), cp))
+        found.loss.backward()
+        loss, own = found.loss.detach().clone(), gradients(model)
+        for each in (loss, *own.values()):
+            dist.all_reduce(each)
+        logits = cp.unshard(found.logits.detach().contiguous())
+        results[name] = (loss.item(), logits[:, : sum(lengths)].numpy(), {key: g.numpy() for key, g in own.items()})
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "lengths"), [(1, "zigzag", (24,)), (2, "zigzag", (24,)), (4, "contiguous", (1, 12, 3, 7))]
+)
+def test_loss_logits_and_gradients_are_those_of_one_device(
+    world_size: int, layout: str, lengths: tuple[int, ...]
+) -> None:
+    names = [name for name in MODELS if len(lengths) == 1 or name != "mistral"]
+    found = run_on_ranks(world_size, sharded, names, layout, lengths)[0]
+    for name in names:
+        loss, logits, expected = eager(name, batch(lengths))
+        assert found[name][0] == pytest.approx(loss, rel=1e-6), name  # transformers forms the loss in float32
+        # eager attention forms its softmax in float32
+        assert (torch.from_numpy(found[name][1]) - logits).abs().max() < 2e-6, name
+        assert expected.keys() == found[name][2].keys()
+        for key, gradient in expected.items():
+            error = (torch.from_numpy(found[name][2][key]) - gradient).abs().max() / (gradient.abs().max() + 1e-12)
+            assert error < 1e-5, (name, key)
