@@ -124,8 +124,11 @@ def pack(
 
 
 def shuffled(count: int, seed: int) -> Integers:
-    """0 to `count` - 1 in an order that depends on `seed` alone: sorted by a hash (splitmix64, Steele et al., 2014), because
-    a generator's shuffle differs between versions of numpy."""
+    """0 to `count` - 1 in an order that depends on `seed` alone.
+
+    They are sorted by a hash (splitmix64, Steele and others, 2014): a generator's shuffle differs between versions of
+    numpy.
+    """
     with np.errstate(over="ignore"):
         x = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed % (1 << 64)) * np.uint64(0xD1B54A32D192ED03)
         x = x * np.uint64(0x9E3779B97F4A7C15)
