@@ -52,7 +52,13 @@ def random_mask(generator: random.Random, seq_len: int) -> Mask:
     if kind == "documents":
         if generator.random() < 0.25:
             return Documents([generator.randint(1, 9) for _ in range(generator.randint(1, 4))], causal, repeat=True)
-        return Documents(cut(generator, seq_len, generator.choice([1, 2, 3, 5, 9, 20, 60])), causal)
+        lengths = cut(generator, seq_len, generator.choice([1, 2, 3, 5, 9, 20, 60]))
+        left, spans = generator.choice([None, None, 0, 2, seq_len // 5]), []
+        if causal and generator.random() < 0.3:
+            starts = itertools.accumulate((0, *lengths[:-1]))
+            some = [(start, length) for start, length in zip(starts, lengths, strict=True) if generator.random() < 0.5]
+            spans = [(start + length // 3, start + length) for start, length in some]
+        return Documents(lengths, causal, left=left, spans=spans)
     if kind == "blocks":
         pattern = generator.choice(
             [Strided(generator.randint(1, 5)), LocalGlobal(generator.randint(0, 3), generator.randint(0, 2))]
@@ -167,7 +173,7 @@ def test_equal_documents_are_equal_masks_with_one_hash() -> None:
     assert first == second
     assert hash(first) == hash(second)
     assert first != Documents([3, 4, 5], causal=False)
-    assert repr(first) == "Documents(lengths=(3, 4, 5), causal=True, repeat=False)"
+    assert repr(first) == "Documents(lengths=(3, 4, 5), causal=True, repeat=False, left=None, spans=())"
 
 
 @pytest.mark.parametrize("causal", [True, False])
