@@ -268,7 +268,7 @@ def _mask(lengths: tuple[int, ...], causal: bool, sliding_window: int | None) ->
     if left is not None and not causal:
         raise ValueError("the model asks for a window to both sides; only causal windows are exact here")
     if len(lengths) > 1:
-        return Documents(lengths, causal=causal, window=left)
+        return Documents(lengths, causal=causal, left=left)
     if left is not None and left < lengths[0] - 1:
         return SlidingWindow(left)
     return Causal() if causal else Full()

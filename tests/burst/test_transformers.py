@@ -19,6 +19,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "attention_dropout": 0.0,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "use_cache": False,  # with a cache, transformers does not look for packed documents
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1": ("LlamaConfig", {}),
