@@ -55,7 +55,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
     next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
     starts_BS = torch.nn.functional.pad(positions_BS[:, 1:] == 0, (0, 1), value=False)
     next_BS = next_BS.masked_fill(starts_BS, IGNORED)  # the last token of a document has no next one
-    added = -seq_len % cp.layout.chunks(cp.size)
+    added = -seq_len % cp.layout.chunks(cp.size) if cp.size > 1 else 0
     if added:
         tokens_BS = torch.nn.functional.pad(tokens_BS, (0, added), value=pad_token_id)
         next_BS = torch.nn.functional.pad(next_BS, (0, added), value=IGNORED)
