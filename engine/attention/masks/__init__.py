@@ -19,6 +19,7 @@ from engine.attention.masks.block_sparse import (
 )
 from engine.attention.masks.documents import Documents
 from engine.attention.masks.mask import Causal, Full, Mask, SlidingWindow
+from engine.attention.masks.of_batch import DocumentsOfBatch
 from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, recompute_share
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Documents",
+    "DocumentsOfBatch",
     "Full",
     "LocalGlobal",
     "Mask",
@@ -61,6 +63,7 @@ def parse_mask(setting: str) -> Mask:
     - `full`, `causal`
     - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
       every query sees
+    - `documents`: those of each batch of packed text, in training
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
       full; `:full` behind them lets a document's tokens see later ones, `:left-LEFT` no more than LEFT tokens before
       them, and `:spans-START-STOP,START-STOP,...` those in a span of positions all others of it
@@ -73,6 +76,8 @@ def parse_mask(setting: str) -> Mask:
     joined = ":".join(arguments)
     if setting in ("full", "causal"):
         return Full() if setting == "full" else Causal()
+    if setting == "documents":
+        return DocumentsOfBatch()
     if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS}){{0,2}}", joined):
         return SlidingWindow(*map(_tokens, arguments))
     if name == "documents" and (found := re.fullmatch(_DOCUMENTS, joined)):
@@ -88,6 +93,6 @@ def parse_mask(setting: str) -> Mask:
         return BlockSparse(parse_pattern(arguments[1]), _tokens(arguments[0]), causal=len(arguments) == 3)
     raise ValueError(
         f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT[:GLOBAL]], "
-        "documents:LENGTH,...[:full][:left-LEFT][:spans-START-STOP,...] or "
+        "documents[:LENGTH,...[:full][:left-LEFT][:spans-START-STOP,...]] or "
         "block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
     )

@@ -14,6 +14,7 @@ from engine.attention.masks import (
     BlockSparse,
     Causal,
     Documents,
+    DocumentsOfBatch,
     Full,
     LocalGlobal,
     SlidingWindow,
@@ -94,7 +95,7 @@ def test_block_masks_equal_dense_with_the_cpu_kernel() -> None:
 
 def test_every_mask_offered_is_one_that_a_setting_describes() -> None:
     offered = {name for name in masks.__all__ if hasattr(getattr(masks, name), "tiles")} - {"Mask"}
-    examples = (Full(), Causal(), *MASKS[:-2])
+    examples = (Full(), Causal(), DocumentsOfBatch(), *MASKS[:-2])
     assert offered == {type(mask).__name__ for mask in examples}
     assert all(parse_mask(str(mask)) == mask for mask in examples)
 
