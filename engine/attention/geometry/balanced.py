@@ -29,8 +29,8 @@ from engine.attention.geometry.layout import Segment, merged, tail_cut
 
 __all__ = ["Balanced", "deal"]
 
-NEAR = 0.02  # of the mean, by which pairs of a rank may differ from it
-SLACK = 0.005  # of a rank's pairs, which may be missed where a document is then cut in one place instead of two
+NEAR = 0.01  # of the mean, by which pairs of a rank may differ from it
+SLACK = 0.004  # of a rank's pairs, which may be missed where a document is then cut in one place instead of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,11 @@ class _Dealer:
         heavy = max(self.cut, key=self.density, default=None)
         if (heavy is None or self.density(heavy) <= mean) and self.lengths:
             longest = self.whole(-1)
-            if self.density(longest) > mean and self.excess_of(longest) > self.excess + self.slack and not self.shard.parts:
+            if (
+                self.density(longest) > mean
+                and self.excess_of(longest) > self.excess + self.slack
+                and not self.shard.parts
+            ):
                 self.remove(-1)
                 self.cut.append(longest)
                 heavy = longest
@@ -259,20 +263,31 @@ class _Dealer:
         return min(rest.tokens, round(count))
 
     def take_whole_documents(self) -> None:
-        """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on."""
-        lengths, starts, causal = self.lengths, self.starts, self.causal
-        half, times = (self.light - 0.5, 2) if causal else (self.light / 2, 1)
-        tokens, excess, light, taken = self.tokens, self.excess + self.slack, self.light, self.shard.whole
+        """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on. Where
+        only light ones fit and the rank lacks pairs, take a part of the shortest that does not fit."""
+        lengths, starts, causal, light, taken = self.lengths, self.starts, self.causal, self.light, self.shard.whole
+        half, times = (light - 0.5, 2) if causal else (light / 2, 1)
+        tokens, excess, lacks = self.tokens, self.excess + self.slack, 3 * self.slack
         while tokens and lengths:
             fits = half + math.sqrt(max(0.0, half * half + times * excess))
-            at = bisect_right(lengths, min(float(tokens), fits)) - 1
+            at = bisect_right(lengths, fits if fits < tokens else tokens) - 1
+            if excess > lacks and (at < 0 or lengths[at] < times * (excess / tokens + light)):
+                lacks, place = math.inf, bisect_right(lengths, fits)
+                if place < len(lengths):
+                    self.tokens, self.pairs = tokens, excess - self.slack + tokens * light
+                    rest = self.whole(place)
+                    self.remove(place)
+                    self.cut.append(rest)
+                    self.take_heavy(rest)
+                    tokens, excess = self.tokens, self.excess + self.slack
+                    continue
             if at < 0:
                 break
             length = lengths.pop(at)
             taken.append((starts.pop(at), length))
             tokens -= length
             excess -= length * (((length + 1) / 2 if causal else length) - light)
-        self.pairs = excess - self.slack + tokens * self.light
+        self.pairs = excess - self.slack + tokens * light
         self.tokens = tokens
 
     def close(self) -> None:

@@ -5,20 +5,20 @@
 
 Placements: layouts `contiguous`, `zigzag`, `striped` and `balanced`; equal chunks dealt by a min-heap, as
 MagiAttention's dispatch does by default (each chunk, heaviest first, to the rank with least work that still takes
-chunks), with chunks of 2,048 tokens as in its benchmark; and blocks packed into bins, as FCP (arXiv:2605.08524) describes
-it: documents cut into blocks of at most 2,048 tokens, heaviest first to the rank with least work, cut once more where a
-rank has no tokens left for all of one. Both are our own code, and send exactly the keys that a rank lacks, as those
-systems do. Every rank holds 16,384 tokens, in nodes of 8.
+chunks), with chunks of 2,048 tokens as in its benchmark; and blocks packed into bins, as FCP (arXiv:2605.08524)
+describes it: documents cut into blocks of at most 2,048 tokens, heaviest first to the rank with least work, cut once
+more where a rank has no tokens left for all of one. Both are our own code, and send exactly the keys that a rank lacks,
+as those systems do. Every rank holds 16,384 tokens, in nodes of 8.
 
 Lengths of documents, all cut where the sequence ends:
 - `magi`: the 14 bins of `exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv` in
-  github.com/SandAI-org/MagiAttention at 2c64135: every document has the middle of its bin, and one longer than a quarter
-  of the sequence is split into quarters, as its sampler does.
+  github.com/SandAI-org/MagiAttention at 2c64135: every document has the middle of its bin, and one longer than a
+  quarter of the sequence is split into quarters, as its sampler does.
 - `prolong-64K`, `prolong-512K`: shares of tokens as in ProLong's recipe (arXiv:2410.02660): 63% in documents of 64K
-  tokens, of which the second stage has 21 in 512K; the rest is its mix of short texts, taken as lognormal with a mean
-  of 1,200 tokens (our assumption).
-- `pile`: components by weight, with their mean sizes (arXiv:2101.00027, table 1), 4 bytes a token; lognormal around each
-  mean with sigma 1 (our assumption).
+  tokens, of which 21% are in 512K in the second stage; the rest is its mix of short texts, taken as lognormal with a
+  mean of 1,200 tokens (our assumption).
+- `pile`: components by weight, with their mean sizes (arXiv:2101.00027, table 1), 4 bytes a token; lognormal around
+  each mean with sigma 1 (our assumption).
 - `lognormal` (median 1,100, sigma 1.5) and `pareto` (from 200 tokens, exponent 1.1): long tails.
 """
 
@@ -36,13 +36,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.comm_plan import RingTraffic
-from engine.attention.cost import HardwareModel, Workload, estimate
+from engine.attention.cost import HardwareModel, Workload, choose_schedule, estimate
 from engine.attention.geometry.balanced import deal
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import Documents
 from engine.attention.problem import Problem
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 RANK_TOKENS, NODE_SIZE, CHUNK = 1 << 14, 8, 2048
 RANKS = (8, 16, 32, 64)
 HARDWARE = HardwareModel(across_gib=40.0)  # of a network adapter of 400 Gb/s for each GPU
@@ -130,7 +131,9 @@ def pieces_of(lengths: tuple[int, ...], runs: list[tuple[int, int, int]]) -> Pie
 def of_layout(name: str) -> Callable[[tuple[int, ...], int], Pieces]:
     def place(lengths: tuple[int, ...], ranks: int) -> Pieces:
         shards = [LAYOUTS[name].segments(sum(lengths), ranks, rank) for rank in range(ranks)]
-        return pieces_of(lengths, [(rank, s.start, s.start + s.count) for rank, each in enumerate(shards) for s in each])
+        return pieces_of(
+            lengths, [(rank, s.start, s.start + s.count) for rank, each in enumerate(shards) for s in each]
+        )
 
     return place
 
@@ -197,10 +200,11 @@ class Cost:
     spread: float  # most less fewest, over the mean
     received: float  # tokens whose keys and values ranks receive, over those of the sequence
     most_received: float  # by one rank, over the tokens of a rank
-    seconds: float  # by the cost model, forward and backward of one layer
+    seconds: float  # of a ring by the cost model, forward and backward of one layer
+    auto_seconds: float  # of the schedule that the cost model chooses
 
 
-def pairs(pieces: Pieces) -> NDArray[np.float64]:
+def pairs(pieces: Pieces) -> Floats:
     """Visible pairs of each piece, causal inside its document."""
     return (pieces.last * (pieces.last + 1) - pieces.first * (pieces.first + 1)) / 2
 
@@ -217,7 +221,7 @@ def needed(pieces: Pieces, workers: Integers, count: int, ranks: int) -> Integer
     return found
 
 
-def cost_of(lengths: tuple[int, ...], ranks: int, work: NDArray[np.float64], by_rank: Integers, by_node: Integers) -> Cost:
+def cost_of(lengths: tuple[int, ...], ranks: int, work: Floats, by_rank: Integers, by_node: Integers) -> Cost:
     """`by_rank`, `by_node`: tokens of each rank that each rank, and each node, needs."""
     nodes, size = max(1, ranks // NODE_SIZE), min(ranks, NODE_SIZE)
     owners, local = np.arange(ranks) // size, np.arange(ranks) % size
@@ -249,6 +253,7 @@ def cost_of(lengths: tuple[int, ...], ranks: int, work: NDArray[np.float64], by_
         received=float(foreign.sum() / sum(lengths)),
         most_received=float(foreign.sum(axis=0).max() / RANK_TOKENS),
         seconds=estimate("ring" if nodes == 1 else "double_ring", workload, HARDWARE),
+        auto_seconds=choose_schedule(workload, "balanced", HARDWARE).seconds[0][1],
     )
 
 
@@ -259,7 +264,7 @@ def placed(name: str, lengths: tuple[int, ...], ranks: int) -> Cost:
     pieces = PLACEMENTS[name](lengths, ranks)
     tokens = np.bincount(pieces.rank, weights=pieces.last - pieces.first, minlength=ranks)
     assert (tokens == sum(lengths) // ranks).all(), name
-    work = np.bincount(pieces.rank, weights=pairs(pieces), minlength=ranks)
+    work = np.bincount(pieces.rank, weights=pairs(pieces), minlength=ranks).astype(np.float64)
     by_rank = needed(pieces, pieces.rank, ranks, ranks)
     return cost_of(lengths, ranks, work, by_rank, needed(pieces, pieces.rank // NODE_SIZE, nodes, ranks))
 
@@ -270,15 +275,15 @@ def striped(lengths: tuple[int, ...], ranks: int) -> Cost:
     held = -((np.arange(ranks)[:, None] - bounds) // ranks)  # tokens of each rank before each bound
     counts = np.diff(held, axis=1)  # [ranks, documents]
     first = np.arange(ranks)[:, None] + held[:, :-1] * ranks - bounds[:-1]
-    work = (counts * (first + 1) + ranks * counts * (counts - 1) / 2).sum(axis=1)
+    work: Floats = (counts * (first + 1.0) + ranks * counts * (counts - 1) / 2).sum(axis=1)
     by_rank = counts @ (counts > 0).T
     by_node = counts @ (counts > 0).reshape(-1, min(ranks, NODE_SIZE), len(lengths)).any(axis=1).T
     return cost_of(lengths, ranks, work, by_rank, by_node)
 
 
 def least(lengths: tuple[int, ...], ranks: int) -> float:
-    """The least that ranks receive, over the tokens of the sequence, where nothing has to be balanced: a document longer
-    than a rank lies on as few ranks as can hold it, one part after another."""
+    """The least that ranks receive, over the tokens of the sequence, where nothing has to be balanced: a document
+    longer than a rank lies on as few ranks as can hold it, one part after another."""
     size = sum(lengths) // ranks
     return sum(max(0, length - at * size) for length in lengths for at in range(1, -(-length // size))) / sum(lengths)
 
@@ -317,7 +322,8 @@ def simulate(draws: int, ranks_of: tuple[int, ...]) -> None:
             case, ours = (kind, ranks), np.array([each.seconds for each in found["balanced"]])
             balance[case] = [f"{np.mean(documents):.0f}"]
             balance[case] += [
-                f"{np.mean([c.imbalance for c in of]):.2f} ({max(c.imbalance for c in of):.2f})" for of in found.values()
+                f"{np.mean([c.imbalance for c in of]):.2f} ({max(c.imbalance for c in of):.2f})"
+                for of in found.values()
             ]
             balance[case].append(f"{max(c.spread for c in found['balanced']):.3f}")
             sent[case] = [f"{np.mean(lower):.2f}"]
@@ -343,7 +349,7 @@ def simulate(draws: int, ranks_of: tuple[int, ...]) -> None:
 
 
 def more_ranks(draws: int, tokens: int = 1 << 17) -> None:
-    """Predicted time of the same sequences on more and more ranks."""
+    """Predicted time of the same sequences on more and more ranks, with the schedule that `auto` takes."""
     global RANK_TOKENS
     before, rows = RANK_TOKENS, {}
     counts = (1, 2, 4, 8, 16, 32, 64)
@@ -353,11 +359,14 @@ def more_ranks(draws: int, tokens: int = 1 << 17) -> None:
             lengths, times = drawn(kind, tokens, seed), []
             for ranks in counts:
                 RANK_TOKENS = tokens // ranks
-                times.append(1e3 * placed("balanced", lengths, ranks).seconds)
+                times.append(1e3 * placed("balanced", lengths, ranks).auto_seconds)
             found.append(times)
         slower = [sum(times[at + 1] > times[at] * 1.001 for times in found) for at in range(len(counts) - 1)]
         mean = np.mean(found, axis=0)
-        rows[kind, tokens] = [f"{mean[0]:.2f}", *(f"{each:.2f} ({late})" for each, late in zip(mean[1:], slower))]
+        rows[kind, tokens] = [
+            f"{mean[0]:.2f}",
+            *(f"{each:.2f} ({late})" for each, late in zip(mean[1:], slower, strict=True)),
+        ]
     RANK_TOKENS = before
     table(f"Predicted ms of {tokens} tokens by ranks (draws of {draws} that are slower than on half as many)", rows,
           [str(ranks) for ranks in counts])  # fmt: skip
