@@ -421,7 +421,7 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
     return best_layout(
-        parse_mask(settings.masks[0]), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
+        parse_mask(settings.masks[0]), settings.row_tokens, settings.cp_size, tail if recomputes else 1.0, among
     )
 
 
