@@ -184,7 +184,8 @@ def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int
                 left -= lengths[-1]
         if left > 0 and not mask.repeat:
             lengths[-1] += left
-        return Documents(tuple(lengths), causal=mask.causal, repeat=mask.repeat), tokens
+        left_keys = None if mask.left is None else run(mask.left)
+        return Documents(tuple(lengths), mask.causal, mask.repeat, left_keys), tokens
     if isinstance(mask, BlockSparse):
         blocks = -(-seq_len // mask.block_size)
         kept = min(blocks, _BLOCKS)

@@ -35,6 +35,10 @@ MASKS = (
     Documents((24, 24), causal=False),
     Documents((12, 12, 12, 12)),  # contiguous on 4 ranks: no ring step has any tile
     Documents((5,), repeat=True),
+    Documents((7, 1, 20, 20), left=6),
+    Documents((1, 30, 17), causal=False, left=4),
+    Documents((20, 4, 24), spans=((2, 9), (12, 18), (24, 25), (30, 47))),
+    Documents((3, 45), left=5, spans=((0, 3), (10, 24))),
     BlockSparse(BLIND, 12),
     BlockSparse(BLIND, 12, causal=True),  # rows of the third quarter see key block 1, and half of their own
     BlockSparse([[False] * 4] * 4, 12),  # no query sees a key
