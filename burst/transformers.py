@@ -1,8 +1,9 @@
 """Attention of Hugging Face transformers 5 over a sequence that is sharded over ranks: `register`.
 
-transformers looks up attention and its mask by name (`AttentionInterface`, `AttentionMaskInterface`). The functions here
-answer to the name `burst`, and to those of flash attention, so that no model goes round the sharding when something sets
-its attention anew. What they cannot compute exactly they refuse by name: nothing that a model passes is dropped.
+transformers looks up attention and its mask by name (`AttentionInterface`, `AttentionMaskInterface`). The functions
+here answer to the name `burst`, and to those of flash attention, so that no model goes round the sharding when
+something sets its attention anew. What they cannot compute exactly they refuse by name: nothing that a model passes is
+dropped.
 
 Which document a token belongs to is read from `position_ids`, of all ranks together: a document starts where positions
 begin again with 0. One gathering of small integers for each batch finds them; all layers share it.
@@ -28,9 +29,12 @@ from engine.attention.prepared import burst_attention
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # What models pass on to attention and what says nothing about it, or is read here.
 _HARMLESS = frozenset(
-    "position_ids cache_position use_cache past_key_values num_items_in_batch shift_labels output_hidden_states "
-    "output_router_logits position_embeddings layer_idx return_dict labels max_length_q max_length_k".split()
-)
+    (
+        "cache_position", "labels", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch",
+        "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids",
+        "return_dict", "shift_labels", "use_cache",
+    )
+)  # fmt: skip
 # Parts of a mask function of transformers, by the name of the function that made them, which attention over sharded
 # sequences has. Packed documents found in this rank's positions alone are found again in those of all ranks.
 _FULL = "bidirectional_mask_function"
@@ -94,14 +98,19 @@ class _ShardedAttention:
         kind of layer and forward, collective where there is padding. Raises ValueError for a mask that attention over
         sharded sequences does not have."""
         if q_length != kv_length or q_offset or kv_offset:
-            return self._cached_mask(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, kwargs
-            )
+            if self._cp.size > 1:
+                raise ValueError(_NO_CACHE)
+            from transformers.masking_utils import sdpa_mask
+
+            return sdpa_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
+                attention_mask=attention_mask, **kwargs,
+            )  # fmt: skip
         parts = list(_parts(mask_function)) if mask_function is not None else []
         if unknown := [part for part in parts if part not in _HAS]:
             raise ValueError(
-                f"the model asks for a mask made of {unknown[0]}, which attention over sharded sequences does not have; "
-                "it has causal and full masks, sliding windows and packed documents"
+                f"the model asks for a mask made of {unknown[0]}, which attention over sharded sequences does not "
+                "have; it has causal and full masks, sliding windows and packed documents"
             )
         if attention_mask is not None:
             self._check_padding(attention_mask, causal=_FULL not in parts)
@@ -113,16 +122,9 @@ class _ShardedAttention:
         if bool((real_BS.diff(dim=1) > 0).any()):
             raise ValueError("attention_mask has padding before a token; pad on the right (padding_side='right')")
         if not causal and not bool(real_BS.all()):
-            raise ValueError("attention_mask has padding and attention is not causal, so tokens would see it; leave it out")
-
-    def _cached_mask(self, *arguments: Any) -> Any:
-        """The mask of attention to a cache, where one rank has all tokens."""
-        from transformers.masking_utils import sdpa_mask
-
-        if self._cp.size > 1:
-            raise ValueError(_NO_CACHE)
-        *first, mask_function, attention_mask, kwargs = arguments
-        return sdpa_mask(*first, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+            raise ValueError(
+                "attention_mask has padding and attention is not causal, so tokens would see it; leave it out"
+            )
 
     def attend(
         self,
@@ -155,7 +157,8 @@ class _ShardedAttention:
 
         def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
             out_BLND: Tensor = burst_attention(
-                q_BLND[rows], k_BLKD[rows], v_BLKD[rows], mask=_mask(lengths, bool(causal), sliding_window), cp=self._cp,
+                q_BLND[rows], k_BLKD[rows], v_BLKD[rows],
+                mask=_mask(lengths, bool(causal), sliding_window), cp=self._cp,
                 scale=scaling, softcap=softcap, sinks_N=s_aux, tensor_layout="BSHD",
             )  # fmt: skip
             return out_BLND
@@ -169,7 +172,9 @@ class _ShardedAttention:
     def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
         """Raises ValueError for what attention over sharded sequences does not compute."""
         if dropout:
-            raise ValueError(f"attention has dropout {dropout}; set attention_dropout to 0 in the model's configuration")
+            raise ValueError(
+                f"attention has dropout {dropout}; set attention_dropout to 0 in the model's configuration"
+            )
         if attention_mask is not None:
             found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(
@@ -190,10 +195,12 @@ class _ShardedAttention:
         if position_ids is None:
             if self._cp.size == 1:
                 return _Packed(rows=((tokens,),) * batch)
-            raise ValueError("the model passes no position_ids to its attention; pass those of shard_batch to the model")
+            raise ValueError(
+                "the model passes no position_ids to its attention; pass those of shard_batch to the model"
+            )
         if self._seen is not None:
             seen, version, packed = self._seen
-            if seen() is position_ids and version == position_ids._version:
+            if seen() is position_ids and version == position_ids._version:  # type: ignore[union-attr]
                 return packed
         if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
             raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
@@ -211,8 +218,8 @@ class _ShardedAttention:
         alike = torch.equal(position_ids, counted)
         if self._cp.size > 1 and bool(self._cp.unshard(torch.full_like(position_ids, alike), dim=1).all()):
             raise ValueError(
-                f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is given "
-                "none; pass those of shard_batch, which count over the whole sequence"
+                f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is "
+                "given none; pass those of shard_batch, which count over the whole sequence"
             )
 
 

@@ -105,3 +105,108 @@ def test_loss_logits_and_gradients_are_those_of_one_device(
         for key, gradient in expected.items():
             error = (torch.from_numpy(found[name][2][key]) - gradient).abs().max() / (gradient.abs().max() + 1e-12)
             assert error < 1e-5, (name, key)
+
+
+def attend(cp: burst.ContextParallel, shape: tuple[int, int] = (1, 8), **passed: Any) -> torch.Tensor:
+    """The registered function on random tensors of two heads, as a layer of a model would call it."""
+    burst.register(cp)
+    q, k, v = torch.randn(3, shape[0], 2, shape[1], 4).unbind()
+    function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["burst"]
+    module = torch.nn.Module()
+    out: torch.Tensor = function(module, q, k, v, passed.pop("attention_mask", None), **passed)[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("passed", "sentence"),
+    [
+        ({"dropout": 0.1}, "attention has dropout 0.1; set attention_dropout to 0"),
+        ({"attention_mask": torch.ones(1, 1, 8, 8)}, r"a mask of its own \(\[1, 1, 8, 8\]\)"),
+        ({"position_bias": torch.ones(1)}, "passes position_bias to its attention"),
+        ({"output_attentions": True}, "passes output_attentions to its attention"),
+        ({"position_ids": torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]])}, "first position is 3"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7, 8]])}, "position 4 follows 2 at token 3"),
+        ({"position_ids": torch.arange(9)[None]}, r"position_ids are \[1, 9\]"),
+        (
+            {"position_ids": torch.arange(8)[None], "cu_seq_lens_q": torch.tensor([0, 4, 8])},
+            r"cu_seq_lens_q \[0, 4, 8\]",
+        ),
+        ({"sliding_window": 4, "is_causal": False}, "a window to both sides"),
+    ],
+)
+def test_what_is_not_exact_is_refused(passed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        attend(burst.ContextParallel.single(), **passed)
+
+
+def test_rows_with_documents_of_their_own_and_flash_attentions_names() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3, 4]])
+    torch.manual_seed(0)
+    together = attend(burst.ContextParallel.single(), (2, 8), position_ids=positions)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 8, 4).unbind()
+    seen = torch.ones(8, 8, dtype=torch.bool).tril() & torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).bool()
+    dense = torch.nn.functional.scaled_dot_product_attention
+    for row, mask in enumerate((torch.ones(8, 8, dtype=torch.bool).tril(), seen)):
+        alone = dense(q[row], k[row], v[row], attn_mask=mask)
+        assert (together[row] - alone.transpose(0, 1)).abs().max() < 1e-6
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    assert {functions[f"flash_attention_{version}"] for version in (2, 3, 4)} == {functions["burst"]}
+
+
+def refused(layout: str) -> dict[str, str]:
+    """What two ranks are told about positions counted per rank, padding on the left, and a cache."""
+    cp = burst.ContextParallel(layout=layout)
+    burst.register(cp)
+    model = model_of("llama 3.1", "burst")
+    whole = batch()
+    sharded_batch = burst.shard_batch(whole, cp)
+    left = torch.ones_like(whole["input_ids"])
+    left[0, :3] = 0
+    cases: dict[str, dict[str, Any]] = {
+        "counted": {"input_ids": sharded_batch["input_ids"]},
+        "left": {**sharded_batch, "attention_mask": cp.shard(left)},
+        "layout": {**sharded_batch, "position_ids": sharded_batch["position_ids"].flip(1)},
+    }
+    told = {}
+    for name, inputs in cases.items():
+        with pytest.raises(ValueError, match=r".") as caught:
+            model(**inputs)
+        told[name] = str(caught.value)
+    with pytest.raises(ValueError, match=r".") as caught:
+        model.generate(whole["input_ids"][:, :4], max_new_tokens=2)
+    return told | {"generate": str(caught.value)}
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
+    told = run_on_ranks(2, refused, layout)[0]
+    assert "0 to 11 on all 2 ranks, as a model counts them" in told["counted"]
+    assert "pad on the right" in told["left"]
+    assert "first position is" in told["layout"]
+    assert "generate" in told["generate"] or "as a model counts them" in told["generate"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"pixel_values": torch.ones(1, 8)}, "the batch has pixel_values"),
+        ({"labels": torch.ones(1, 7)}, r"labels is \[1, 7\] and input_ids \[1, 8\]"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])}, "padding before a token"),
+    ],
+)
+def test_batches_that_cannot_be_cut(changed: dict[str, torch.Tensor], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        burst.shard_batch({"input_ids": torch.ones(1, 8, dtype=torch.long)} | changed, burst.ContextParallel.single())
+
+
+def test_labels_are_shifted_before_the_sequence_is_cut_and_never_across_documents() -> None:
+    tokens = torch.arange(10, 18)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    found = burst.shard_batch(
+        {"input_ids": tokens, "labels": tokens, "position_ids": positions, "attention_mask": mask},
+        burst.ContextParallel.single(),
+    )
+    assert found["shift_labels"].tolist() == [[11, 12, -100, 14, 15, -100, -100, -100]]
+    assert found["num_items_in_batch"] == 4
