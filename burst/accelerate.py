@@ -1,0 +1,121 @@
+"""Sequences sharded by burst in accelerate, and in the Trainer of transformers and what is built on it (TRL).
+
+accelerate knows one way to shard a sequence, torch's, which drops masks and refuses windows. `parallelism` makes a
+`ParallelismConfig` with another: accelerate's own meshes and data loaders, which give the ranks of one sequence the
+same batch, with attention and the cutting of batches from here. Two methods are replaced for it, `_prepare_cp` of
+`Accelerator` and `_prepare_context_parallel_inputs` of `Trainer`; under any other configuration they do what they did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from burst.batch import shard_batch
+from burst.transformers import register
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import as_layout
+
+BACKEND = "burst"
+
+
+def parallelism(cp_size: int, *, layout: str = "zigzag", **others: Any) -> Any:
+    """A `ParallelismConfig` whose sequences are sharded over `cp_size` ranks.
+
+        args = TrainingArguments(..., parallelism_config=burst.accelerate.parallelism(cp_size=4))
+        Trainer(model, args, train_dataset=packed).train()
+
+    The model's attention becomes `burst` (`burst.register`) when it is prepared. Batches are whole on all ranks of a
+    sequence and cut by `burst.shard_batch`, in training and in evaluation.
+
+    Args:
+        cp_size: ranks that share a sequence.
+        layout: which tokens each rank holds: zigzag, contiguous or striped.
+        others: of `ParallelismConfig`, such as `dp_shard_size`.
+
+    Raises ImportError without accelerate, ValueError for an unknown layout and for what `ParallelismConfig` refuses.
+    """
+    try:
+        from accelerate import ParallelismConfig
+    except ImportError as error:
+        raise ImportError("parallelism needs accelerate: pip install accelerate") from error
+    from accelerate.utils import DistributedType
+
+    class Parallelism(ParallelismConfig):  # type: ignore[misc]
+        """Also for CPU processes, which accelerate leaves to plain data parallelism."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.cp_backend = BACKEND  # after its check, which knows torch alone
+
+        def _validate_accelerator(self, accelerator: Any) -> None:
+            if accelerator.distributed_type != DistributedType.MULTI_CPU:
+                super()._validate_accelerator(accelerator)
+            elif self.total_size != accelerator.num_processes:
+                raise ValueError(
+                    f"there are {accelerator.num_processes} processes and cp_size {cp_size} with {others or 'no others'} "
+                    f"describes {self.total_size}; start as many, or give dp_replicate_size or dp_shard_size"
+                )
+
+    config = Parallelism(cp_size=cp_size, **others)
+    config.burst_layout = as_layout(layout).name
+    _replace()
+    return config
+
+
+def _replace() -> None:
+    """Give both classes the methods that know this backend, once."""
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    for owner, name, made in (
+        (Accelerator, "_prepare_cp", _prepare_cp),
+        (Trainer, "_prepare_context_parallel_inputs", _prepare_inputs),
+    ):
+        earlier = getattr(owner, name, None)
+        if earlier is None:
+            raise ImportError(
+                f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15 and transformers 5.23"
+            )
+        if not hasattr(earlier, "of_burst"):
+            setattr(owner, name, made(earlier))
+
+
+def _is_ours(accelerator: Any) -> bool:
+    return getattr(getattr(accelerator, "parallelism_config", None), "cp_backend", None) == BACKEND
+
+
+def _prepare_cp(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(accelerator: Any, *args: Any) -> tuple[Any, ...]:
+        if not _is_ours(accelerator):
+            return tuple(earlier(accelerator, *args))
+        config = accelerator.parallelism_config
+        accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=config.burst_layout)
+        register(accelerator.burst_context)
+        for each in args:
+            if isinstance(each, nn.Module) and hasattr(each, "set_attn_implementation"):
+                each.set_attn_implementation(BACKEND)
+        return args
+
+    prepare.of_burst = True  # type: ignore[attr-defined]
+    return prepare
+
+
+def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        accelerator = trainer.accelerator
+        if not _is_ours(accelerator) or not accelerator.parallelism_config.cp_enabled:
+            context, same = earlier(trainer, model, inputs)
+            return context, same
+        inputs = trainer._prepare_inputs(inputs)
+        tokenizer = getattr(trainer, "processing_class", None)
+        padding = getattr(tokenizer, "pad_token_id", None)
+        cut = shard_batch(inputs, accelerator.burst_context, pad_token_id=padding or 0)
+        del cut["num_items_in_batch"]  # the Trainer's own, over all its micro-batches
+        return contextlib.nullcontext, dict(cut)
+
+    prepare.of_burst = True  # type: ignore[attr-defined]
+    return prepare
