@@ -162,12 +162,19 @@ def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.
 
 
 class DataCommand:
-    help = "turn text files into a token store for `data:` of experiments and training configurations"
+    help = "turn texts and chats into a token store for `data:` of experiments and training configurations"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "texts", nargs="+", metavar="TEXT", help="UTF-8 text files, one document each, or python_docs"
-        )
+            "sources", nargs="+", metavar="SOURCE",
+            help="UTF-8 text files, one document each; with --field JSON Lines, JSON lists, Parquet and Arrow files; "
+            "folders of these; or python_docs",
+        )  # fmt: skip
+        parser.add_argument(
+            "--field", metavar="NAME",
+            help="field of each record that is a document: its text, or the messages of a chat, of which the answers "
+            "are learnt",
+        )  # fmt: skip
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new store")
         parser.add_argument(
             "--tokenizer", default="bytes", metavar="bytes|FILE",
@@ -192,7 +199,7 @@ class DataCommand:
         _check_place(arguments.out, replace=arguments.replace)
         try:
             with _moved_aside(arguments.out) as moved, Progress(f"writing the tokens of {arguments.out}"):
-                header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
+                header = build_store(arguments.sources, arguments.out, tokenizer, arguments.validation, arguments.field)
         except ValueError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
@@ -201,10 +208,11 @@ class DataCommand:
             raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:
             print(f"the earlier store is now {moved}")
-        texts = "1 document" if len(header.documents) == 1 else f"{len(header.documents)} documents"
+        texts = "1 document" if header.documents == 1 else f"{header.documents:,} documents"
+        learnt = ", answers of chats alone are learnt" if header.answers_only else ""
         print(
             f"{arguments.out}: {header.count:,} tokens of {texts}, {header.validation:,} of them held out; "
-            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
+            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}{learnt}"
         )
         wanted = shown_value(f"data: {arguments.out.absolute()}")
         print(f"Next: burst train CONFIG.yaml, with {wanted}, model: tiny, seq_len: 512 and steps: 300 in that file")

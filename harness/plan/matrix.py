@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -333,10 +334,11 @@ def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
 
 
 def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any, ...]]]) -> bool:
-    if not exclude:
-        return False
-    flat = _flat(settings)
-    return any(all(flat[key] in values for key, values in entry.items()) for entry in exclude)
+    """Whether an entry names the settings. A plan asks this of every combination, so only the named keys are read."""
+    return any(
+        all(attrgetter("model.name" if key == "model" else key)(settings) in values for key, values in entry.items())
+        for entry in exclude
+    )
 
 
 def _flat(settings: TrialSettings) -> dict[str, Any]:
@@ -388,7 +390,7 @@ def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods have a layout here; foreign programs check it themselves."""
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = None if layout_of is None else layout_of(settings)
-    whole = None if layout is None else split_unsupported_reason(layout, settings.seq_len, settings.cp_size)
+    whole = None if layout is None else split_unsupported_reason(layout, settings.row_tokens, settings.cp_size)
     return whole or warm_up_unsupported_reason(settings, layout)
 
 
