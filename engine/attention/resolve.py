@@ -460,7 +460,7 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
         return settings.layout
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
-    return choose_layout(mask, settings.seq_len, settings.cp_size, tail, among)
+    return choose_layout(mask, settings.row_tokens, settings.cp_size, tail, among)
 
 
 def recomputes_attention(settings: TrialSettings) -> bool:
