@@ -328,8 +328,8 @@ class Evaluator:
 
     def _packed_row(self, number: int) -> PackedRow:
         assert self._packed is not None
-        row = self._packed.row(number if number < self._sequences else 0)
-        counts = number < self._sequences
+        counts = self._sequences > number
+        row = self._packed.row(number if counts else 0)
         return row if counts else replace(row, labels_S=torch.full_like(row.labels_S, IGNORE))
 
     def _row(self, number: int) -> tuple[Tensor, Tensor]:
