@@ -108,7 +108,7 @@ class ContextParallel:
     def under(self, mask: Mask) -> ContextParallel:
         """These ranks as they share a sequence of this mask: where the layout deals documents, it deals those of the
         mask, with plans of their own."""
-        if not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
+        if self.size == 1 or not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
             return self
         other = copy.copy(self)
         other.plans = PlanCache()
