@@ -22,7 +22,7 @@ from harness.report.page import write_report
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
 from harness.training.file import load_training
-from tests.harness.measure_bookkeeping import leave_record
+from tests.harness.synthetic_records import leave_record
 from tests.harness.test_run_experiment import ScriptedLauncher
 from tests.harness.test_verify import STATED
 from tests.mutations import damage, mutated

@@ -16,7 +16,6 @@ from cluster.checks import conclude
 from cluster.checks.gpu import gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
-from cluster.probing.verdict import Verdict
 from cluster.profiles import Board
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
@@ -72,9 +71,7 @@ def test_two_models_in_one_node_are_a_warning() -> None:
 @pytest.mark.parametrize(
     "output", [Output(text="", exit_status=127), Output(text="No devices were found", exit_status=6)]
 )
-def test_no_gpu_is_ok_where_none_is_expected(
-    judge: Callable[[Output, Site], Verdict], site: Site, output: Output
-) -> None:
+def test_no_gpu_is_ok_where_none_is_expected(judge, site, output):
     assert judge(output, site).level == "ok"
 
 
@@ -101,9 +98,7 @@ def test_no_driver_program_fails_where_gpus_are_expected() -> None:
         (4, "Insufficient Permissions", "unknown", "none"),
     ],
 )
-def test_what_nvidia_smi_complains_about_is_the_verdict(
-    judge: Callable[[Output, Site], Verdict], status: int, text: str, level: str, action: str
-) -> None:
+def test_what_nvidia_smi_complains_about_is_the_verdict(judge, status, text, level, action):
     verdict = judge(Output(text=text, exit_status=status), EIGHT_H200)
     assert (verdict.level, verdict.action) == (level, action)
 
@@ -181,9 +176,7 @@ def test_a_busy_node_is_sampled_again_before_it_is_called_busy(install_nvidia_sm
     assert (state / "samples").read_text().count("x") == 3
 
 
-def test_memory_of_a_process_that_has_just_ended_does_not_make_the_node_busy(
-    install_nvidia_smi: Callable[[str], Path],
-) -> None:
+def test_memory_of_a_process_that_has_just_ended_does_not_make_the_node_busy(install_nvidia_smi):
     memory = f'[ $(wc -l < $STATE/samples) -gt 1 ] && echo "0, {UUID}, 0" || echo "0, {UUID}, 1643"'
     state = install_nvidia_smi(FAKE.format(uuid=UUID, memory=memory))
     verdict = gpu_memory.judge(run_memory_probe(PATIENT), PATIENT)

@@ -29,7 +29,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = ["run", "experiments/quickstart.yaml", "--scale", "smoke"]
         assert " ".join(command) in PAGE
         chosen = ["--set", f"sweep.method=[burst, {METHOD.name}]", "--out", str(place / "mine")]
-        assert main([*command, *chosen, "--launcher", "local"]) == 0
+        only = [f"--only=*-{name}-*" for name in (METHOD.name, "burst-s256-cp2")]
+        assert main([*command, *chosen, *only, "--launcher", "local"]) == 0
     return place / "mine"
 
 

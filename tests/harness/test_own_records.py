@@ -7,8 +7,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.hardware import hardware_for, hardware_named
 from harness.plan import own_records
@@ -63,9 +61,7 @@ def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
             assert f"{run}/{one.trial}" in listed
 
 
-def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(tmp_path, monkeypatch):
     found = next(row.record for row in compared_records() if row.record.startswith("h200x4/"))
     record = stored_named(found).data
     for name, start in (("before", "2026-11-22T03:59:59+00:00"), ("after", "2026-11-22T04:00:00+00:00")):
@@ -78,9 +74,7 @@ def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
-def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(tmp_path, monkeypatch):
     found = next(row.record for row in compared_records() if row.judged)
     for name in ("alone", "beside_others"):
         folder = tmp_path / "h200x1" / "same_run" / "trials" / name
