@@ -68,7 +68,7 @@ def masks(seq_len: int, documents: int) -> dict[str, Callable[[], Mask]]:
 
 
 def plan_seconds(mask: Mask, layout: Layout, node_size: int, seq_len: int, cp_size: int) -> tuple[float, float]:
-    """(seconds of planning and the first step's tiles, seconds of the other steps')."""
+    """(seconds of planning and the first step's calls, seconds of the other steps')."""
     for cache in CACHES:
         cache.cache_clear()
     shards_of(layout, seq_len, cp_size)  # of the context, not of the mask
@@ -84,11 +84,11 @@ def plan_seconds(mask: Mask, layout: Layout, node_size: int, seq_len: int, cp_si
         comm_plan.comm_plan(mask, layout, choice.division.ring, seq_len, rank, queries)
         for queries in {False, choice.sends_queries}
     ]
-    assert all(plan.steps[0].tiles for plan in plans)
+    assert all(plan.steps[0].calls for plan in plans)
     planned = time.process_time()
     for plan in plans:
         for step in plan.steps:
-            assert step.tiles is not None
+            assert step.calls is not None
     return planned - started, time.process_time() - planned
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1000)
     chosen = parser.parse_args()
     layouts = ("contiguous", "zigzag", "striped")
-    print("ms of a plan with its first step's tiles (+ ms of the other steps'), by layout; flat ring / nodes of 8")
+    print("ms of a plan with its first step's calls (+ ms of the other steps'), by layout; flat ring / nodes of 8")
     print("| mask |", *(f"{layout} |" for layout in layouts))
     print("| --- |", *("--- |" for _ in layouts))
     for name, make in masks(chosen.tokens, chosen.documents).items():
