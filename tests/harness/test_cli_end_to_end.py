@@ -94,6 +94,7 @@ def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale
         "no GPU was found on this machine, so the ranks are CPU processes; gpu.yaml has a scale for CPUs: --scale smoke"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ScriptedLauncher, "name", "local")
     monkeypatch.setattr("harness.launch.supervisor.LocalLauncher", lambda: ScriptedLauncher({}))
 
     def said(*arguments: str) -> list[str]:

@@ -304,7 +304,12 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
 
 
-def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(tmp_path, capsys):
+SPEED = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
+
+
+def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(tmp_path, monkeypatch, capsys):
+    found = Calibrated(device="Other GPU", ranks=1, torch="2.13", figures={"gemm 1b": SPEED})
+    monkeypatch.setattr("harness.predict.calibration.measure", lambda *_, **__: found)
     path, run = tmp_path / "here.yaml", tmp_path / "over_nodes"
     for number, (link, latency) in enumerate(((4.0, 2e-5), (6.0, 4e-5))):
         one = record(method="burst", cp_size=2, seq_len=1024 + number)
@@ -336,8 +341,7 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(tmp
 
 
 def test_what_a_calibration_does_not_measure_comes_from_the_shipped_file_of_that_gpu() -> None:
-    speed = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
-    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": speed})
+    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": SPEED})
     document = hardware_document(found, memory_gib=139.0, gpus_per_node=1)
     shipped = hardware_named("h200")
     assert document["speeds"] == shipped.speeds | {"gemm_tflops": 700.0}
