@@ -52,8 +52,10 @@ EXACT = {
         of(method="megatron_tp", cp_size=1, tp_size=2, model=DEEP, checkpoint=Checkpoint(tail=0.5)),
         of(method="megatron_tp", cp_size=1, tp_size=2, dtype="bf16", lm_head_fusion=False),
         of(method="torch_cp", cp_size=2, dtype="bf16"),
+        of(cp_size=2, mask="documents", batch_size=2, gradient_accumulation=2, checkpoint=Checkpoint(tail=0.5)),
     ],
     4: [
+        of(cp_size=2, world_size=4, mask="documents", dtype="bf16"),
         of(cp_size=4, schedule="double_ring", emulate_nodes=2, backward="query", checkpoint=Checkpoint(tail=0)),
         of(cp_size=4, schedule="all_gather", dtype="bf16", mask="sliding_window:8191"),
         of(cp_size=4, schedule="ulysses", layout="contiguous", mask="block_sparse:1k:strided-128:causal"),
