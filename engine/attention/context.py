@@ -114,6 +114,12 @@ class ContextParallel:
         other.layout = division.layout
         return other
 
+    def with_layout(self, layout: Layout) -> ContextParallel:
+        """The same ranks with the layout of one batch, and with plans of their own."""
+        other = copy.copy(self)
+        other.layout, other.plans = layout, PlanCache()
+        return other
+
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
         if seq_len < 0:

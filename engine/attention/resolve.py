@@ -426,7 +426,8 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
         return SplitZigzag(tail)
     if settings.task != "train" or not settings.checkpoint.layers_again(settings.model.layers):
         tail = 1.0  # nothing is recomputed
-    if settings.layout == "balanced":
+    # Of packed rows each batch's documents are dealt anew: training replaces this layout with that of the batch.
+    if settings.layout == "balanced" or (settings.packs and settings.layout == "auto" and settings.cp_size > 1):
         return balanced(mask, tail)
     if settings.layout != "auto":
         return settings.layout

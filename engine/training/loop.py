@@ -286,12 +286,15 @@ class Evaluator:
         with torch.no_grad(), self._evaluation_loss():
             for tokens_BS, labels_BS, row in self._rounds():
                 if row is None:
-                    positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
+                    cp = task.cp
+                    positions_L = cp.positions(task.settings.seq_len, device=task.world.device)
                 else:
-                    positions_L = task.cp.shard(row.positions_S, dim=0).to(task.world.device)
-                    task.attend_under(row.documents)
-                labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
-                tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
+                    mask = task.mask_of(row)
+                    cp = mask.cp
+                    positions_L = cp.shard(row.positions_S, dim=0).to(task.world.device)
+                    task.attend_under(mask)
+                labels_BL = cp.shard(labels_BS, dim=1).to(task.world.device)
+                tokens_BL = cp.shard(tokens_BS, dim=1).to(task.world.device)
                 total[0] += task.model(tokens_BL, positions_L, labels_BL).double()
                 total[1] += (labels_BL != IGNORE).sum()
         dist.all_reduce(total)

@@ -87,11 +87,15 @@ def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
     """Every model with layers computed again, one with layers kept, and by turns what else a step can be."""
     whole = replace(BASE, data=data, cp_size=ranks, world_size=ranks)
     cases = {name: replace(whole, model=model, checkpoint=AGAIN) for name, model in MODELS.items()}
+    both = replace(LLAMA, window=7, window_pattern="wf", rope_base_window=500.0)
+    cases["windows"] = replace(whole, model=both, checkpoint=AGAIN)
+    cases["window in all"] = replace(whole, model=replace(LLAMA, window=7))
     cases["kept, accumulated"] = replace(whole, gradient_accumulation=2, packing="greedy", longer_documents="drop")
     cases["two rows"] = replace(whole, model=MODELS["qwen3"], batch_size=2)
     if ranks > 1:
         cases["replicas"] = replace(whole, cp_size=ranks // 2, checkpoint=AGAIN)
-        cases["contiguous"] = replace(whole, layout="contiguous", checkpoint=AGAIN)
+        cases["zigzag"] = replace(whole, layout="zigzag", checkpoint=AGAIN)
+        cases["gathered"] = replace(whole, schedule="all_gather")
         cases["striped"] = replace(whole, layout="striped")
         cases["ulysses"] = replace(whole, model=replace(LLAMA, heads=8, kv_heads=8), schedule="ulysses")
     return cases
@@ -135,7 +139,7 @@ def losses_beside(cache: str, settings: TrialSettings, others: list[list[list[in
         loss = task.gradients(0)
         torch.distributed.all_reduce(loss)
         norm = gradient_norm(task.model.parameters()).item()
-        found.append((batch.positions_L.tolist(), batch.documents, loss.item(), norm))
+        found.append((batch.positions_L.tolist(), batch.packed.documents, loss.item(), norm))
     return found
 
 
@@ -143,7 +147,7 @@ def test_a_document_is_the_same_whatever_it_is_packed_with(tmp_path: Path, store
     settings = replace(BASE, data=store, cp_size=2, world_size=2, checkpoint=AGAIN)
     others = [[], [[7] * 28], [[1, 2], [3] * 5, [250] * 20]]
     ranks = run_on_ranks(2, losses_beside, str(tmp_path), settings, others)
-    for _, documents, _, _ in ranks[0]:
+    for _, documents, *_ in ranks[0]:
         assert sum(documents.lengths) == 48  # 45 and three tokens of padding
     assert ranks[0][0][1].lengths == (17, 31)  # padding is a document of its own
     positions = sorted([*ranks[0][2][0], *ranks[1][2][0]])
