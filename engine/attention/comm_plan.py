@@ -7,16 +7,17 @@ before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.layout import Layout, Ring
+from engine.attention.geometry.layout import Contiguous, Layout, Ring
 from engine.attention.geometry.tile_table import Integers
 from engine.attention.geometry.tiles import Call
-from engine.attention.masks import Mask
+from engine.attention.masks import Mask, TooManyTiles
 from engine.attention.masks.pairs import PairTable, pair_table
 
 TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
@@ -201,6 +202,8 @@ class RingTraffic:
     steps: float = 1.0  # with work, over all steps
     near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks
     far: float = 1.0  # the same from other nodes
+    calls: float = 1.0  # kernel calls of a step with work
+    whole_calls: float = 1.0  # of one rank that has the whole sequence
 
 
 def length(tokens: TokenRange) -> int:
@@ -208,18 +211,24 @@ def length(tokens: TokenRange) -> int:
     return tokens[1] - tokens[0]
 
 
-def traffic_left(mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int) -> RingTraffic:
+def traffic_left(
+    mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int, every_rank: bool = False
+) -> RingTraffic:
     """The share of a ring's steps and bytes that the mask leaves: near of a flat ring, far of a double ring."""
-    flat, double = (Ring(cp_size=cp_size, node_size=size) for size in (cp_size, node_size))
-    return replace(ring_traffic(mask, layout, flat, seq_len), far=ring_traffic(mask, layout, double, seq_len).far)
+    flat, double = (
+        ring_traffic(mask, layout, Ring(cp_size=cp_size, node_size=size), seq_len, every_rank)
+        for size in (cp_size, node_size)
+    )
+    return replace(flat, far=double.far)
 
 
 @lru_cache(maxsize=256)
-def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTraffic:
+def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_rank: bool = False) -> RingTraffic:
     """Of the busiest of a few ranks, with K and V sent. A causal mask leaves that rank everything, a short window over
-    contiguous shards two steps and few bytes."""
+    contiguous shards two steps and few bytes. `every_rank`: of all ranks, which differ where documents do."""
     tables, size, nodes = ring_tables(mask, layout, ring, seq_len, False), ring.node_size, ring.nodes
-    ranks, owners = np.array([0, ring.cp_size // 2, ring.cp_size - 1]), np.arange(ring.cp_size)[:, None]
+    owners = np.arange(ring.cp_size)[:, None]
+    ranks = owners[:, 0] if every_rank else np.array([0, ring.cp_size // 2, ring.cp_size - 1])
     lengths = tables.used[:, ranks, 1] - tables.used[:, ranks, 0]  # [owners, ranks]
     outer_steps = np.arange(1, nodes)
     held = (ranks[:, None] - outer_steps * size) % ring.cp_size  # [ranks, outer steps]
@@ -227,11 +236,26 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
     near = np.where(owners % size != ranks % size, lengths, 0).sum(axis=0).max()
     far = (arrived[..., 1] - arrived[..., 0]).sum(axis=1).max()
     tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
+    # Of a rank's own chunk and of its neighbour's, which is the most like the others.
+    own, other = (
+        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in ranks.tolist()) for by in (0, 1)
+    )
     return RingTraffic(
         int(steps) / ring.cp_size,
         int(near) / max(1, tokens * nodes * (size - 1)),
         int(far) / max(1, tokens * (nodes - 1)),
+        max(1.0, (own + (int(steps) - 1) * other) / max(1, int(steps))),
+        _calls_of_whole(mask, seq_len),
     )
+
+
+@lru_cache(maxsize=256)
+def _calls_of_whole(mask: Mask, seq_len: int) -> float:
+    """Kernel calls of one rank that has the whole sequence; inf where they would be too many."""
+    try:
+        return float(max(1, pair_table(mask, Contiguous(), seq_len, 1).call_count(0, 0)))
+    except TooManyTiles:
+        return math.inf
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,8 @@ Schedules:
                       never the model's choice: it sends what a ring sends and overlaps nothing
 
 A ring overlaps its transfers with compute, except the return of the last gradient. Each further step adds launches, a
-merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. An
+merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. A
+mask whose tiles are several kernel calls in a step adds a launch for each; packed documents are mostly one call. An
 all-to-all launches once and its transfers are exposed in full, or it is cut into head chunks: then all transfers but
 the first and the last overlap with compute, and every chunk adds its launches and the end of a kernel. Inside a node
 copy engines move the heads beside the kernels; between nodes NCCL does, with a copy that sorts by rank before and one
@@ -26,11 +27,12 @@ grouped heads the ring sends less on few nodes, with equal heads the all-to-all 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.attention.comm_plan import RingTraffic, traffic_left
 from engine.attention.comm_volume import narrowed
+from engine.attention.masks import imbalance
 from engine.attention.problem import (
     RING_SCHEDULES,
     ULYSSES_SCHEDULES,
@@ -60,6 +62,7 @@ class HardwareModel:
     across_gib: float = 2.9  # to other nodes, where the link has not been measured
     memory_gib: float = 3300.0  # per second, read and written
     ring_step_seconds: float = 1.68e-3  # F: host time of a ring step, forward and backward: launches, merges
+    call_seconds: float = 0.69e-3  # host time of one more kernel call in a step, forward and backward
     merge_seconds: float = 0.276e-3  # F: device time that one more ring step adds to both passes: gaps, short kernels
     step_tail: float = 0.492  # F: of a tile's time, at the end of each further ring step's or head chunk's kernel
     all_to_all_seconds: float = 1.0e-3  # host time of an all-to-all by NCCL, forward and backward
@@ -185,21 +188,37 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         passes += max(backward * compute, (sent + gradient) * near, overlapping) + returning * far / chunks
         # Each partial output, dQ, dK and dV is read once more.
         passes += (steps - 1) * (hardware.merge_seconds + (2 * query + 2 * key) / memory)
-        return max(passes, chunks * steps * hardware.ring_step_seconds) + left.near * gradient / inside
+        launches = hardware.ring_step_seconds + (left.calls - 1) * hardware.call_seconds
+        return max(passes, chunks * steps * launches) + left.near * gradient / inside
 
     if workload.cp_size == 1:
-        return (forward + backward) * _tail_factor(tile_share)
+        launches = (workload.left.whole_calls - 1) * hardware.call_seconds
+        return max((forward + backward) * _tail_factor(tile_share), launches)
     if schedule in RING_SCHEDULES:
         if nodes == 1:
             return ring(workload.cp_size, 1)
         # On a flat ring every chunk crosses every node boundary, one after the other over the slow link.
         return ring(workload.cp_size, nodes if schedule == "double_ring" else workload.cp_size)
     if schedule == "ulysses":
-        return all_to_all(workload.cp_size, (nodes - 1) / nodes, forward + backward)
+        launches = chunks * (workload.left.whole_calls - 1) * hardware.call_seconds
+        return all_to_all(workload.cp_size, (nodes - 1) / nodes, max(forward + backward, launches))
     if schedule == "usp":
         # Each gradient sent between nodes is one kernel's result, so it is sent in the dtype the kernel wrote.
         return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0), kernels=nodes)
     return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1), kernels=workload.node_size)
+
+
+def ring_seconds(problem: Problem, hardware: HardwareModel | None = None) -> float:
+    """Seconds of forward and backward of a ring, whose ranks wait for the one with the most visible pairs: what a
+    layout changes."""
+    mask, layout, cp_size, seq_len = problem.mask, problem.layout, problem.cp_size, problem.seq_len
+    workload = Workload.of(problem, counts_traffic=False)
+    workload = replace(
+        workload,
+        left=traffic_left(mask, layout, cp_size, problem.node_size, seq_len, every_rank=True),
+        forward_flops=imbalance(mask, layout, seq_len, cp_size) * workload.forward_flops,
+    )
+    return estimate("ring" if problem.nodes == 1 else "double_ring", workload, hardware or HardwareModel())
 
 
 class RingBackward(NamedTuple):

@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks.pairs import pair_table
-from engine.attention.resolve import balanced
 from engine.data import open_tokens
 from engine.data.sequences import (
     PackedCounts,
@@ -374,9 +372,8 @@ class TrainTask:
     def mask_of(self, row: PackedRow) -> PackedMask:
         """The documents of a row, dealt to the ranks where the layout depends on them. What plans need of them is
         formed here, on the host, while the device may still compute the step before."""
-        documents, cp = row.documents, self.cp
-        if isinstance(cp.layout, Balanced):
-            cp = cp.with_layout(balanced(documents, cp.layout.tail))
+        documents = row.documents
+        cp = self.cp.under(documents)
         if cp.size > 1:
             pair_table(documents, cp.layout, len(row.tokens_S), cp.size)  # which is cached
         return PackedMask(documents=documents, cp=cp)

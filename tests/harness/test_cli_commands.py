@@ -37,7 +37,9 @@ def test_every_command_module_is_found_by_its_name():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", "missing.yaml"], "missing.yaml"),
+        (["run", "missing.yaml"], "missing.yaml: no such experiment file; expected attention_masks, "),
+        (["run", "quickstart"], "experiments/quickstart.yaml?"),
+        (["plan", "--model", "tiny", "--gpus", "99"], "; add --hardware NAME to plan for GPUs, such as h100"),
         (["run", "exp.yaml", "--scale", "huge"], "unknown scale huge"),
         (["run", "exp.yaml", "--set", "sweep.seq_length=4"], "seq_len"),
         (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
@@ -82,6 +84,8 @@ def test_every_command_module_is_found_by_its_name():
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
         (["status", "."], "is not the directory of a run (run.json: No such file or directory)"),
+        (["status", "absent"], "absent does not exist; name one that"),
+        (["compare", "absent"], "absent does not exist; name a run"),
         (["status", "--logs", "some-trial"], "holds no trials"),
         (["status", "--logs", ""], "holds no trials"),
         (["status", "--logs", "."], "holds no logs"),
@@ -322,6 +326,13 @@ def test_status_of_a_damaged_description_says_how_to_mend_it(tmp_path, capsys):
         (tmp_path / "run.json").write_text(text)
         assert main(["status", str(tmp_path)]) == 2
         assert "run.json does not describe a run; run it again with --resume" in capsys.readouterr().err
+
+
+def test_records_without_a_description_are_no_run_to_look_at_but_a_report_shows_them(tmp_path, capsys):
+    (tmp_path / "trials" / "one").mkdir(parents=True)
+    (tmp_path / "trials" / "one" / "record.json").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"its records can be read: burst report {tmp_path} shows them" in capsys.readouterr().err
 
 
 def test_logs_names_the_ranks_there_are(tmp_path, capsys):

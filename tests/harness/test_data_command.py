@@ -23,9 +23,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "data", "a.txt", "b.txt", "--out", "deep/store", "--validation", "0.2"]) == 0
-    assert capsys.readouterr().out == (
-        "deep/store: 23 tokens of 2 documents, 4 of them held out; tokenizer bytes, vocabulary 256, uint8\n"
-    )
+    store, step = capsys.readouterr().out.splitlines()
+    assert store == "deep/store: 23 tokens of 2 documents, 4 of them held out; tokenizer bytes, vocabulary 256, uint8"
+    assert step.startswith(f"Next: burst train CONFIG.yaml, with data: {here / 'deep' / 'store'}, model: tiny")
     assert bytes(open_tokens("deep/store").window(0, 23).tolist()) == b"first text, second text"
     header = json.loads(Path("deep/store/header.json").read_text())
     assert [source["name"] for source in header["sources"]] == ["a.txt", "b.txt"]

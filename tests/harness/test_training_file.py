@@ -90,7 +90,7 @@ def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) ->
 @pytest.mark.parametrize("key", ["model", "seq_len", "steps"])
 def test_what_has_no_default_must_be_given(written, key: str) -> None:
     text = "".join(line for line in MINIMAL.splitlines(keepends=True) if not line.startswith(key))
-    with pytest.raises(UsageError, match=f"no {key} is given; add it at the top level"):
+    with pytest.raises(UsageError, match=f"found no {key}; add at the top level what is missing"):
         load_training(written(text))
 
 
