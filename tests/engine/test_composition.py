@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,13 +112,6 @@ def plain(settings: TrialSettings) -> TrialSettings:
     )
 
 
-@pytest.fixture(autouse=True)
-def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A cache directory of this test's own."""
-    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
 def test_every_two_settings_are_combined(world_size: int, cp_size: int) -> None:
     choices, rows = choices_for(world_size, cp_size), rows_for(world_size, cp_size)
@@ -133,10 +125,10 @@ def test_every_two_settings_are_combined(world_size: int, cp_size: int) -> None:
     assert all(map(allowed, rows))
 
 
-def runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
+def runs(cases: dict[str, TrialSettings]) -> dict[str, Result]:
     wide = {name: settings for name, settings in cases.items() if settings.dtype == "fp64"}
     narrow = {name: settings for name, settings in cases.items() if name not in wide}
-    return parallel_runs(cache, wide, STEPS) | parallel_runs(cache, narrow)
+    return parallel_runs(wide, STEPS) | parallel_runs(narrow)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +138,14 @@ def runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
         *slow((2, 2, "value"), *((*world, "pair") for world in WORLDS)),
     ],
 )
-def test_every_combination_gives_the_step_of_a_dense_run(
-    world_size: int, cp_size: int, every: str, cache_directory: str
-) -> None:
+def test_every_combination_gives_the_step_of_a_dense_run(world_size: int, cp_size: int, every: str) -> None:
     rows = rows_for(world_size, cp_size)
     if every == "value":
         rows = with_every_value(rows, choices_for(world_size, cp_size))
     cases = {str(row): settings_of(row, world_size, cp_size) for row in rows}
-    per_rank = run_on_ranks(world_size, runs, cache_directory, cases)
+    per_rank = run_on_ranks(world_size, runs, cases)
     alone = {plain(settings) for settings in cases.values() if settings.dtype == "bf16"}
-    in_bf16 = run_on_ranks(1, parallel_runs, cache_directory, {each: each for each in alone})[0]
+    in_bf16 = run_on_ranks(1, parallel_runs, {each: each for each in alone})[0]
     wrong = {
         name: problems
         for name, settings in cases.items()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import pytest
 import torch
 
 from engine.initialise import initialise
@@ -54,13 +52,12 @@ def test_every_head_is_normalised_by_itself_before_it_is_rotated() -> None:
     torch.testing.assert_close(v_BLKD, attention.v(x_BLE).unflatten(-1, (-1, 6)))
 
 
-def test_loss_and_gradients_on_four_ranks_equal_a_dense_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
+def test_loss_and_gradients_on_four_ranks_equal_a_dense_run() -> None:
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=48, batch_size=2, dtype="fp32", world_size=4, cp_size=2
     )
     cases = {str(tail): dataclasses.replace(settings, checkpoint=Checkpoint(every=1, tail=tail)) for tail in (0.0, 1.0)}
     truth = dense_run(settings)
     assert sum("k_norm" in name for name in errors(truth, truth)) == SHAPE.layers
-    for found in run_on_ranks(4, parallel_runs, str(tmp_path), cases)[0].values():
+    for found in run_on_ranks(4, parallel_runs, cases)[0].values():
         assert {name: error for name, error in errors(found, truth).items() if not error < 1e-5} == {}

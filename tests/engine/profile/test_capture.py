@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ def settings_of(**changes: Any) -> TrialSettings:
 
 def profiled(directory: str, settings: TrialSettings) -> tuple[dict[str, Any], list[float], list[str]]:
     """(what rank 0's measurement says, all losses, names that its trace marked with `burst.`); nothing of others."""
-    os.environ["BURST_CACHE"] = directory
     world = arrange(settings, torch.device("cpu"))
     rank_dir = Path(directory, f"rank{world.rank}")
     rank_dir.mkdir()

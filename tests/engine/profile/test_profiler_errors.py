@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +52,6 @@ def measured_with_a_failing_profiler(
     directory: str, settings: TrialSettings, where: str, failing: int
 ) -> tuple[list[Any], Measurement, list[object]]:
     """(profiles as rank 0 wrote them, its measurement in the end, what all ranks still say to each other)."""
-    os.environ["BURST_CACHE"] = directory
     world = arrange(settings, torch.device("cpu"))
     if world.rank == failing:
         name, replacement = TROUBLE[where]

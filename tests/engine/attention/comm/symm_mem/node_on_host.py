@@ -94,10 +94,11 @@ def _counter(kind: int, address: int, value: int) -> None:
         cell.value = value
         return
     assert kind == WAIT_VALUE_32
-    ends = time.monotonic() + PATIENCE
+    ends, pause = time.monotonic() + PATIENCE, 1e-4
     while (cell.value - value) & 0x80000000:  # at least, cyclic
         assert time.monotonic() < ends, "a counter that a stream waits for was never set"
-        time.sleep(1e-4)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)  # the others may need the core
 
 
 def _copy_box(box: list[int]) -> None:

@@ -19,8 +19,8 @@ from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
-RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 64, 32, 16, 8, 3
-MASKS = ("documents:20,44", *slow("causal", "sliding_window:9"))
+RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 32, 32, 16, 4, 2
+MASKS = ("documents:10,22", *slow("causal", "sliding_window:9"))
 CHOICES = (
     {"schedule": "ulysses", "num_head_chunks": 1},
     {"schedule": "ulysses", "num_head_chunks": 2},
