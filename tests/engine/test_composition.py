@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -52,6 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp64", "fp32", "bf16"),
 }
 ARRANGING = ("layout", "schedule", "backward")  # how the ranks share a sequence
+REPLICATED = ("optimizer_offload", "sharding", "gradient_accumulation", "lm_head_fusion", "z_loss", "dtype")
 WORLDS = [(1, 1), (2, 2), (4, 2), (4, 4)]  # ranks, of which so many share a sequence; two nodes from two ranks on
 STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps turn rounding into whole updates
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
@@ -88,14 +90,16 @@ def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:
     return CHOICES if cp_size > 2 else CHOICES | {"schedule": ("auto", "ring", "ulysses")}
 
 
+@cache
 def rows_for(world_size: int, cp_size: int) -> list[Row]:
     """Other rows for every arrangement of ranks, so that together they hold many triples as well."""
     return pairwise(choices_for(world_size, cp_size), allowed, seed=10 * world_size + cp_size)
 
 
-def with_every_value(rows: list[Row], choices: dict[str, tuple[Any, ...]]) -> list[Row]:
-    """As many of the first rows as hold every value between them: few, because the first bring most that is new."""
-    missing = {(name, value) for name, values in choices.items() for value in values}
+def with_every_value(rows: list[Row], choices: dict[str, tuple[Any, ...]], names: Collection[str]) -> list[Row]:
+    """As many of the first rows as hold every value of these names between them: few, as the first bring most that is
+    new."""
+    missing = {(name, value) for name in names for value in choices[name]}
     for count, row in enumerate(rows, start=1):
         missing -= row.items()
         if not missing:
@@ -140,8 +144,9 @@ def runs(cases: dict[str, TrialSettings]) -> dict[str, Result]:
 )
 def test_every_combination_gives_the_step_of_a_dense_run(world_size: int, cp_size: int, every: str) -> None:
     rows = rows_for(world_size, cp_size)
-    if every == "value":
-        rows = with_every_value(rows, choices_for(world_size, cp_size))
+    if every == "value":  # two replicas differ in what they share; the rest is that of one
+        names = REPLICATED if 1 < cp_size < world_size else CHOICES
+        rows = with_every_value(rows, choices_for(world_size, cp_size), names)
     cases = {str(row): settings_of(row, world_size, cp_size) for row in rows}
     per_rank = run_on_ranks(world_size, runs, cases)
     alone = {plain(settings) for settings in cases.values() if settings.dtype == "bf16"}

@@ -65,44 +65,45 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
     assert diverged.endswith("try a learning_rate below 1e+38")
 
 
-def nodes_recorded(settings: TrialSettings) -> str:
-    _, task = task_of(settings)
-    return task.run(lambda step: None).chosen["sharding_node_size"]
+def steps_on(cases: list[TrialSettings]) -> list[tuple[list[int], int, dict[str, str]]]:
+    """By case: tokens that each step's model was given here, and what was measured and chosen."""
+    found = []
+    for settings in cases:
+        _, task = task_of(settings)
+        seen: list[int] = []
+        task.model.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].shape[1]))
+        measurement = task.run(lambda step: None)
+        assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
+        found.append((seen, len(measurement.step_seconds), measurement.chosen))
+    return found
 
 
-def test_the_nodes_that_hybrid_sharding_found_are_recorded() -> None:
-    for nodes in (1, 2):
-        settings = dataclasses.replace(SETTINGS, world_size=2, sharding="hybrid", emulate_nodes=nodes)
-        assert run_on_ranks(2, nodes_recorded, settings) == [str(2 // nodes)] * 2
+def test_warm_up_may_take_shorter_sequences_and_the_nodes_that_hybrid_sharding_found_are_recorded() -> None:
+    two = dataclasses.replace(SETTINGS, world_size=2)
+    short = dataclasses.replace(two, cp_size=2, steps=Steps(warmup=2, measured=1, warmup_seq_len=16))
+    hybrid = [dataclasses.replace(two, sharding="hybrid", emulate_nodes=nodes) for nodes in (1, 2)]
+    for (seen, measured, chosen), *found in run_on_ranks(2, steps_on, [short, *hybrid]):
+        assert (seen, measured, chosen["schedule"]) == ([8, 8, 16], 1, "ring")
+        assert [chosen["sharding_node_size"] for _, _, chosen in found] == ["2", "1"]
 
 
-def warmed_up(settings: TrialSettings) -> tuple[list[int], int, str]:
-    """Tokens that each step's model was given here, and what was measured and chosen."""
-    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
-    seen: list[int] = []
-    task.model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
-    measurement = task.run(lambda step: None)
-    assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
-    return seen, len(measurement.step_seconds), measurement.chosen["schedule"]
-
-
-def test_warm_up_may_take_shorter_sequences_than_the_measured_steps() -> None:
-    steps = Steps(warmup=2, measured=1, warmup_seq_len=16)
-    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
-    assert run_on_ranks(2, warmed_up, settings) == [([8, 8, 16], 1, "ring")] * 2
-
-
-def locked(settings: TrialSettings) -> tuple[list[int], list[int]]:
-    """Sizes of the host buffers that were locked between the warm-up and the measured step, and during this step."""
-    _, task = task_of(settings)
-    sizes: list[int] = []
-    begun = [0]  # how many had been locked when each step's model was called, and when its backward had ended
-    lock = engine.memory.offload.host_buffer
-    engine.memory.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
-    task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
-    task.run(lambda step: begun.append(len(sizes)))
-    *_, warmed_up, measured, _ = begun
-    return sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])
+def locked(cases: list[TrialSettings]) -> list[tuple[list[int], list[int]]]:
+    """By case: sizes of host buffers that were locked between the warm-up and the measured step, and during this
+    step."""
+    found, lock = [], engine.memory.offload.host_buffer
+    for settings in cases:
+        _, task = task_of(settings)
+        sizes: list[int] = []
+        begun = [0]  # how many had been locked when each step's model was called, and when its backward had ended
+        engine.memory.offload.host_buffer = lambda nbytes, device, sizes=sizes: (
+            sizes.append(nbytes),
+            lock(nbytes, device),
+        )[1]
+        task.model.register_forward_pre_hook(lambda *_, begun=begun, sizes=sizes: begun.append(len(sizes)))
+        task.run(lambda step, begun=begun, sizes=sizes: begun.append(len(sizes)))
+        *_, warmed_up, measured, _ = begun
+        found.append((sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])))
+    return found
 
 
 def begun_after(settings: TrialSettings, folder: str) -> list[bool]:
@@ -149,10 +150,10 @@ def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(method: st
     divided = {"tp_size": 2} if method == "megatron_tp" else {"cp_size": 2}
     changes = {"method": method, "model": DEEPER, "world_size": 2, "checkpoint": checkpoint, **divided}
     whole = dataclasses.replace(SETTINGS, **changes, steps=Steps(warmup=0, measured=1))
-    by_itself = [step for _, step in run_on_ranks(2, locked, whole)]
-    assert all(by_itself)
     shorter = dataclasses.replace(whole, steps=Steps(warmup=1, measured=1, warmup_seq_len=16))
-    assert run_on_ranks(2, locked, shorter) == [(sizes, []) for sizes in by_itself]
+    for (_, by_itself), warmed_up in run_on_ranks(2, locked, [whole, shorter]):
+        assert by_itself
+        assert warmed_up == (by_itself, [])
 
 
 def test_a_warm_up_length_that_does_not_split_is_refused() -> None:
