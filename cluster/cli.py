@@ -15,7 +15,8 @@ from cluster.active.rail_fleet import TEST, find_rails, run_rails
 from cluster.check_arguments import chosen_checks, parser
 from cluster.checks import Check
 from cluster.discovery.drift import version_drift
-from cluster.files.errors import shown, shown_error
+from cluster.files.errors import counted, shown, shown_error
+from cluster.files.progress import Progress
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.file import named_nodes
@@ -75,10 +76,13 @@ def _check(
     past = None if arguments.no_history or "history" in unwanted else _open_history(arguments.history, prog)
     plain = arguments.json or arguments.nagios or arguments.free
     try:
-        with live_table([] if plain else nodes) as show:
+        asked = f"checking {counted(len(nodes), 'node')}"
+        quiet = arguments.json or arguments.nagios or arguments.only_faults  # cron mails whatever is printed
+        with Progress(asked, quiet=quiet) as progress, live_table([] if plain else nodes) as show:
             for report in check_nodes(nodes, connect, chosen, arguments.timeout, profiles):
                 report = _with_history(report, past, chosen, prog) if past and report.answered else report
                 reports[report.host.name] = report.without(unwanted)
+                progress.so_far(f"{len(reports)} have answered")
                 show(report)
     except KeyboardInterrupt:
         print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)

@@ -115,6 +115,7 @@ class RopeScaling:
         return None
 
 
+@lru_cache(maxsize=64)
 def parse_rope(text: str) -> RopeScaling:
     """The form that a text describes. Raises ValueError, naming what it cannot read."""
     if text == NONE:

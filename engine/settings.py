@@ -18,7 +18,7 @@ from engine.rope import RopeScaling, parse_rope
 
 Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
-Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag"]
+Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"]
 Schedule = Literal["auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"]
 Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]

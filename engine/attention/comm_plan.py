@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout, Ring
 from engine.attention.geometry.tile_table import Integers
-from engine.attention.geometry.tiles import Tile
+from engine.attention.geometry.tiles import Call
 from engine.attention.masks import Mask
 from engine.attention.masks.pairs import PairTable, pair_table
 
@@ -45,9 +45,9 @@ class RingStep:
     _ranks: tuple[int, int]  # of queries and keys
 
     @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
-        """The kernel calls."""
-        return self._pairs.tiles(*self._ranks)
+    def calls(self) -> tuple[Call, ...]:
+        """The kernel calls: one tile each, or the tiles of many documents."""
+        return self._pairs.calls(*self._ranks)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from engine.attention.comm_volume import (
     ring_slot_bytes,
 )
 from engine.attention.cost import Estimate, HardwareModel, Workload, choose_num_head_chunks, choose_schedule
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
-from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask
+from engine.attention.masks import Documents, Full, Mask, TooManyTiles, imbalance, kept_share, parse_mask
 from engine.attention.masks.mask import FirstRows
 from engine.attention.masks.pairs import pair_tiles
 from engine.attention.problem import (
@@ -54,7 +55,7 @@ from engine.attention.problem import (
 from engine.settings import TrialSettings
 
 __all__ = [
-    "Choices", "Estimate", "HardwareModel", "Resolved", "asks_for_link", "best_layout", "cheaper_backward",
+    "Choices", "Estimate", "HardwareModel", "Resolved", "asks_for_link", "balanced", "cheaper_backward",
     "check_choices", "choose_layout", "recomputes_attention", "resolve", "resolve_trial", "trial_choices",
     "trial_layout",
 ]  # fmt: skip
@@ -360,31 +361,31 @@ def group_backward_bytes(
     return total
 
 
-def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
+def choose_layout(
+    mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0, among: Sequence[Layout] = PREFERENCE
+) -> Layout:
     """The layout that divides the mask's work most evenly; of those as good as the best, the simplest.
 
     Contiguous is preferred: with local masks a rank then needs chunks of the fewest other ranks, and every step has the
-    fewest tiles. Zigzag has two runs of tokens per rank; striped has tiles with every rank. A layout that would cut the
-    mask into too many tiles is skipped. Only layouts that can split the length are considered; when none can, all are,
-    and the error names the one that would have been best.
+    fewest tiles. Several documents may also be dealt one by one (`Balanced`), which sends less than zigzag: nothing of
+    documents that are whole on a rank. Zigzag has two runs of tokens per rank; striped has tiles with every rank. A
+    layout that would cut the mask into too many tiles is skipped. Only layouts that can split the length are
+    considered; when none can, all are, and the error names the one that would have been best.
+
+    Args:
+        tail: attention's outputs are saved for the last `tail` of the sequence and recomputed before it. With a tail
+            between 0 and 1 the recomputed work and the saved rows should be divided evenly as well, and zigzag over
+            head and tail is one more candidate.
+        among: layouts that do not depend on the mask, in order of preference.
 
     Raises ValueError with the mask's `unsupported_reason` when it does not describe `seq_len` tokens.
-    """
-    return best_layout(mask, seq_len, cp_size).name
-
-
-def best_layout(
-    mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0, among: Sequence[Layout] = PREFERENCE
-) -> Layout:
-    """`choose_layout` where attention's outputs are saved for the last `tail` of the sequence and recomputed before it.
-
-    With a tail between 0 and 1 the recomputed work and the saved rows should be divided evenly as well, and zigzag over
-    head and tail is one more candidate.
     """
     cut = tail_cut(tail, seq_len, cp_size)
     layouts = list(among)
     if 0 < cut < seq_len:
         layouts.insert(layouts.index(LAYOUTS["zigzag"]) + 1, SplitZigzag(tail))
+    if isinstance(mask, Documents) and (len(mask.lengths) > 1 or mask.repeat) and seq_len % cp_size == 0:
+        layouts.insert(layouts.index(LAYOUTS["zigzag"]), balanced(mask, tail))
     layouts = [layout for layout in layouts if split_unsupported_reason(layout, seq_len, cp_size) is None] or layouts
 
     def unevenness(layout: Layout) -> float:
@@ -400,6 +401,14 @@ def best_layout(
     return next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
 
 
+def balanced(mask: Mask, tail: float = 1.0) -> Balanced:
+    """The layout that deals the documents of a mask, those of the last `tail` of the sequence by themselves; any other
+    mask counts as one document."""
+    if isinstance(mask, Documents):
+        return Balanced(tuple(mask.lengths), mask.causal, mask.repeat, tail)
+    return Balanced(causal=not isinstance(mask, Full), tail=tail)
+
+
 @lru_cache(maxsize=256)
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
     """Whether the mask has few enough tiles under this layout, judged by the first shard against itself."""
@@ -412,17 +421,18 @@ def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
 
 def trial_layout(settings: TrialSettings) -> str | Layout:
     """The layout of a trial of method `burst`: its own, or for `auto` the best."""
-    tail = settings.checkpoint.tail
+    tail, mask = settings.checkpoint.tail, parse_mask(settings.masks[0])
     if settings.layout == "split_zigzag":
         return SplitZigzag(tail)
+    if settings.task != "train" or not settings.checkpoint.layers_again(settings.model.layers):
+        tail = 1.0  # nothing is recomputed
+    if settings.layout == "balanced":
+        return balanced(mask, tail)
     if settings.layout != "auto":
         return settings.layout
-    recomputes = settings.task == "train" and settings.checkpoint.layers_again(settings.model.layers) > 0
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
-    return best_layout(
-        parse_mask(settings.masks[0]), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
-    )
+    return choose_layout(mask, settings.seq_len, settings.cp_size, tail, among)
 
 
 def recomputes_attention(settings: TrialSettings) -> bool:

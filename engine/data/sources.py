@@ -1,7 +1,8 @@
 """Texts to train on: the built-in one, or any UTF-8 file, as a stream of bytes.
 
 Files that are no text are refused by their first bytes: a byte tokenizer accepts JSON, tables, archives and other
-binary files, and a model would learn the syntax of the format instead of its content. A text is never in memory whole.
+binary files, and a model would learn the syntax of the format instead of its content. Of files of records the refusal
+names the command that takes a field of them (`engine.data.documents`). A text is never in memory whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import codecs
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,9 +63,11 @@ _BY_NAME = {
     ".tsv": "a table of tab-separated values",
 }
 
-_LEARNT_AS_TEXT = (
-    ", whose syntax would be learnt as text; write the text that it holds to UTF-8 text files, one per document"
-)
+_SYNTAX = ", whose syntax would be learnt as text"
+_TO_TEXT = "; write the text that it holds to UTF-8 text files, one per document"
+_RECORD_FILES = {"a Parquet file": "parquet", "an Arrow file": "arrow", "an Arrow stream": "arrow"}
+_JSON_KINDS = {"JSON Lines": "json_lines", "JSON": "json"}
+_LINES_BY_NAME = (".jsonl", ".ndjson")
 
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = "\ufeff"
@@ -86,7 +90,8 @@ def format_unsupported_reason(path: Path) -> str | None:
     if found := _archive(head):
         return f"data {str(path)!r} is {found}; unpack it and give the UTF-8 text files that it holds"
     if found := _data_set(head):
-        return f"data {str(path)!r} is {found}; write the text that it holds to UTF-8 text files, one per document"
+        remedy = _take_field(path) if found in _RECORD_FILES else _TO_TEXT
+        return f"data {str(path)!r} is {found}{remedy}"
     if head.startswith(_UTF_16_MARKS):
         return f"data {str(path)!r} is UTF-16 text; convert it to UTF-8"
     if (zero := head.find(b"\0")) >= 0:
@@ -94,10 +99,28 @@ def format_unsupported_reason(path: Path) -> str | None:
     # A character cut by the end of the head is left out; other invalid UTF-8 is refused where the file is read whole.
     text = head.decode("utf-8", errors="ignore")
     if found := _json_kind(text, whole=len(head) < HEAD_BYTES):
-        return f"data {str(path)!r} looks like {found}{_LEARNT_AS_TEXT}"
+        return f"data {str(path)!r} looks like {found}{_SYNTAX}{_take_field(path)}"
     if head and (found := _BY_NAME.get(path.suffix.lower())):
-        return f"data {str(path)!r} is {found} by its name{_LEARNT_AS_TEXT}, or rename it to .txt to learn it as it is"
+        name = f"data {str(path)!r} is {found} by its name{_SYNTAX}{_TO_TEXT}"
+        return f"{name}, or rename it to .txt to learn it as it is"
     return None
+
+
+def record_kind(path: Path) -> str | None:
+    """What reads a file of records (`engine.data.records.Kind`), by its first bytes and its name; None for others."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    if (kind := _RECORD_FILES.get(_data_set(head) or "")) is not None:
+        return kind
+    if path.suffix.lower() in _LINES_BY_NAME:
+        return "json_lines"
+    return _JSON_KINDS.get(_json_kind(head.decode("utf-8", errors="ignore"), whole=len(head) < HEAD_BYTES) or "")
+
+
+def _take_field(path: Path) -> str:
+    """The end of the sentence about a file of records."""
+    line = shlex.join(["burst", "train", "data", str(path), "--field", "text", "--out", "store"])
+    return f"; make a store of one field with: {line}"
 
 
 def _archive(head: bytes) -> str | None:

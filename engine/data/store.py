@@ -1,7 +1,9 @@
-"""A token store: one memory-mapped file of token ids, and a header with their origin.
+"""A token store: one memory-mapped file of token ids, where their documents start, and a header with their origin.
 
-DIR/tokens.bin    one unsigned integer per token: uint8, uint16 or uint32, little-endian
-DIR/header.json   `StoreHeader`
+DIR/tokens.bin     one unsigned integer per token: uint8, uint16 or uint32, little-endian
+DIR/documents.bin  int64, little-endian: the first token of each document
+DIR/learnt.bin     where it exists, one byte per token: 1 for those that the model is to learn, 0 for others
+DIR/header.json    `StoreHeader`
 
 A store is written aside, flushed and renamed, so that it appears whole or not at all. A text without a store of its own
 gets one on first use, of bytes as tokens, in <cache>/tokens/<name>; ranks that build one at the same time build equal
@@ -16,16 +18,18 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import numpy as np
 
 from engine.atomic import cache_dir
+from engine.data.documents import documents_of
 from engine.data.sequences import Sequences
-from engine.data.sources import PYTHON_DOCS, chunks_of, name_of, text_unsupported_reason
+from engine.data.sources import PYTHON_DOCS, name_of, text_unsupported_reason
 from engine.data.tokenizers import ByteTokenizer, Tokenizer
 from engine.reader import from_json, read_json
 
@@ -33,7 +37,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+SCHEMA = 2  # of a store: 1 had no documents.bin, and each of its texts is read as one document
 TOKENS_FILE = "tokens.bin"
+DOCUMENTS_FILE = "documents.bin"
+LEARNT_FILE = "learnt.bin"
 HEADER_FILE = "header.json"
 
 _NEXT_STEP = "remove it; that of a text is built again when it is next read, any other with `burst train data`"
@@ -41,12 +48,13 @@ _NEXT_STEP = "remove it; that of a text is built again when it is next read, any
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
-class Document(TypedDict):
-    """One text of a store."""
+class Source(TypedDict):
+    """What one argument of `burst train data` brought to a store."""
 
     name: str
-    sha256: str
+    sha256: str  # of its texts
     tokens: int
+    documents: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +70,12 @@ class StoreHeader:
     dtype: TokenType = "uint8"
     validation: int = 0  # tokens held out, at the end
     tokenizer_sha256: str = ""  # of the tokenizer's file; empty for bytes
-    end_of_text: int | None = None  # token after each document
-    documents: list[Document] = field(default_factory=list)
+    end_of_text: int | None = None  # token after each document that is a text
+    schema: int = 1
+    sources: list[Source] = field(default_factory=list)
+    documents: int = 1
+    documents_sha256: str = ""  # of documents.bin, and of learnt.bin where there is one
+    answers_only: bool = False  # some documents are chats: learnt.bin says which tokens are learnt
 
 
 class TokenStore(Sequences):
@@ -82,6 +94,40 @@ class TokenStore(Sequences):
                 f"token store {directory} holds {self._tokens.size} tokens and its header says {self.header.count}; "
                 f"{_NEXT_STEP}"
             )
+        self._directory = directory
+
+    @cached_property
+    def document_starts(self) -> NDArray[np.int64]:
+        """The first token of each document, ascending from 0. Raises ValueError for a damaged file."""
+        header = self.header
+        if header.schema == 1:
+            return np.cumsum([0, *(source["tokens"] for source in header.sources[:-1])], dtype=np.int64)
+        try:
+            starts = np.fromfile(self._directory / DOCUMENTS_FILE, dtype="<i8").astype(np.int64, copy=False)
+        except OSError as error:
+            raise _unreadable(self._directory, error) from error
+        whole = len(starts) == header.documents > 0 and starts[0] == 0 and starts[-1] < header.count
+        if not whole or (np.diff(starts) <= 0).any():
+            raise ValueError(f"token store {self._directory} has a damaged {DOCUMENTS_FILE}; {_NEXT_STEP}")
+        return starts
+
+    @cached_property
+    def _learnt(self) -> NDArray[np.bool_]:
+        try:
+            learnt = np.memmap(self._directory / LEARNT_FILE, dtype=np.bool_, mode="r")
+        except (OSError, ValueError) as error:
+            raise _unreadable(self._directory, error) from error
+        if learnt.size != self.header.count:
+            raise ValueError(f"token store {self._directory} has a damaged {LEARNT_FILE}; {_NEXT_STEP}")
+        return learnt
+
+    def learnt(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of the tokens at these places, which ones the model is to learn: all, but for chats, of which the answers."""
+        return self._learnt[places] if self.header.answers_only else np.ones(len(places), dtype=bool)
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """The tokens at these places, as they are stored."""
+        return self._tokens[places]
 
     def numbers(self, start: int, count: int) -> NDArray[np.unsignedinteger]:
         """`count` consecutive tokens from position `start` of the endless sequence, as they are stored."""
@@ -114,8 +160,15 @@ def is_store(path: Path) -> bool:
 def read_header(directory: Path) -> StoreHeader:
     """The header of a store. Raises ValueError."""
     try:
-        return from_json(StoreHeader, read_json(directory / HEADER_FILE))
-    except (OSError, ValueError) as error:
+        values = cast(dict[str, Any], read_json(directory / HEADER_FILE))
+        if values.get("schema", 1) > SCHEMA:
+            raise ValueError(f"its schema is {values['schema']}, and this version reads up to {SCHEMA}")
+        if "schema" not in values:
+            texts = values.pop("documents", [])
+            values["sources"] = [{**text, "documents": 1} for text in texts]
+            values["documents"] = max(1, len(texts))
+        return from_json(StoreHeader, values)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _unreadable(directory, error) from error
 
 
@@ -123,50 +176,51 @@ def _unreadable(directory: Path, error: Exception) -> ValueError:
     return ValueError(f"token store {directory} cannot be read ({error}); {_NEXT_STEP}")
 
 
-def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0) -> StoreHeader:
-    """Tokenize texts, each one document, into a new store at `directory`.
+def build_store(
+    sources: Sequence[str], directory: Path, tokenizer: Tokenizer, validation: float = 0.0, field: str | None = None
+) -> StoreHeader:
+    """Tokenize documents into a new store at `directory`.
 
     Args:
-        sources: `python_docs` or paths of UTF-8 text files, in the order in which they are to be read.
+        sources: as of `documents_of`, in the order in which they are to be read.
         directory: must not exist; its parent is made.
         tokenizer: decides ids, their width in the file, and whether a token separates the documents.
         validation: fraction of the tokens held out, at the end.
+        field: of each record of files of records, its text or chat.
 
     Raises:
-        ValueError: a text is missing, empty or not UTF-8, or too short for the fraction held out.
+        ValueError: a source is missing, empty, not UTF-8 or of another form, or too short for the fraction held out.
         FileExistsError: `directory` exists, possibly since another process finished first.
         OSError: it cannot be written.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     aside.chmod(0o755)  # mkdtemp's is for the user alone
-    dtype = token_type(tokenizer.vocabulary)
     try:
-        digest, documents = hashlib.sha256(), []
-        with open(aside / TOKENS_FILE, "wb") as file:
-            for source in sources:
-                documents.append(_write_document(source, file, tokenizer, dtype, digest))
-            file.flush()
-            os.fsync(file.fileno())
-        count = sum(document["tokens"] for document in documents)
-        held_out = int(count * validation)
+        with _StoreWriter(aside, tokenizer) as writer:
+            listed = [writer.add(source, field) for source in sources]
+        held_out = int(writer.count * validation)
         if validation and not held_out:
             raise ValueError(
-                f"{validation:g} of {count} tokens is less than one token; "
+                f"{validation:g} of {writer.count} tokens is less than one token; "
                 "give `burst train data` a larger --validation, or 0"
             )
         header = StoreHeader(
-            origin=", ".join(document["name"] for document in documents),
+            origin=", ".join(source["name"] for source in listed),
             python=platform.python_version(),
-            sha256=digest.hexdigest(),
+            sha256=writer.digest.hexdigest(),
             tokenizer=tokenizer.name,
-            count=count,
+            count=writer.count,
             vocabulary=tokenizer.vocabulary,
-            dtype=dtype,
+            dtype=token_type(tokenizer.vocabulary),
             validation=held_out,
             tokenizer_sha256=tokenizer.sha256,
             end_of_text=tokenizer.end_of_text,
-            documents=documents,
+            schema=SCHEMA,
+            sources=listed,
+            documents=len(writer.starts),
+            documents_sha256=writer.documents_digest.hexdigest(),
+            answers_only=writer.answers_only,
         )
         (aside / HEADER_FILE).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
         if directory.exists():  # renaming would replace an empty directory
@@ -185,28 +239,80 @@ def token_type(vocabulary: int) -> TokenType:
     return "uint32"
 
 
-def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> Document:
-    """Append one text's tokens; returns its name, sha256 and number of tokens. `digest` is of all texts together."""
-    own, size, tokens = hashlib.sha256(), 0, 0
-    saved = np.dtype(dtype).newbyteorder("<")
+class _StoreWriter:
+    """The files of a new store but its header, written and flushed when the context ends without an error."""
 
-    def read() -> Iterator[bytes]:
-        nonlocal size
-        for chunk in chunks_of(source):
-            digest.update(chunk)
-            own.update(chunk)
-            size += len(chunk)
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self._directory, self._tokenizer = directory, tokenizer
+        self._saved = np.dtype(token_type(tokenizer.vocabulary)).newbyteorder("<")
+        self.digest, self.documents_digest = hashlib.sha256(), hashlib.sha256()
+        self.count, self.starts = 0, list[int]()
+        self.answers_only = False
+
+    def __enter__(self) -> _StoreWriter:
+        self._tokens = open(self._directory / TOKENS_FILE, "wb")
+        self._learnt = open(self._directory / LEARNT_FILE, "wb")
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._tokens, self._learnt:
+            if kind is not None:
+                return
+            starts = np.array(self.starts, dtype="<i8").tobytes()
+            self.documents_digest.update(starts)
+            with open(self._directory / DOCUMENTS_FILE, "wb") as file:
+                file.write(starts)
+                for each in (self._tokens, self._learnt, file):
+                    each.flush()
+                    os.fsync(each.fileno())
+        if not self.answers_only:
+            (self._directory / LEARNT_FILE).unlink()
+
+    def add(self, source: str, field: str | None) -> Source:
+        """Append a source's documents, those of no text left out."""
+        own, tokens, documents = hashlib.sha256(), self.count, len(self.starts)
+        for place, document in documents_of(source, field):
+            before = self.count
+            if isinstance(document, list):
+                try:
+                    text, ids, learnt = self._tokenizer.encode_chat(document)
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from error
+                self._hash(text.encode(), own)
+                self.answers_only = True
+                self._append(ids, learnt)
+            else:
+                for ids in self._tokenizer.encode(self._hashed(document, own)):
+                    self._append(ids)
+                if self.count > before and self._tokenizer.end_of_text is not None:
+                    self._append(np.array([self._tokenizer.end_of_text]))
+            if self.count > before:
+                self.starts.append(before)
+        if self.count == tokens:
+            raise ValueError(f"data {source!r} is empty; give a text of at least one byte")
+        return {
+            "name": name_of(source),
+            "sha256": own.hexdigest(),
+            "tokens": self.count - tokens,
+            "documents": len(self.starts) - documents,
+        }
+
+    def _append(self, ids: np.ndarray, learnt: np.ndarray | None = None) -> None:
+        self._tokens.write(ids.astype(self._saved, copy=False).tobytes())
+        kept = np.ones(len(ids), dtype=bool) if learnt is None else learnt
+        self._learnt.write(kept.tobytes())
+        if learnt is not None:
+            self.documents_digest.update(kept.tobytes())
+        self.count += len(ids)
+
+    def _hash(self, content: bytes, own: Any) -> None:
+        self.digest.update(content)
+        own.update(content)
+
+    def _hashed(self, chunks: Iterable[bytes], own: Any) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._hash(chunk, own)
             yield chunk
-
-    for ids in tokenizer.encode(read()):
-        file.write(ids.astype(saved, copy=False).tobytes())
-        tokens += len(ids)
-    if size == 0:
-        raise ValueError(f"data {source!r} is empty; give a text of at least one byte")
-    if tokenizer.end_of_text is not None:
-        file.write(np.array([tokenizer.end_of_text], dtype=saved).tobytes())
-        tokens += 1
-    return {"name": name_of(source), "sha256": own.hexdigest(), "tokens": tokens}
 
 
 def is_built(source: str) -> bool:
@@ -250,7 +356,7 @@ def vocabulary_of(source: str) -> int:
 def _store_name(source: str) -> str:
     """Differs whenever the text does: by Python version, or by the file's path, size and time of change."""
     if source == PYTHON_DOCS:
-        return f"{PYTHON_DOCS}-{platform.python_version()}"
+        return f"{PYTHON_DOCS}-{platform.python_version()}-{SCHEMA}"
     path = Path(source)
     if not path.is_file():
         raise ValueError(
@@ -258,5 +364,5 @@ def _store_name(source: str) -> str:
             "directory that `burst train data` built"
         )
     stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{SCHEMA}:{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     return f"file-{key}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from engine.data.chat import ChatTemplate, Message
 from engine.reader import read_json, read_regular
 from engine.settings import BYTE_VOCABULARY
 
@@ -42,6 +44,11 @@ class Tokenizer(Protocol):
         """Token ids of one document, given as UTF-8 chunks cut anywhere."""
         ...
 
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, np.ndarray, np.ndarray]:
+        """A chat in the words of the tokenizer's template, its token ids, and which of these the model is to learn.
+        Raises ValueError where there is no template, or it refuses the chat."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte is a token: needs no file, and any text can be written in it."""
@@ -53,6 +60,11 @@ class ByteTokenizer:
 
     def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
         return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, np.ndarray, np.ndarray]:
+        raise ValueError(
+            "tokenizer bytes has no chat template; give --tokenizer the tokenizer.json of a model that has one"
+        )
 
 
 class FileTokenizer:
@@ -92,6 +104,7 @@ class FileTokenizer:
         ids = self._backend.get_vocab(with_added_tokens=True)
         self.name = path.name if path.name != "tokenizer.json" else path.resolve().parent.name
         self.sha256 = hashlib.sha256(content).hexdigest()
+        self._path = path
         self.vocabulary = max(ids.values(), default=-1) + 1
         self.end_of_text: int | None = next((ids[token] for token in _named_ends(path) if token in ids), None)
 
@@ -100,6 +113,19 @@ class FileTokenizer:
         while batch := list(islice(pieces, _BATCH_PIECES)):
             for encoding in self._backend.encode_batch_fast(batch, add_special_tokens=False):
                 yield np.asarray(encoding.ids, dtype=np.uint32)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, np.ndarray, np.ndarray]:
+        text, answers = self._template.rendered(messages)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)  # characters
+        learnt = np.zeros(len(starts), dtype=bool)
+        for start, stop in answers:
+            learnt |= (start <= starts) & (starts < stop)
+        return text, np.asarray(encoding.ids, dtype=np.uint32), learnt
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._path)
 
 
 def tokenizer_named(name: str) -> Tokenizer:

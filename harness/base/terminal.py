@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 from rich.cells import cell_len
@@ -60,27 +58,6 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """A console on stderr, for messages beside the results."""
     return SafeConsole(stderr=True, emoji=False)
-
-
-@contextmanager
-def progress(title: str, things: str) -> Iterator[Callable[[int, int, str], None]]:
-    """What to call after each of many things, with how many are done, of how many, and its name: a bar on a terminal,
-    every tenth as a line elsewhere, on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = stderr_console()
-    if not console.is_terminal:
-
-        def line(done: int, of: int, name: str) -> None:
-            if done % 10 == 0 or done == of:
-                console.print(f"{done} of {of} {things}", markup=False, highlight=False, soft_wrap=True)
-
-        yield line
-        return
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[name]}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None, name="")
-        yield lambda done, of, name: bar.update(task, completed=done, total=of, name=name)
 
 
 def print_table(console: Console, table: Table) -> None:

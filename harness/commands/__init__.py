@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from cluster.files.errors import shown
 from cluster.node_arguments import add_host_key_arguments
 from harness.base.errors import UsageError, nearest
 from harness.launch.launcher import LAUNCHERS, Launcher
@@ -119,11 +118,6 @@ def _module(name: str) -> ModuleType:
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:
     """The command line as typed, for messages that give the next command."""
     return ["burst", *arguments.typed]
-
-
-def say(sentence: str) -> None:
-    """A sentence beside the result of a command, on stderr."""
-    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 def parse_tolerance(text: str) -> float:

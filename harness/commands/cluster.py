@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import UsageError, counted, shown
-from harness.commands import Command, OtherProgram, Verbs, add_state_argument, say, state_directory
+from cluster.files.progress import Progress
+from harness.commands import Command, OtherProgram, Verbs, add_state_argument, state_directory
 
 if TYPE_CHECKING:
     from cluster.inventory.hosts import Host
@@ -181,7 +182,9 @@ class EnvCommand:
             method=arguments.method,
             install=arguments.install,
         )
-        found = survey(inventory.nodes, connect, options, arguments.timeout)
+        asked = f"reading interfaces and adapters of {counted(len(inventory.nodes), 'node')}"
+        with Progress(asked, quiet=arguments.json):
+            found = survey(inventory.nodes, connect, options, arguments.timeout)
         if arguments.json:
             print(json.dumps(found.as_json(), indent=1, allow_nan=False))
         else:
@@ -234,14 +237,15 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
         raise UsageError(str(error)) from error
     if arguments.names:
         inventory = inventory.select(arguments.names)
-    state = start_cluster(
-        inventory,
-        states,
-        say,
-        known_hosts=arguments.known_hosts,
-        accept_new_host_keys=arguments.accept_new_host_keys,
-        seconds=arguments.timeout,
-    )
+    with Progress(f"starting Ray on {counted(len(inventory.nodes), 'node')}") as progress:
+        state = start_cluster(
+            inventory,
+            states,
+            progress.say,
+            known_hosts=arguments.known_hosts,
+            accept_new_host_keys=arguments.accept_new_host_keys,
+            seconds=arguments.timeout,
+        )
     up = [node.name for node in state.nodes if not node.silent]
     missing = [node.name for node in inventory.nodes if node.name not in up]
     print(
@@ -258,7 +262,8 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
     state = _recorded(states)
     connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
-    nodes = cluster_status(state, connect, arguments.timeout)
+    with Progress(f"asking {counted(len(state.nodes), 'node')}"):
+        nodes = cluster_status(state, connect, arguments.timeout)
     width = max((len(node.name) for node in nodes), default=0)
     for node in nodes:
         print(shown(f"{node.name:<{width}}  {node.role:<6}  {node.address:<15}  {node.state:<7}  {node.finding}"))
@@ -281,10 +286,11 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     state = _recorded(states)
     nodes = {node.name for node in (*state.nodes, *state.left)}
     connect = connection([node.host for node in (*state.nodes, *state.left)], known_hosts=state.known_hosts)
-    with states.held("end the cluster"):
-        problems = end_cluster(states, state, connect, arguments.timeout)
-    for name, sentence in problems.items():
-        say(f"{name}: {sentence}")
+    with Progress(f"ending Ray on {counted(len(nodes), 'node')}") as progress:
+        with states.held("end the cluster"):
+            problems = end_cluster(states, state, connect, arguments.timeout)
+        for name, sentence in problems.items():
+            progress.say(f"{name}: {sentence}")
     ended = f"{counted(len(nodes) - len(problems), 'node')} ended"
     if problems:
         print(

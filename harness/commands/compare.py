@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError, nearest
 from harness.commands import parse_tolerance
 
@@ -63,8 +64,10 @@ class CompareCommand:
         of_methods = len(arguments.directories) == 1 and not (
             arguments.methods or arguments.commits or arguments.across
         )
-        comparisons = _of_own_method(arguments) if of_methods else [_compared(arguments)]
-        named = [(comparison, report.trial_names(comparison)) for comparison in comparisons]
+        places = " and ".join(map(str, arguments.directories))
+        with Progress(f"comparing the records of {places}", quiet=arguments.json):
+            comparisons = _of_own_method(arguments) if of_methods else [_compared(arguments)]
+            named = [(comparison, report.trial_names(comparison)) for comparison in comparisons]
         if arguments.out is not None:
             make_writable(arguments.out)
             for comparison, names in named:

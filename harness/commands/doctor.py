@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from cluster.files.progress import Progress
+
 if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
 
@@ -21,7 +23,8 @@ class DoctorCommand:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        findings = examine()
+        with Progress("looking at the devices, kernels and methods of this machine", quiet=arguments.json):
+            findings = examine()
         if arguments.json:
             print(json.dumps([asdict(finding) for finding in findings], indent=1))
             return 0

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from cluster.files.errors import shown
+from cluster.files.progress import Progress, say
 from harness.base.errors import UsageError
-from harness.commands import say
 
 FORMATS = "html,md,csv,tex,png,pdf"
 
@@ -46,7 +46,6 @@ class ReportCommand:
         )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.base.terminal import progress
         from harness.records.stored import runs_below, stored_run
         from harness.report.page import write_report
         from harness.report.site import write_site
@@ -61,18 +60,18 @@ class ReportCommand:
         if subject is not None and subject == baseline:
             raise UsageError(f"--subject and --baseline are both {subject}; name two methods")
         try:
-            if sites:
-                formats = _formats(arguments.format, "html")
-                with progress("Reports", "runs") as done:
+            formats = _formats(arguments.format, "html" if sites else FORMATS)
+            with Progress(f"drawing the report of {', '.join(map(str, runs))}") as progress:
+                if sites:
                     path, problems = write_site(
                         sites[0], out, formats, baseline=baseline, subject=subject, labels=labels,
-                        set_bad_aside=aside, say=say, done=done,
+                        set_bad_aside=aside, say=say, so_far=progress.so_far,
                     )  # fmt: skip
-            else:
-                formats = _formats(arguments.format, FORMATS)
-                path = write_report(
-                    runs, out, formats, baseline=baseline, subject=subject, labels=labels, set_bad_aside=aside, say=say
-                )
+                else:
+                    path = write_report(
+                        runs, out, formats, baseline=baseline, subject=subject, labels=labels, set_bad_aside=aside,
+                        say=say,
+                    )  # fmt: skip
         except ValueError as error:
             raise UsageError(str(error)) from error
         for problem in problems:

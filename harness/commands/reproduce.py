@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import shown
+from cluster.files.progress import Progress, say
 from harness.base.errors import UsageError
-from harness.commands import say
 from harness.commands.run import COMMAND as RUN
 from harness.commands.run import add_run_arguments
 
@@ -98,19 +98,23 @@ def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: P
     from harness.reproduce.points import PLACES, runs_in
     from harness.reproduce.predicted import predicted_entries, predicted_for_paper
 
-    predicted = predicted_for_paper(figure)
-    if arguments.hardware is not None:
-        predicted += predicted_entries(figure, scale, hardware_named(arguments.hardware))
-    runs = runs_in((*PLACES, *([] if _below_places(out, PLACES) else [out])))
+    with Progress(f"predicting {figure.name}", quiet=arguments.json) as progress:
+        predicted = predicted_for_paper(figure)
+        if arguments.hardware is not None:
+            predicted += predicted_entries(figure, scale, hardware_named(arguments.hardware))
+        progress.stage("reading the records of all runs")
+        runs = runs_in((*PLACES, *([] if _below_places(out, PLACES) else [out])))
+        found = beside(figure, runs, predicted)
     _say_bad(runs)
-    found = beside(figure, runs, predicted)
     if arguments.json:
         _print_json([points_table(found)])
         return
     said, why = verdict(found)
     _print_points(points_table(found))
     print(shown(f"Verdict: {said}: {why}"))
-    print(shown(f"Reproduction: {write_figure(found, out / FOLDER)}"))
+    with Progress(f"drawing {figure.name}"):
+        page = write_figure(found, out / FOLDER)
+    print(shown(f"Reproduction: {page}"))
 
 
 def _below_places(out: Path, places: Sequence[Path]) -> bool:
@@ -123,10 +127,12 @@ def _tables(arguments: argparse.Namespace) -> int:
     from harness.reproduce.points import runs_in
     from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
 
-    runs = runs_in()
+    with Progress("reading the records of all runs", quiet=arguments.json) as progress:
+        runs = runs_in()
+        progress.stage("comparing them with the paper")
+        predictor = predictor_words(hardware_named(PAPER_HARDWARE))
+        tables, sentences = _asked_for(arguments.figure, runs, predictor)
     _say_bad(runs)
-    predictor = predictor_words(hardware_named(PAPER_HARDWARE))
-    tables, sentences = _asked_for(arguments.figure, runs, predictor)
     if arguments.json:
         _print_json(tables)
     else:
@@ -138,7 +144,8 @@ def _tables(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         from harness.reproduce.page import write_all
 
-        path = write_all(_drawn_figures(runs), runs, predictor, arguments.out)
+        with Progress("predicting and drawing the figures", quiet=arguments.json) as progress:
+            path = write_all(_drawn_figures(runs, progress.so_far), runs, predictor, arguments.out)
         if not arguments.json:
             print(shown(f"Page: {path}"))
     return 0
@@ -173,18 +180,18 @@ def _all_figures(runs: Sequence[MeasuredRun]) -> list[tuple[FigureComparison, st
     return [(beside(figure, runs), predicted_words(figure)) for figure in paper_figures().values()]
 
 
-def _drawn_figures(runs: Sequence[MeasuredRun]) -> Iterator[tuple[FigureComparison, str]]:
-    """The same with predicted values, and with progress on stderr: each takes seconds to predict and to draw."""
-    from harness.base.terminal import progress
+def _drawn_figures(
+    runs: Sequence[MeasuredRun], so_far: Callable[[str], None]
+) -> Iterator[tuple[FigureComparison, str]]:
+    """The same with predicted values; `so_far` is called after each, which takes seconds to predict and to draw."""
     from harness.reproduce.comparison import beside
     from harness.reproduce.figures import paper_figures
     from harness.reproduce.predicted import predicted_for_paper, predicted_words
 
     figures = list(paper_figures().values())
-    with progress("Figures", "figures") as after:
-        for count, figure in enumerate(figures, 1):
-            yield beside(figure, runs, predicted_for_paper(figure)), predicted_words(figure)
-            after(count, len(figures), figure.name)
+    for count, figure in enumerate(figures, 1):
+        yield beside(figure, runs, predicted_for_paper(figure)), predicted_words(figure)
+        so_far(f"{count} of {len(figures)}")
 
 
 def _say_bad(runs: Sequence[MeasuredRun]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown_value
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
 from harness.commands import (
@@ -67,7 +68,6 @@ class RunCommand:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
-        machine, launcher = machine_and_launcher(arguments, say)
         resume = None
         if any((arguments.resume, arguments.retry_failed, arguments.set_aside_bad, arguments.mix, arguments.again)):
             resume = Resume(
@@ -75,6 +75,8 @@ class RunCommand:
             )
         records = RunRecords(run_dir)
         with contextlib.ExitStack() as closing:
+            progress = closing.enter_context(Progress(f"planning the trials of {experiment.name}"))
+            machine, launcher = machine_and_launcher(arguments, say)
             closing.callback(launcher.close)
             if stop is not None:
                 closing.enter_context(stop.interrupting())
@@ -102,7 +104,7 @@ class RunCommand:
                 trials,
                 host,
                 run_dir,
-                view=view_for(console),
+                view=view_for(console, progress),
                 say=say,
                 options=ExecutionOptions(
                     rounds=experiment.rounds,
@@ -117,7 +119,8 @@ class RunCommand:
                 records=records,
                 shown=shown,
             )
-        _report(records)
+        with Progress(f"drawing the report of {run_dir}"):
+            _report(records)
         if getattr(launcher, "stuck", False):
             leave_at_once(code)
         return code

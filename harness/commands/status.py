@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster.files.errors import counted, shown, shown_value
 from cluster.files.filesystem import open_regular
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError, nearest, one_of
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def _print_state(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{directory} is a training run, whose metrics.jsonl is JSON; leave --json out")
         _print_lines([training_status(directory), *training_next_steps(directory)])
         return 0
-    state = state_of(directory)
+    with Progress(f"reading the records of {directory}", quiet=arguments.json):
+        state = state_of(directory)
     if arguments.json:
         print(json.dumps(as_json(state) | {"next": next_step(state, directory)}, indent=1))
     else:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from cluster.files.progress import Progress
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
 from harness.base.errors import UsageError, one_of
@@ -61,11 +62,13 @@ class TrainCommand:
         from harness.training.run import interruption, stop_time, train
 
         _check_options(arguments)
-        with _said_once() if arguments.torchrun else contextlib.nullcontext():
-            file = _loaded(arguments)
-            view = TrainingView(stderr_console(), file.config.steps)
-            start = _start(arguments, file, view.say)
-        with contextlib.closing(start.launcher):
+        with contextlib.ExitStack() as closing:
+            progress = closing.enter_context(Progress(f"preparing the run of {arguments.config}"))
+            with _said_once() if arguments.torchrun else contextlib.nullcontext():
+                file = _loaded(arguments)
+                view = TrainingView(stderr_console(), file.config.steps, progress)
+                start = _start(arguments, file, view.say)
+            closing.callback(start.launcher.close)
             stop = stop_time(view.say, file.config.save.grace_seconds)
             with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():
                 try:
@@ -154,12 +157,19 @@ def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.
 
 
 class DataCommand:
-    help = "turn text files into a token store for `data:` of experiments and training configurations"
+    help = "turn texts and chats into a token store for `data:` of experiments and training configurations"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "texts", nargs="+", metavar="TEXT", help="UTF-8 text files, one document each, or python_docs"
-        )
+            "sources", nargs="+", metavar="SOURCE",
+            help="UTF-8 text files, one document each; with --field JSON Lines, JSON lists, Parquet and Arrow files; "
+            "folders of these; or python_docs",
+        )  # fmt: skip
+        parser.add_argument(
+            "--field", metavar="NAME",
+            help="field of each record that is a document: its text, or the messages of a chat, of which the answers "
+            "are learnt",
+        )  # fmt: skip
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new store")
         parser.add_argument(
             "--tokenizer", default="bytes", metavar="bytes|FILE",
@@ -183,8 +193,8 @@ class DataCommand:
             raise UsageError(str(error)) from error
         _check_place(arguments.out, replace=arguments.replace)
         try:
-            with _moved_aside(arguments.out) as moved:
-                header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
+            with _moved_aside(arguments.out) as moved, Progress(f"writing the tokens of {arguments.out}"):
+                header = build_store(arguments.sources, arguments.out, tokenizer, arguments.validation, arguments.field)
         except ValueError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
@@ -193,10 +203,11 @@ class DataCommand:
             raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:
             print(f"the earlier store is now {moved}")
-        texts = "1 document" if len(header.documents) == 1 else f"{len(header.documents)} documents"
+        texts = "1 document" if header.documents == 1 else f"{header.documents:,} documents"
+        learnt = ", answers of chats alone are learnt" if header.answers_only else ""
         print(
             f"{arguments.out}: {header.count:,} tokens of {texts}, {header.validation:,} of them held out; "
-            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
+            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}{learnt}"
         )
         return 0
 
@@ -252,17 +263,18 @@ class ExportCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         checkpoint = chosen_checkpoint(arguments.run, arguments.step)
         make_writable(arguments.out.absolute().parent)
-        # torch is loaded for a checkpoint that exists, not for a typing mistake.
-        import torch
-
-        from engine.hf import export_hugging_face
-        from engine.training.state import whole_parameters
-
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
         try:
-            seq_len = cast(int, read_manifest(checkpoint).facts["seq_len"])
-            shape, parameters = whole_parameters(checkpoint)
-            export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+            with Progress(f"exporting {checkpoint}"):
+                # torch is loaded for a checkpoint that exists, not for a typing mistake.
+                import torch
+
+                from engine.hf import export_hugging_face
+                from engine.training.state import whole_parameters
+
+                dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
+                seq_len = cast(int, read_manifest(checkpoint).facts["seq_len"])
+                shape, parameters = whole_parameters(checkpoint)
+                export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
         except ValueError as error:
             raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
         print(f"{arguments.out}: {shape.name} after step {step_of(checkpoint)}, {shape.parameters:,} parameters, "

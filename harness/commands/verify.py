@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from cluster.files.errors import shown
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 from harness.commands import parse_tolerance
 
@@ -45,12 +46,13 @@ class VerifyCommand:
 
         tolerance = parse_tolerance(arguments.tolerance)
         with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(f"verifying {arguments.place}", quiet=arguments.json))
 
             def readable(place: Path) -> Path:
                 return place if place.is_dir() or place.suffix == SUFFIX else stack.enter_context(unpacked(place))
 
             reference = readable(arguments.reference) if arguments.reference else None
-            verdicts = verify(readable(arguments.place), CommitHistory(), reference, tolerance)
+            verdicts = verify(readable(arguments.place), CommitHistory(), reference, tolerance, so_far=progress.so_far)
         if arguments.json:
             print(json.dumps(as_json(verdicts), indent=1))
         else:
@@ -91,10 +93,11 @@ class PackCommand:
         if arguments.replace and not as_lines:
             raise UsageError(f"--replace is for packed runs, and {out} would be an archive; give --out another name")
         try:
-            if as_lines:
-                pack_lines(path, out, replace=arguments.replace)
-            else:
-                pack(path, out, logs=arguments.logs)
+            with Progress(f"packing {path}"):
+                if as_lines:
+                    pack_lines(path, out, replace=arguments.replace)
+                else:
+                    pack(path, out, logs=arguments.logs)
         except ValueError as error:
             raise UsageError(str(error)) from error
         print(shown(f"{'Packed run' if as_lines else 'Archive'}: {out}"))

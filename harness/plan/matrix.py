@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -333,10 +334,11 @@ def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
 
 
 def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any, ...]]]) -> bool:
-    if not exclude:
-        return False
-    flat = _flat(settings)
-    return any(all(flat[key] in values for key, values in entry.items()) for entry in exclude)
+    """Whether an entry names the settings. A plan asks this of every combination, so only the named keys are read."""
+    return any(
+        all(attrgetter("model.name" if key == "model" else key)(settings) in values for key, values in entry.items())
+        for entry in exclude
+    )
 
 
 def _flat(settings: TrialSettings) -> dict[str, Any]:

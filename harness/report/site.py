@@ -53,13 +53,13 @@ def write_site(
     labels: Mapping[str, str] | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
-    done: Callable[[int, int, str], None] = lambda _done, _of, _run: None,
+    so_far: Callable[[str], None] = lambda _: None,
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
     Tables of a run with trials of method `baseline` compare with it, those of a run with trials of `subject` hold that
     one against the others (by default burst), and `labels` are names shown instead of methods' own.
-    `done` is called after each run with the number of runs written, the number of all runs and the run's name.
+    `so_far` is called after each run with how many of them are written.
     Returns the index, and a sentence about every run whose records cannot be read; the index shows it as well. Raises
     UsageError when no run is there, for an unknown format or a baseline that no run has, and when `out` cannot be
     written.
@@ -85,7 +85,7 @@ def write_site(
         for sentence in entry.said:
             say(sentence)
         entries.append(entry)
-        done(len(entries), len(runs), entry.folder)
+        so_far(f"{len(entries)} of {len(runs)} runs")
     shown = sorted((entry for entry in entries if entry.problem or entry.records), key=lambda entry: entry.started,
                    reverse=True)  # fmt: skip
     shown.sort(key=lambda entry: entry.hardware in ("", "cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.files.errors import shown_value
+from cluster.files.progress import Progress
 from harness.launch.verdict import step_of
 from harness.records.record import Record
 
@@ -43,43 +44,46 @@ class ProgressView(Protocol):
         ...
 
 
-def view_for(console: Console) -> ProgressView:
-    """A live view on a terminal, else a plain one."""
-    return LiveView(console) if console.is_terminal else PlainView(console)
+def view_for(console: Console, progress: Progress) -> ProgressView:
+    """A live view on a terminal, else a plain one. `progress` is that of the command."""
+    if not console.is_terminal:
+        return PlainView(progress)
+    progress.stage("")  # the live line says it
+    return LiveView(console)
 
 
 class PlainView:
-    """One line per finished trial, for logs and pipes."""
+    """One line per finished trial, for logs and pipes; and now and then how far one is that takes long."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._total = self._done = 0
-        self._round = ""
+        self._round = self._trial = ""
 
     def begin(self, total: int, title: str = "", done: int = 0) -> None:
         self._total, self._done = total, done
         self._round = f", {title}" if title else ""
+        self._progress.stage("running the trials")
 
     def trial_began(self, trial: Trial) -> None:
-        pass
+        self._trial = f"{self._place(self._done + 1)} {trial.id}"
+        self._progress.so_far(f"{self._trial}  starting")
 
     def step(self, line: dict[str, object]) -> None:
-        pass
+        self._progress.so_far(f"{self._trial}  {describe_step(line)}")
 
     def trial_ended(self, record: Record, *, kept: bool = False) -> None:
         self._done += 1
-        self._console.print(
-            f"[{self._done}/{self._total}{self._round}] {describe(record, kept)}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._progress.say(f"{self._place(self._done)} {describe(record, kept)}")
 
     def note(self, message: str) -> None:
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._progress.say(message)
 
     def end(self) -> None:
-        pass
+        self._progress.stage("")
+
+    def _place(self, number: int) -> str:
+        return f"[{number}/{self._total}{self._round}]"
 
 
 class LiveView:

@@ -1,16 +1,16 @@
-"""Progress of a training run: a live line on a terminal, else a line every 10 s; its line in `burst status`, and the
+"""Progress of a training run: a live line on a terminal, else a line now and then; its line in `burst status`, and the
 command that goes on with it."""
 
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cluster.files.errors import shown_value
+from cluster.files.progress import Progress
 from engine.reader import read_json
 from engine.training.files import (
     METRICS_FILE,
@@ -27,25 +27,24 @@ from harness.run.progress import describe_step
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
-
-
-QUIET_SECONDS = 10.0  # between lines about steps where they are not overwritten
+    from rich.progress import Progress as LiveProgress
 
 
 class TrainingView:
     """Called with every line of progress.jsonl; a context that opens and closes the terminal's live line."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
-        self._live: Progress | None = None
-        self._said_at = float("-inf")
+    def __init__(self, console: Console, steps: int, progress: Progress) -> None:
+        """`progress` is that of the command."""
+        self._console, self._steps, self._progress = console, steps, progress
+        self._live: LiveProgress | None = None
 
     def __enter__(self) -> TrainingView:
         if self._console.is_terminal:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as LiveProgress
 
-            self._live = Progress(
+            self._progress.stage("")  # the live line says it
+            self._live = LiveProgress(
                 BarColumn(bar_width=24),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
@@ -55,9 +54,13 @@ class TrainingView:
             )
             self._task = self._live.add_task("starting", total=self._steps)
             self._live.start()
+        else:
+            self._progress.stage("training")
+            self._progress.so_far("starting")
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._progress.stage("")
         if self._live is not None:
             self._live.stop()
 
@@ -70,9 +73,10 @@ class TrainingView:
             step = line.get("step")
             done = step - inside if isinstance(step, int) else None
             self._live.update(self._task, completed=done, description=shown_value(sentence))
-        elif (line.get("step") == self._steps and not inside) or time.monotonic() - self._said_at >= QUIET_SECONDS:
-            self._said_at = time.monotonic()
+        elif line.get("step") == self._steps and not inside:
             self.say(sentence)
+        else:
+            self._progress.so_far(sentence)
 
     def say(self, sentence: str) -> None:
         """A line of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from harness.base.errors import UsageError
@@ -22,13 +22,20 @@ from harness.verify.unpacking import SUMS_FILE, sums_failures
 
 
 def verify(
-    place: Path, history: CommitHistory, reference: Path | None = None, tolerance: float = 0.05
+    place: Path,
+    history: CommitHistory,
+    reference: Path | None = None,
+    tolerance: float = 0.05,
+    *,
+    so_far: Callable[[str], None] = lambda _: None,
 ) -> list[RunVerification]:
     """A verdict on each run below a directory, or on the run that `place` is; each beside the run of the same name in
-    `reference`. Raises UsageError where no record is there, or what provenance states cannot be read.
+    `reference`. `so_far` is called with how many runs are verified. Raises UsageError where no record is there, or what
+    provenance states cannot be read.
     """
     verdicts = []
-    for path in runs_below(place) or [place]:
+    runs = runs_below(place) or [place]
+    for path in runs:
         run = stored_run(path)
         name = "" if path == place else run.report_dir.relative_to(place).as_posix()
         verdict, records = verify_run(run, name or run.name, history)
@@ -37,6 +44,7 @@ def verify(
             verdict.compared = _compared(records, others, tolerance)
             verdict.partnerless = _partnerless(records, others)
         verdicts.append(verdict)
+        so_far(f"{len(verdicts)} of {len(runs)} runs")
     if reference is not None and not any(verdict.compared for verdict in verdicts):
         raise UsageError(f"{reference} holds no record of a trial that {place} holds; name a run of the same trials")
     return verdicts

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from baselines.install.places import Installation, InstallPlace
 from baselines.ring_flash_attn import RingFlashAttention
+from cluster.files.progress import Progress
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import digest_of
 from engine.reader import to_json
@@ -64,7 +64,7 @@ def record_of(
     """The trial's record and directory, after a run of it alone."""
     alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240)
     host = RunContext(machine=HERE, launcher=launcher, environment=dict(environment), commit="abc")
-    run_experiment("exp", [alone], host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None)
+    run_experiment("exp", [alone], host, run_dir, view=PlainView(Progress("", out=lambda _: None)), say=lambda _: None)
     [record] = read_records(run_dir)
     return record, run_dir / "trials" / alone.id
 

@@ -123,7 +123,7 @@ from cluster.files.archive import unpack_tar
 from harness.cli import main
 resource.setrlimit(resource.RLIMIT_AS, (1_500 << 20, 1_500 << 20))
 archive, folder = map(Path, sys.argv[1:])
-for run in (lambda: main(["verify", str(archive)]), lambda: unpack_tar(archive, folder, "give another")):
+for run in (lambda: main(["verify", str(archive), "--json"]), lambda: unpack_tar(archive, folder, "give another")):
     try:
         assert run() == 2
     except ValueError as error:

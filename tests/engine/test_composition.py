@@ -32,7 +32,7 @@ NATIVE = tuple(  # burst first; tensor parallelism shares no sequence
 )
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": NATIVE,
-    "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
+    "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"),
     "schedule": ("auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"),
     "backward": ("auto", "query", "key_value"),
     "mask": ("causal", "full", "sliding_window:9:2", "documents:7,17,5,...", "block_sparse:6:strided-3:causal"),

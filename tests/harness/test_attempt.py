@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
+from cluster.files.progress import Progress
 from engine.burst import METHOD
 from engine.measurement import PROFILE, TRACE_FILE, UNCHECKED, Measurement, unfinished, write_measurement
 from engine.settings import ModelShape, Steps, TrialSettings
@@ -152,7 +152,7 @@ def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Res
         environment=ENVIRONMENT,
         commit="abc",
     )
-    view = PlainView(Console(quiet=True))
+    view = PlainView(Progress("", out=lambda _: None))
     run_experiment(
         "exp",
         trials,

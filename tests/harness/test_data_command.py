@@ -28,7 +28,7 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
     )
     assert bytes(open_tokens("deep/store").window(0, 23).tolist()) == b"first text, second text"
     header = json.loads(Path("deep/store/header.json").read_text())
-    assert [document["name"] for document in header["documents"]] == ["a.txt", "b.txt"]
+    assert [source["name"] for source in header["sources"]] == ["a.txt", "b.txt"]
     assert [path.name for path in Path("deep").iterdir()] == ["store"]
 
 

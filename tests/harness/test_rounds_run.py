@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from cluster.files.progress import Progress
 from engine.measurement import LINK, PROFILE, Measurement, unfinished, write_measurement
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.base.errors import UsageError
@@ -100,7 +100,7 @@ class Runner:
                 machine=machine, launcher=launcher, environment={}, commit="abc", run_command=["burst", "run", "e"]
             ),
             self.run_dir,
-            view=PlainView(Console(quiet=True)),
+            view=PlainView(Progress("", out=lambda _: None)),
             say=self.said.append,
             options=ExecutionOptions(rounds=rounds, shuffle=shuffle),
             resume=resume,

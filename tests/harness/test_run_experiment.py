@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.files.progress import Progress
 from engine.measurement import Measurement, write_measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.base.errors import UsageError
@@ -105,8 +106,6 @@ class Runner:
         experiment: str = "exp",
         **how: Any,
     ) -> tuple[int, ScriptedLauncher]:
-        from rich.console import Console
-
         launcher = ScriptedLauncher(outcomes)
         code = run_experiment(
             experiment,
@@ -115,7 +114,7 @@ class Runner:
                 machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes
             ),
             self.run_dir,
-            view=PlainView(Console(quiet=True)),
+            view=PlainView(Progress("", out=lambda _: None)),
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from cluster.files.progress import Progress
 from harness.base.terminal import print_table
 from harness.report.results import rows_of
 from harness.report.tables.trials import terminal_table
@@ -68,7 +69,7 @@ INSIDE = {"step": 2, "of": 3, "phase": "backward", "layer": 12, "layers": 32}
 def test_the_live_line_shows_the_place_inside_a_step_that_takes_long(trains):
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     if trains:
-        with TrainingView(console, 3) as view:
+        with TrainingView(console, 3, Progress("")) as view:
             view(INSIDE)
             assert view._live is not None
             assert view._live.tasks[0].completed == 1  # this step is not done
@@ -80,20 +81,12 @@ def test_the_live_line_shows_the_place_inside_a_step_that_takes_long(trains):
     assert "step 2 of 3, backward, layer 12 of 32" in console.file.getvalue()
 
 
-def test_places_inside_a_step_are_seldom_said_where_lines_stay():
-    console = Console(file=io.StringIO(), width=150)
-    with TrainingView(console, 3) as view:
-        for layer in range(1, 33):
-            view(INSIDE | {"layer": layer})
-    assert console.file.getvalue() == "step 2 of 3, backward, layer 1 of 32\n"
-
-
 def test_a_sentence_is_printed_as_it_stands_and_imports_nothing_more():
     """A signal's handler prints as well: an import that it interrupted could not be begun again inside it."""
     script = (
         "import io, sys; from harness.base.terminal import stdout_console;"
-        "from harness.training.progress import TrainingView;"
-        "console = stdout_console(); console.file = io.StringIO(); view = TrainingView(console, 3);"
+        "from harness.training.progress import Progress, TrainingView;"
+        "console = stdout_console(); console.file = io.StringIO(); view = TrainingView(console, 3, Progress(''));"
         "before = set(sys.modules); view.say('runs/:smile:/x');"
         "sys.exit(' '.join([*(set(sys.modules) - before)]) or console.file.getvalue())"
     )

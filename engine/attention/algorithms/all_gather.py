@@ -2,8 +2,8 @@
 
 TransformerEngine's communication type `all_gather` (as Llama 3, arXiv:2407.21783, section 3.3.2): one collective before
 attention and nothing between its kernels, at the price of K and V of the whole sequence in memory. K and V are gathered
-again in backward rather than saved; dK and dV of the whole sequence are formed and reduced to their owners. The tiles
-of a rank's queries alternate over the plan's streams.
+again in backward rather than saved; dK and dV of the whole sequence are formed and reduced to their owners. The calls
+of a rank alternate over the plan's streams.
 
 Shape letters as in `engine.attention.op`.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
 from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
-from engine.attention.geometry.tiles import Tile
+from engine.attention.geometry.tiles import Call
 from engine.attention.kernels import BackwardInputs
 from engine.attention.masks.pairs import tiles_of_all_keys
 from engine.cuda.alternate import ONE_STREAM, Streams
@@ -31,13 +31,13 @@ class AllGatherPlan(AttentionPlan):
 
     gather: GroupGather
     token_runs: tuple[TokenRun, ...]  # of all ranks, in order of position
-    streams: Streams = ONE_STREAM  # that the tiles of a forward use in turn
+    streams: Streams = ONE_STREAM  # that the calls of a forward use in turn
 
     @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
+    def calls(self) -> tuple[Call, ...]:
         """This rank's kernel calls."""
         table = tiles_of_all_keys(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size)
-        return table.tiles(self.cp.rank)
+        return table.calls(self.cp.rank)
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         saved = Saved((q_BLND, k_BLKD, v_BLKD))
@@ -46,12 +46,12 @@ class AllGatherPlan(AttentionPlan):
             q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.choice.problem.seq_len)]
         with self.streams.begin() as streams:
             output = OutputAccumulator(q_BLND, streams)
-            for index, tile in enumerate(self.tiles):
+            for index, call in enumerate(self.calls):
                 with streams.turn(index):
                     part = self.kernel.forward(
-                        q_BLND[:, tile.q], k_BSKD[:, tile.k], v_BSKD[:, tile.k], tile.band, self.scale
+                        q_BLND[:, call.q], k_BSKD[:, call.k], v_BSKD[:, call.k], call.visible, self.scale
                     )
-                    output.update(tile.q, *part)
+                    output.update(call.q, *part)
                     del part
             streams.join()
             return *output.result(), saved
@@ -64,13 +64,13 @@ class AllGatherPlan(AttentionPlan):
         dtype, deterministic = q_BLND.dtype, self.choice.choices.deterministic
         part_dtype = dtype if self.kernel.writes_input_dtype else accumulation_dtype(dtype)
         dq, dk, dv = (GradAccumulator(tensor, part_dtype) for tensor in (q_BLND, k_BSKD, v_BSKD))
-        for tile in self.tiles:
-            rows = q_BLND[:, tile.q], dout_BLND[:, tile.q], lse_BNL[:, :, tile.q], delta_BNL[:, :, tile.q]
-            inputs = BackwardInputs(*rows, k_BSKD[:, tile.k], v_BSKD[:, tile.k])
-            dq_part, dk_part, dv_part = self.kernel.backward(inputs, tile.band, self.scale, deterministic)
-            dq.add(tile.q, dq_part)
-            dk.add(tile.k, dk_part)
-            dv.add(tile.k, dv_part)
+        for call in self.calls:
+            rows = q_BLND[:, call.q], dout_BLND[:, call.q], lse_BNL[:, :, call.q], delta_BNL[:, :, call.q]
+            inputs = BackwardInputs(*rows, k_BSKD[:, call.k], v_BSKD[:, call.k])
+            dq_part, dk_part, dv_part = self.kernel.backward(inputs, call.visible, self.scale, deterministic)
+            dq.add(call.q, dq_part)
+            dk.add(call.k, dk_part)
+            dv.add(call.k, dv_part)
             del inputs, rows, dq_part, dk_part, dv_part
         del k_BSKD, v_BSKD
         sent = dtype if self.choice.narrow_grads.across else accumulation_dtype(dtype)

@@ -29,7 +29,7 @@ from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccu
 from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Visible
 from engine.attention.kernels import BackwardInputs
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
@@ -72,12 +72,12 @@ class RingPlan(AttentionPlan):
         return comm_plan(self.mask, cp.layout, choice.division.ring, choice.problem.seq_len, cp.rank, sends_queries)
 
     @cached_property
-    def one_call(self) -> Band | None:
-        """Of a single rank with every query and key in one tile."""
+    def one_call(self) -> Visible | None:
+        """Of a single rank with every query and key in one call."""
         if self.cp.size > 1 or self.cut is not None:
             return None
-        tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.choice.problem.seq_len)
-        return tiles[0].band if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
+        calls, every = self.comm_plan(False).steps[0].calls, slice(0, self.choice.problem.seq_len)
+        return calls[0].visible if len(calls) == 1 and calls[0][:2] == (every, every) else None
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,11 +99,11 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
                 step, chunk = found
                 if index:
                     streams.share(chunk.tensors)
-                for queries, keys, band in step.tiles:
-                    k_BMKD, v_BMKD = chunk.tokens(keys)
-                    part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
+                for queries, keys, visible in step.calls:
+                    q_BRND, (k_BMKD, v_BMKD) = q_BLND[:, queries], chunk.tokens(keys)
+                    part_BLND, part_lse_BNL = plan.kernel.forward(q_BRND, k_BMKD, v_BMKD, visible, plan.scale)
                     output.update(queries, part_BLND, part_lse_BNL)
-                    del k_BMKD, v_BMKD
+                    del q_BRND, k_BMKD, v_BMKD
                 del chunk, found  # frees its memory before the chunk after the next one arrives
         streams.join()
         return output.result()
@@ -134,9 +134,9 @@ def _ring_backward(
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
-        for q_tokens, k_tokens, band in step.tiles:
+        for q_tokens, k_tokens, visible in step.calls:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
-            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, deterministic)
+            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, visible, plan.scale, deterministic)
             dq.add(q_tokens, dq_part)
             dk.add(k_tokens, dk_part)
             dv.add(k_tokens, dv_part)

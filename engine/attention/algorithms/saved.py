@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Visible
 from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Mask, imbalance
@@ -55,8 +55,8 @@ class AttentionPlan:
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
     @property
-    def one_call(self) -> Band | None:
-        """The band of the one kernel call that is the whole problem; None where there are more, or other ranks."""
+    def one_call(self) -> Visible | None:
+        """What the one kernel call shows that is the whole problem; None where there are more, or other ranks."""
         return None
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:

@@ -27,7 +27,7 @@ from engine.attention.algorithms.saved import SAVED_PER_CHUNK, AttentionPlan, Sa
 from engine.attention.comm.collectives import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.comm_plan import reach
 from engine.attention.geometry.layout import rows_before, split_at
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class UlyssesPlan(AttentionPlan):
     inner: RingPlan  # over one head chunk, among the ranks as they are after the all-to-all
 
     @property
-    def one_call(self) -> Band | None:
+    def one_call(self) -> Visible | None:
         return self.inner.one_call if self.cp.size == 1 and self.choice.num_head_chunks == 1 else None
 
     def before(self, cut: int) -> Self:

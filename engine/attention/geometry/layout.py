@@ -189,6 +189,10 @@ def layout_named(name: str) -> Layout:
     """Look a layout up by name. Raises ValueError naming the known ones."""
     if name == "split_zigzag":
         raise ValueError("layout 'split_zigzag' needs to know where the tail begins; pass SplitZigzag(tail=FRACTION)")
+    if name == "balanced":
+        raise ValueError(
+            "layout 'balanced' needs the lengths of the documents; pass Balanced(lengths), or choose_layout(mask, ...)"
+        )
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is unknown; choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]

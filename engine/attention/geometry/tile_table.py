@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout, Segment
-from engine.attention.geometry.tiles import NO_LIMIT, Band, Tile, band_area
+from engine.attention.geometry.tiles import NO_LIMIT, Band, Call, Tile, band_area, calls_of
+from engine.attention.geometry.tiles import Integers as Integers
 
-Integers: TypeAlias = NDArray[np.int64]
 Booleans: TypeAlias = NDArray[np.bool_]
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
@@ -128,6 +128,11 @@ class TileTable:
         queries, keys = map(slice, q_start, q_stop), map(slice, k_start, k_stop)
         bands = map(_band, self.lo[own].tolist(), self.hi[own].tolist())
         return tuple(map(Tile, queries, keys, bands))
+
+    def calls(self, pair: int) -> tuple[Call, ...]:
+        """The kernel calls that compute the tiles of one pair."""
+        own = slice(*self.bounds[pair : pair + 2].tolist())
+        return calls_of(self.corners[:, own], self.lo[own], self.hi[own]) if own.start < own.stop else ()
 
     @cached_property
     def areas(self) -> Integers:

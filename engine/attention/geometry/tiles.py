@@ -3,18 +3,22 @@
 Every mask the engine knows is, between two runs of positions, a union of bands `lo <= key - query <= hi`. A `Tile` is
 a rectangle of local indices with such a band, already trimmed so that each of its rows sees at least one key: no kernel
 is given an empty row, and none has to know about layouts or global positions.
+
+A `Call` is what a kernel computes at once: one tile, or the tiles of many documents (`Sequences`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Counts: TypeAlias = int | NDArray[np.int64]
+Integers: TypeAlias = NDArray[np.int64]
 NO_LIMIT = 1 << 40  # a diagonal that hides no key
 
 
@@ -37,7 +41,7 @@ FULL, CAUSAL = Band(), Band(hi=0)
 
 
 class Tile(NamedTuple):
-    """One kernel call: local queries `q` against local keys `k`, the pairs of `band` visible."""
+    """A rectangle of local queries `q` and local keys `k`, the pairs of `band` visible."""
 
     q: slice
     k: slice
@@ -55,6 +59,129 @@ class Tile(NamedTuple):
         """Visible (query, key) pairs."""
         lo = -NO_LIMIT if self.band.lo is None else self.band.lo
         return int(band_area(self.rows, self.columns, lo, NO_LIMIT if self.band.hi is None else self.band.hi))
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What a call shows that computes several tiles at once: sequence i has queries [q_starts[i], q_stops[i]) and keys
+    [k_starts[i], k_stops[i]), counted from the call's corner, with the same band in each. Both sides ascend, and no
+    token is in two sequences; queries and keys between sequences see nothing and are not seen.
+
+    Where the band has a limit, all sequences have equally many keys more than queries: kernels count a band from the
+    ends.
+    """
+
+    band: Band
+    q_starts: Integers
+    q_stops: Integers
+    k_starts: Integers
+    k_stops: Integers
+
+    @property
+    def kind(self) -> str:
+        """That of the band."""
+        return self.band.kind
+
+    @cached_property
+    def longer(self) -> int:
+        """How many more keys than queries each sequence has, where the band has a limit."""
+        return int(self.k_stops[0] - self.k_starts[0] - self.q_stops[0] + self.q_starts[0])
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those of all sequences, counted from the call's corner."""
+        bounds = (each.tolist() for each in (self.q_starts, self.q_stops, self.k_starts, self.k_stops))
+        return tuple(
+            Tile(slice(top, bottom), slice(left, right), self.band)
+            for top, bottom, left, right in zip(*bounds, strict=True)
+        )
+
+
+Visible: TypeAlias = Band | Sequences
+
+
+class Call(NamedTuple):
+    """One kernel call: local queries `q` against local keys `k`, the pairs of `visible` shown."""
+
+    q: slice
+    k: slice
+    visible: Visible
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles that it computes, in local tokens."""
+        if isinstance(self.visible, Band):
+            return (Tile(self.q, self.k, self.visible),)
+        top, left = self.q.start, self.k.start
+        return tuple(
+            Tile(slice(top + q.start, top + q.stop), slice(left + k.start, left + k.stop), band)
+            for q, k, band in self.visible.tiles
+        )
+
+
+# Tokens that a launch takes as long as: where sequences do not lie side by side, one call for all of them copies their
+# rows and writes the rows between them, and several calls are launched one by one.
+TOKENS_OF_LAUNCH = 4096
+_MAX_BANDS = 32  # of different tiles, up to which it is asked whether one call serves both
+
+
+def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
+    """The fewest calls that compute tiles [q_start, q_stop, k_start, k_stop; tiles] with the bands `lo`, `hi`.
+
+    Tiles of one band that share no query and no key become one call. A tile whose own size hides what the band of
+    others would hide joins them: a document shorter than the window is a causal tile, and one of a single token a full
+    one.
+    """
+    if len(lo) == 1:
+        band = _band(lo.item(), hi.item())
+        top, bottom, left, right = corners[:, 0].tolist()
+        return (Call(slice(top, bottom), slice(left, right), band),)
+    bands, of = _shared_bands(corners[1] - corners[0], corners[3] - corners[2], lo, hi)
+    order = np.lexsort((corners[2], corners[0], of))
+    of, (top, bottom, left, right) = of[order], corners[:, order]
+    new, beside = np.ones(len(of) + 1, dtype=bool), np.zeros(len(of) + 1, dtype=bool)
+    new[1:-1] = (of[1:] != of[:-1]) | (top[1:] < bottom[:-1]) | (left[1:] < right[:-1])
+    beside[1:-1] = ~new[1:-1] & (top[1:] == bottom[:-1]) & (left[1:] == right[:-1])
+    bounds = np.flatnonzero(new)
+    gaps = np.add.reduceat(~beside[:-1], bounds[:-1]) - 1
+    spanned = bottom[bounds[1:] - 1] - top[bounds[:-1]] + right[bounds[1:] - 1] - left[bounds[:-1]]
+    torn = np.repeat(gaps * TOKENS_OF_LAUNCH < spanned, np.diff(bounds))  # whose gaps are cheaper as calls
+    new[:-1] |= torn & ~beside[:-1]
+    bounds = np.flatnonzero(new)
+    calls = []
+    for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        q_start, k_start = int(top[first]), int(left[first])
+        visible: Visible = (band := bands[int(of[first])])
+        if stop - first > 1:
+            own = slice(first, stop)
+            visible = Sequences(
+                band, top[own] - q_start, bottom[own] - q_start, left[own] - k_start, right[own] - k_start
+            )
+        calls.append(Call(slice(q_start, int(bottom[stop - 1])), slice(k_start, int(right[stop - 1])), visible))
+    return tuple(calls)
+
+
+def _shared_bands(rows: Integers, columns: Integers, lo: Integers, hi: Integers) -> tuple[list[Band], Integers]:
+    """The bands of some tiles, and which of them each tile is computed with."""
+    banded = (lo > -NO_LIMIT) | (hi < NO_LIMIT)
+    longer = columns - rows
+    different, of = np.unique(np.stack((lo, hi, np.where(banded, longer, 0))), axis=1, return_inverse=True)
+    of = of.reshape(-1)
+    limits = different.T.tolist()
+    bands = [_band(*each[:2]) for each in limits]
+    if 1 < len(limits) <= _MAX_BANDS:
+        # The bands with most limits come last, and take what they can.
+        for number in sorted(range(len(limits)), key=lambda n: sum(abs(limit) < NO_LIMIT for limit in limits[n][:2])):
+            low, high, shift = limits[number]
+            hidden_low = (lo == low) | ((lo == -NO_LIMIT) & (low <= 1 - rows))
+            hidden_high = (hi == high) | ((hi == NO_LIMIT) & (high >= columns - 1))
+            if low > -NO_LIMIT or high < NO_LIMIT:
+                of = np.where(hidden_low & hidden_high & (longer == shift), number, of)
+    return bands, of
+
+
+def _band(lo: int, hi: int) -> Band:
+    return Band(*(None if abs(limit) == NO_LIMIT else limit for limit in (lo, hi)))
 
 
 def band_area(rows: Counts, columns: Counts, lo: Counts, hi: Counts, step: int = 1) -> NDArray[np.int64]:

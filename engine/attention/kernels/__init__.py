@@ -1,10 +1,11 @@
-"""Attention kernels behind one interface: the forward and backward of one tile on one device.
+"""Attention kernels behind one interface: the forward and backward of one call on one device.
 
-A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`),
-returns the partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta =
-rowsum(dO * O) of the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it
-is subtracted from delta. O itself is never an input, so the backward ring does not send it. Kernels whose backward
-needs O get the stand-in of `engine.attention.kernels.stand_in`.
+A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), or
+many of them that follow each other (`Sequences`, of packed documents), returns the partial output with its log-sum-exp,
+and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of the whole row, less the gradient of
+the log-sum-exp: d lse / d score is the probability itself, so it is subtracted from delta. O itself is never an input,
+so the backward ring does not send it. Kernels whose backward needs O get the stand-in of
+`engine.attention.kernels.stand_in`.
 
 Scores are q k^T * scale, or with soft-capping softcap * tanh(q k^T * scale / softcap) (Gemma 2, arXiv:2408.00118).
 A kernel object has the soft-capping of its calls: `choose_kernel` returns one that was made for the problem.
@@ -21,7 +22,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Visible
 from engine.ops.autograd import accumulation_dtype
 
 # In order of preference for `auto`.
@@ -53,9 +54,15 @@ class BackwardInputs(NamedTuple):
     k_BMKD: Tensor
     v_BMKD: Tensor
 
+    def tokens(self, queries: slice, keys: slice) -> BackwardInputs:
+        """The inputs of some queries and some keys."""
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
+        rows = q_BLND[:, queries], dout_BLND[:, queries], lse_BNL[:, :, queries], delta_BNL[:, :, queries]
+        return BackwardInputs(*rows, k_BMKD[:, keys], v_BMKD[:, keys])
+
 
 class WholeInputs(NamedTuple):
-    """Inputs of the backward of a tile that is a whole problem: its O is known, so the kernel forms delta itself."""
+    """Inputs of the backward of a call that is a whole problem: its O is known, so the kernel forms delta itself."""
 
     q_BLND: Tensor
     out_BLND: Tensor
@@ -63,6 +70,12 @@ class WholeInputs(NamedTuple):
     lse_BNL: Tensor
     k_BLKD: Tensor
     v_BLKD: Tensor
+
+    def tokens(self, queries: slice, keys: slice) -> WholeInputs:
+        """The inputs of some queries and some keys."""
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BLKD, v_BLKD = self
+        rows = q_BLND[:, queries], out_BLND[:, queries], dout_BLND[:, queries], lse_BNL[:, :, queries]
+        return WholeInputs(*rows, k_BLKD[:, keys], v_BLKD[:, keys])
 
     def heads(self, queries: slice, keys: slice) -> WholeInputs:
         """The inputs of some query heads, and of the KV heads that they read."""
@@ -82,14 +95,16 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]  # dq_BLND, dk_BMKD, dv_BMK
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of tile attention; a subclass computes."""
+    """One implementation of attention over the keys of one call; a subclass computes. Queries between the sequences of
+    a call give out 0, lse -inf and no gradient. A kernel without a call for several sequences computes them one after
+    another (`engine.attention.kernels.sequences`)."""
 
     softcap: float | None = None
     takes_delta: bool = True  # backward takes any delta; else only a rowsum(dO * O)
 
     name: ClassVar[str]
     writes_input_dtype: ClassVar[bool]  # gradients are in the inputs' dtype; else in fp32 or wider
-    # `backward_of_whole` exists: where one tile is the whole problem, backward reads O and needs no delta.
+    # `backward_of_whole` exists: where one call is the whole problem, backward reads O and needs no delta.
     takes_output: ClassVar[bool] = False
 
     def made_for(self, problem: KernelProblem) -> Kernel:
@@ -105,17 +120,17 @@ class Kernel:
         raise NotImplementedError
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Partial (out_BLND, lse_BNL) over these keys; lse: natural-log sum-exp of the scores, fp32 or wider."""
         raise NotImplementedError
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         """Partial gradients over these queries and keys."""
         raise NotImplementedError
 
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        """Gradients of a tile that is a whole problem, where the LSE has none. Called where `takes_output` says so."""
+    def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        """Gradients of a call that is a whole problem, where the LSE has none. Called where `takes_output` says so."""
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band, Tile, row_blocks
+from engine.attention.geometry.tiles import Band, Sequences, Tile, Visible, row_blocks
 from engine.attention.kernels import (
     Gradients,
     KernelProblem,
@@ -49,14 +49,22 @@ def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     return mask
 
 
-def _calls(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The calls of the op that compute a tile: the rectangle of each, and its additive mask."""
+def _calls(visible: Visible, rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tile, Tensor | None]]:
+    """The calls of the op that compute a call of ours: the rectangle of each, and its additive mask."""
     alike, mask = None, None
-    for tile in row_blocks(band, rows, columns, _BLOCK_ROWS if band.kind == "band" else rows):
-        shape = (tile.band, tile.rows, tile.columns)
-        if shape != alike:  # the blocks inside a window are all alike
-            alike, mask = shape, _additive(*shape, dtype)
-        yield tile, mask
+    whole = Tile(slice(0, rows), slice(0, columns))
+    tiles = visible.tiles if isinstance(visible, Sequences) else (whole._replace(band=visible),)
+    for sequence in tiles:
+        if sequence.band.kind != "band":
+            yield sequence, None
+            continue
+        top, left = sequence.q.start, sequence.k.start
+        for tile in row_blocks(sequence.band, sequence.rows, sequence.columns, _BLOCK_ROWS):
+            shape = (tile.band, tile.rows, tile.columns)
+            if shape != alike:  # the blocks inside a window are all alike
+                alike, mask = shape, _additive(*shape, dtype)
+            q, k = (slice(at + each.start, at + each.stop) for at, each in ((top, tile.q), (left, tile.k)))
+            yield Tile(q, k, tile.band), mask
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,14 @@ class CpuKernel(StandInKernel):
         return None if problem.softcap is None else softcap_unsupported_reason(self.name)
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
         heads, dtype = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
         q_BNLD = heads_first(q_BLND)
         k_BNMD, v_BNMD = (heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
-        lse_BNL = q_BNLD.new_empty(q_BNLD.shape[:3])
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
+        out_BLND = q_BLND.new_zeros(q_BLND.shape, dtype=dtype)
+        lse_BNL = q_BNLD.new_full(q_BNLD.shape[:3], -torch.inf)
+        for tile, mask in _calls(visible, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             part_BNLD, lse_BNL[:, :, tile.q] = _forward(
                 q_BNLD[:, :, tile.q],
                 k_BNMD[:, :, tile.k],
@@ -92,16 +100,16 @@ class CpuKernel(StandInKernel):
             out_BLND[:, tile.q] = part_BNLD.transpose(1, 2)
         return out_BLND, lse_BNL
 
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         dtype = accumulation_dtype(q_BLND.dtype)
         dout_BNLD, out_BNLD = heads_first(dout_BLND), heads_first(out_BLND)
         q_BNLD = heads_first(q_BLND)
         k_BNMD, v_BNMD = (heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
+        dq_BLND = q_BLND.new_zeros(q_BLND.shape, dtype=dtype)
         dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=dtype) for _ in range(2))
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
+        for tile, mask in _calls(visible, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             parts_BNLD = _backward(
                 dout_BNLD[:, :, tile.q],
                 q_BNLD[:, :, tile.q],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Sequences, Visible
 from engine.attention.kernels import (
     Gradients,
     KernelProblem,
@@ -16,6 +16,7 @@ from engine.attention.kernels import (
     half_precision_unsupported_reason,
     torch_op_unsupported_reason,
 )
+from engine.attention.kernels.sequences import backward_each, forward_each
 from engine.attention.kernels.stand_in import StandInKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -43,8 +44,10 @@ class CudnnKernel(StandInKernel):
         )
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(visible, Sequences):
+            return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         out_BNLD, lse, *_ = _forward(
             q_BLND.transpose(1, 2),
             k_BMKD.transpose(1, 2),
@@ -52,12 +55,16 @@ class CudnnKernel(StandInKernel):
             None,
             True,
             0.0,
-            band.kind == "causal",
+            visible.kind == "causal",
             scale=scale,
         )
         return out_BNLD.transpose(1, 2), lse.view(lse.shape[:3])
 
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        if isinstance(visible, Sequences):
+            return backward_each(
+                given, visible, lambda one, band: self.backward_of_whole(one, band, scale, deterministic)
+            )
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         unused = torch.empty((), dtype=torch.int64, device=q_BLND.device)  # dropout's random state; there is none
         dq_BNLD, dk_BKMD, dv_BKMD = _backward(
@@ -75,7 +82,7 @@ class CudnnKernel(StandInKernel):
             q_BLND.shape[1],
             k_BMKD.shape[1],
             0.0,
-            band.kind == "causal",
+            visible.kind == "causal",
             scale=scale,
         )
         return dq_BNLD.transpose(1, 2), dk_BKMD.transpose(1, 2), dv_BKMD.transpose(1, 2)

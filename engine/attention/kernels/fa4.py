@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.atomic import cache_dir
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Band, Sequences, Visible
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -28,6 +28,7 @@ from engine.attention.kernels import (
     gpu_unsupported_reason,
     half_precision_unsupported_reason,
 )
+from engine.attention.kernels.sequences import Packed
 
 _KEPT, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -71,10 +72,16 @@ def _installed() -> bool:
 WORKSPACE_BYTES = 1 << 31
 
 
-def kv_heads_at_once(q_BLND: Tensor, kv_heads: int) -> int:
-    """KV heads, with the query heads that read them, of one backward call: the most that keep to `WORKSPACE_BYTES`."""
-    per_head = max(1, 4 * q_BLND.numel() // kv_heads)
-    return max(1, min(kv_heads, WORKSPACE_BYTES // per_head))
+_BLOCK_ROWS = 128  # of the sum of dQ, to which the rows of each sequence are rounded up
+
+
+def kv_heads_at_once(q_BLND: Tensor, kv_heads: int, sequences: int = 0) -> int:
+    """KV heads, with the query heads that read them, of one backward call: the most that keep to `WORKSPACE_BYTES`.
+    `sequences`: how many the call has, where it takes cumulative lengths."""
+    per_head = 4 * q_BLND.numel() // kv_heads
+    if sequences:
+        per_head += 4 * sequences * _BLOCK_ROWS * q_BLND.shape[2] * q_BLND.shape[3] // kv_heads
+    return max(1, min(kv_heads, WORKSPACE_BYTES // max(1, per_head)))
 
 
 # One row of zeros, expanded, is an output of any number of rows.
@@ -106,6 +113,21 @@ def _window(band: Band, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
+def _arguments(visible: Visible, rows: int, columns: int, packed: Packed | None) -> dict[str, Any]:
+    """What a call shows, in the kernel's terms; `packed` has the lengths of several sequences."""
+    if packed is None:
+        assert isinstance(visible, Band)
+        return _window(visible, rows, columns)
+    assert isinstance(visible, Sequences)
+    lengths = {
+        "cu_seqlens_q": packed.queries.bounds,
+        "cu_seqlens_k": packed.keys.bounds,
+        "max_seqlen_q": packed.queries.longest,
+        "max_seqlen_k": packed.keys.longest,
+    }
+    return lengths | _window(visible.band, rows, rows + visible.longer)
+
+
 @dataclass(frozen=True)
 class FlashAttention4Kernel(Kernel):
     """flash_attn.cute, forward and backward on one tile."""
@@ -131,36 +153,65 @@ class FlashAttention4Kernel(Kernel):
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out_BLND, lse_BNL, *_ = _interface()._flash_attn_fwd(
-            q_BLND,
-            k_BMKD,
-            v_BMKD,
+        packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, Sequences) else None
+        q, k, v = (q_BLND, k_BMKD, v_BMKD) if packed is None else packed.side_by_side(q_BLND, k_BMKD, v_BMKD)
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q,
+            k,
+            v,
             softmax_scale=scale,
             return_lse=True,
             softcap=self.softcap,
-            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+            **_arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed),
         )
-        return out_BLND, lse_BNL
+        if packed is None:
+            return out, lse
+        batch = q_BLND.shape[0]
+        return packed.queries.restored(out, batch), packed.queries.restored_rows(lse, batch)
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         whole = WholeInputs(q_BLND, _zero_output(q_BLND), dout_BLND, lse_BNL, k_BMKD, v_BMKD)
-        return self._all_heads(whole, -delta_BNL, band, scale, deterministic)
+        return self._any_lengths(whole, -delta_BNL, visible, scale, deterministic)
 
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        return self._all_heads(given, None, band, scale, deterministic)
+    def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        return self._any_lengths(given, None, visible, scale, deterministic)
+
+    def _any_lengths(
+        self, given: WholeInputs, dlse_BNL: Tensor | None, visible: Visible, scale: float, deterministic: bool
+    ) -> Gradients:
+        """One rectangle as it is; several sequences as one batch with cumulative lengths."""
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
+        if isinstance(visible, Band):
+            named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], None)
+            return self._all_heads(given, dlse_BNL, named, scale, deterministic)
+        packed, batch = Packed.of(visible, q_BLND, k_BMKD), q_BLND.shape[0]
+        queries, keys = packed.queries, packed.keys
+        q, out, dout = (queries.packed(each)[None] for each in (q_BLND, out_BLND, dout_BLND))
+        lse, dlse = (None if each is None else queries.packed_rows(each)[None] for each in (lse_BNL, dlse_BNL))
+        assert lse is not None
+        one_batch = WholeInputs(q, out, dout, lse, keys.packed(k_BMKD)[None], keys.packed(v_BMKD)[None])
+        named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed)
+        dq, dk, dv = (each[0] for each in self._all_heads(one_batch, dlse, named, scale, deterministic))
+        return queries.restored(dq, batch), keys.restored(dk, batch), keys.restored(dv, batch)
 
     def _all_heads(
-        self, given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool
+        self,
+        given: WholeInputs,
+        dlse_BNL: Tensor | None,
+        named: dict[str, Any],
+        scale: float,
+        deterministic: bool,
     ) -> Gradients:
-        """All heads at once, or in groups of them, a call of the kernel each."""
+        """All heads at once, or in groups of them, a call of the kernel each. `named`: arguments of the call."""
         q_BLND, k_BMKD = given.q_BLND, given.k_BLKD
         kv_heads = k_BMKD.shape[2]
-        at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
+        sequences = len(named["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in named else 0
+        at_once, group = kv_heads_at_once(q_BLND, kv_heads, sequences), q_BLND.shape[2] // kv_heads
         if at_once == kv_heads:
-            return self._one_call(given, dlse_BNL, band, scale, deterministic)
+            return self._one_call(given, dlse_BNL, named, scale, deterministic)
         dq_BLND, dk_BMKD, dv_BMKD = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, given.v_BLKD)
         )
@@ -169,31 +220,32 @@ class FlashAttention4Kernel(Kernel):
             queries = slice(keys.start * group, keys.stop * group)
             part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
             dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = self._one_call(
-                given.heads(queries, keys), part_dlse_BNL, band, scale, deterministic
+                given.heads(queries, keys), part_dlse_BNL, named, scale, deterministic
             )
         return dq_BLND, dk_BMKD, dv_BMKD
 
     def _one_call(
-        self, given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool
+        self,
+        given: WholeInputs,
+        dlse_BNL: Tensor | None,
+        named: dict[str, Any],
+        scale: float,
+        deterministic: bool,
     ) -> Gradients:
         """One call of the kernel."""
-        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
-        named: dict[str, Any] = {} if dlse_BNL is None else {"dlse": dlse_BNL}
+        more: dict[str, Any] = {} if dlse_BNL is None else {"dlse": dlse_BNL}
         if self.softcap is not None:
-            named["softcap"] = self.softcap
-        dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
-            q_BLND,
-            k_BMKD,
-            v_BMKD,
-            out_BLND,
-            dout_BLND,
-            lse_BNL.contiguous(),
-            softmax_scale=scale,
-            deterministic=deterministic,
-            **named,
-            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+            more["softcap"] = self.softcap
+        tensors: tuple[Tensor, ...] = (*given[:3], given.lse_BNL.contiguous(), *given[4:])
+        with_lengths = "cu_seqlens_q" in named
+        if with_lengths:  # a batch of one, whose dimension the kernel does not take
+            tensors = tuple(each[0] for each in tensors)
+            more |= {name: each[0] for name, each in more.items() if name == "dlse"}
+        q, out, dout, lse, k, v = tensors
+        dq, dk, dv = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, deterministic=deterministic, **more, **named
         )
-        return dq_BLND, dk_BMKD, dv_BMKD
+        return (dq[None], dk[None], dv[None]) if with_lengths else (dq, dk, dv)
 
 
 KERNEL = FlashAttention4Kernel()

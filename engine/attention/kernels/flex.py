@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from engine.attention.geometry.tiles import FULL, Band
+from engine.attention.geometry.tiles import FULL, Band, Sequences, Visible
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -32,6 +32,7 @@ from engine.attention.kernels import (
     gpu_unsupported_reason,
     half_precision_unsupported_reason,
 )
+from engine.attention.kernels.sequences import backward_each, forward_each
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL
@@ -129,17 +130,21 @@ class FlexKernel(Kernel):
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        attend = _attend(band, q_BLND, k_BMKD, scale, self.softcap)
+        if isinstance(visible, Sequences):
+            return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
+        attend = _attend(visible, q_BLND, k_BMKD, scale, self.softcap)
         out_BNLD, lse_BNL = attend(q_BLND.transpose(1, 2), k_BMKD.transpose(1, 2), v_BMKD.transpose(1, 2))
         return out_BNLD.transpose(1, 2), lse_BNL
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        if isinstance(visible, Sequences):
+            return backward_each(given, visible, lambda one, band: self.backward(one, band, scale, deterministic))
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         # dQ and dK, dV are summed by programs of their own, without atomics: every run gives the same bits.
         dq_BNLD, dk_BKMD, dv_BKMD = rescaled_backward(
-            _attend(band, q_BLND, k_BMKD, scale, self.softcap),
+            _attend(visible, q_BLND, k_BMKD, scale, self.softcap),
             dout_BLND.transpose(1, 2),
             q_BLND.transpose(1, 2),
             k_BMKD.transpose(1, 2),

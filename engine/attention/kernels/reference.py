@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band, row_blocks
+from engine.attention.geometry.tiles import Band, Sequences, Visible, row_blocks
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -21,6 +21,7 @@ from engine.attention.kernels import (
     repeat_heads,
     sum_heads,
 )
+from engine.attention.kernels.sequences import backward_each, forward_each
 
 _BLOCK_ROWS = 128  # queries whose scores are held at once, against the keys that they see
 
@@ -53,8 +54,10 @@ class ReferenceKernel(Kernel):
         return None
 
     def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(visible, Sequences):
+            return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         heads = q_BLND.shape[2]
         q_BNLD, k_BNMD, v_BNMD = (
             heads_first(q_BLND),
@@ -62,20 +65,22 @@ class ReferenceKernel(Kernel):
             heads_first(repeat_heads(v_BMKD, heads)),
         )
         out_BNLD, lse_BNL = torch.empty_like(q_BNLD), q_BNLD.new_empty(q_BNLD.shape[:3])
-        for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
+        for tile in row_blocks(visible, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
             rows, keys = tile.q, tile.k
             scores_BNLM = _visible(self._scores(q_BNLD[:, :, rows], k_BNMD[:, :, keys], scale), tile.band)
             lse_BNL[:, :, rows] = scores_BNLM.logsumexp(dim=-1)
             out_BNLD[:, :, rows] = (scores_BNLM - lse_BNL[:, :, rows, None]).exp() @ v_BNMD[:, :, keys]
         return out_BNLD.transpose(1, 2), lse_BNL
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        if isinstance(visible, Sequences):
+            return backward_each(given, visible, lambda one, band: self.backward(one, band, scale, deterministic))
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         q_BNLD, dout_BNLD = heads_first(q_BLND), heads_first(dout_BLND)
         k_BNMD, v_BNMD = heads_first(repeat_heads(k_BMKD, heads)), heads_first(repeat_heads(v_BMKD, heads))
         dq_BNLD, dk_BNMD, dv_BNMD = torch.empty_like(q_BNLD), torch.zeros_like(k_BNMD), torch.zeros_like(v_BNMD)
-        for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
+        for tile in row_blocks(visible, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
             rows, keys = tile.q, tile.k
             q, dout, k, v = q_BNLD[:, :, rows], dout_BNLD[:, :, rows], k_BNMD[:, :, keys], v_BNMD[:, :, keys]
             scores_BNLM = self._scores(q, k, scale)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
-from engine.attention.geometry.tiles import Band
+from engine.attention.geometry.tiles import Visible
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, WholeInputs
 from engine.ops.autograd import accumulation_dtype, kernels_for
 
@@ -59,30 +59,30 @@ class StandInKernel(Kernel):
     takes_delta: bool = False
     takes_output = True
 
-    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         if not self.takes_delta:
-            return self._by_stand_in(given, band, scale, deterministic)
+            return self._by_stand_in(given, visible, scale, deterministic)
         dout_BLND, delta_BNL, v_BMKD = given.dout_BLND, given.delta_BNL, given.v_BMKD
         largest_BLN = torch.linalg.vector_norm(dout_BLND, torch.inf, dim=-1).to(delta_BNL.dtype)
         oversized_BNL = delta_BNL.abs() > largest_BLN.transpose(1, 2) * _MAX_ENTRY
         if not oversized_BNL.any():
-            return self._by_stand_in(given, band, scale, deterministic)
+            return self._by_stand_in(given, visible, scale, deterministic)
         first = given._replace(delta_BNL=delta_BNL.masked_fill(oversized_BNL, 0))
-        dq_BLND, dk_BMKD, dv_BMKD = self._by_stand_in(first, band, scale, deterministic)
+        dq_BLND, dk_BMKD, dv_BMKD = self._by_stand_in(first, visible, scale, deterministic)
         rest_BNL = delta_BNL.where(oversized_BNL, 0)
         rest = given._replace(
             dout_BLND=_dout_for(rest_BNL, dout_BLND), delta_BNL=rest_BNL, v_BMKD=torch.zeros_like(v_BMKD)
         )
-        rest_dq_BLND, rest_dk_BMKD, _ = self._by_stand_in(rest, band, scale, deterministic)
+        rest_dq_BLND, rest_dk_BMKD, _ = self._by_stand_in(rest, visible, scale, deterministic)
         return dq_BLND + rest_dq_BLND, dk_BMKD + rest_dk_BMKD, dv_BMKD
 
-    def _by_stand_in(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+    def _by_stand_in(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         if not self.writes_input_dtype:  # computes in the accumulation dtype: O' is not rounded to the inputs' first
             dout_BLND = dout_BLND.to(accumulation_dtype(dout_BLND.dtype))
         out_BLND = output_stand_in(dout_BLND, delta_BNL)
         whole = WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD)
-        return self.backward_of_whole(whole, band, scale, deterministic)
+        return self.backward_of_whole(whole, visible, scale, deterministic)
 
 
 def _dout_for(delta_BNL: Tensor, like_BLND: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from engine.attention.masks.block_sparse import (
 )
 from engine.attention.masks.documents import Documents
 from engine.attention.masks.mask import Causal, Full, Mask, SlidingWindow
+from engine.attention.masks.of_batch import DocumentsOfBatch
 from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, recompute_share
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Documents",
+    "DocumentsOfBatch",
     "Full",
     "LocalGlobal",
     "Mask",
@@ -42,6 +44,11 @@ __all__ = [
 ]
 
 _TOKENS = r"[0-9]+[kM]?"
+_SPAN = f"{_TOKENS}-{_TOKENS}"
+_DOCUMENTS = (
+    rf"(?P<lengths>{_TOKENS}(,{_TOKENS})*)(?P<repeat>,\.\.\.)?(?P<full>:full)?"
+    rf"(:left-(?P<left>{_TOKENS}))?(:spans-(?P<spans>{_SPAN}(,{_SPAN})*))?"
+)
 _UNITS = {"k": 1 << 10, "M": 1 << 20}
 
 
@@ -56,8 +63,10 @@ def parse_mask(setting: str) -> Mask:
     - `full`, `causal`
     - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
       every query sees
+    - `documents`: those of each batch of packed text, in training
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
-      full; `:full` behind them lets a document's tokens see later ones
+      full; `:full` behind them lets a document's tokens see later ones, `:left-LEFT` no more than LEFT tokens before
+      them, and `:spans-START-STOP,START-STOP,...` those in a span of positions all others of it
     - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
       `local_global-REACH-GLOBAL` (in blocks) or a grid such as `10/11`, one row per block of queries
 
@@ -67,15 +76,23 @@ def parse_mask(setting: str) -> Mask:
     joined = ":".join(arguments)
     if setting in ("full", "causal"):
         return Full() if setting == "full" else Causal()
+    if setting == "documents":
+        return DocumentsOfBatch()
     if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS}){{0,2}}", joined):
         return SlidingWindow(*map(_tokens, arguments))
-    if name == "documents" and re.fullmatch(rf"{_TOKENS}(,{_TOKENS})*(,\.\.\.)?(:full)?", joined):
-        repeat = arguments[0].endswith(",...")
-        lengths = arguments[0].removesuffix(",...").split(",")
-        return Documents(tuple(map(_tokens, lengths)), causal=len(arguments) == 1, repeat=repeat)
+    if name == "documents" and (found := re.fullmatch(_DOCUMENTS, joined)):
+        spans = found["spans"].split(",") if found["spans"] else []
+        return Documents(
+            tuple(map(_tokens, found["lengths"].split(","))),
+            causal=found["full"] is None,
+            repeat=found["repeat"] is not None,
+            left=None if found["left"] is None else _tokens(found["left"]),
+            spans=tuple((_tokens(start), _tokens(stop)) for start, stop in (span.split("-") for span in spans)),
+        )
     if name == "block_sparse" and re.fullmatch(rf"{_TOKENS}:[^:]+(:causal)?", joined):
         return BlockSparse(parse_pattern(arguments[1]), _tokens(arguments[0]), causal=len(arguments) == 3)
     raise ValueError(
         f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT[:GLOBAL]], "
-        "documents:LENGTH,...[:full] or block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
+        "documents[:LENGTH,...[:full][:left-LEFT][:spans-START-STOP,...]] or "
+        "block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
     )

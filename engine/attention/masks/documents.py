@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,11 +24,16 @@ class Documents(Mask):
         lengths: tokens of each document. They sum to the sequence.
         causal: hide keys that come after the query.
         repeat: the lengths start again until the sequence is full, and the last document is cut short.
+        left: a query sees at most so many tokens before itself, as `left` of `SlidingWindow`; None for no limit.
+        spans: (start, stop) of runs of positions, each inside a document, whose tokens also see the later tokens of
+            their run: an image inside a causal text, or a prefix. They ascend and share no token.
     """
 
     lengths: Sequence[int]  # kept as a tuple
     causal: bool = True
     repeat: bool = False
+    left: int | None = None
+    spans: Sequence[tuple[int, int]] = ()  # kept as a tuple
     # Positions at which the documents start, and the hash: formed once, because calls ask for both.
     _starts: Integers = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
@@ -38,18 +42,57 @@ class Documents(Mask):
         lengths = tuple(int(length) for length in self.lengths)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
+        if self.left is not None and self.left < 0:
+            raise ValueError(f"documents have left {self.left}; give a token count >= 0, or None for no limit")
+        spans = tuple((int(start), int(stop)) for start, stop in self.spans)
         object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "_starts", np.cumsum((0, *lengths)))
-        object.__setattr__(self, "_hash", hash((lengths, self.causal, self.repeat)))
+        object.__setattr__(self, "_hash", hash((lengths, self.causal, self.repeat, self.left, spans)))
+        if spans:
+            self._check_spans(np.array(spans))
+
+    def _check_spans(self, spans: Integers) -> None:
+        start, stop = spans.T
+        if not self.causal or self.repeat:
+            raise ValueError("documents have spans, which are for causal documents that do not repeat; leave them out")
+        document = np.searchsorted(self._starts, start, side="right")
+        inside = (
+            (start >= 0)
+            & (start < stop)
+            & (stop <= np.append(self._starts, 0)[np.minimum(document, len(self._starts))])
+        )
+        if not inside.all() or (start[1:] < stop[:-1]).any():
+            wrong = spans[np.argmin(inside)] if not inside.all() else spans[1:][np.argmax(start[1:] < stop[:-1])]
+            raise ValueError(
+                f"span {tuple(wrong.tolist())} is empty, not inside one document, or begins in the one before it; give "
+                "ascending (start, stop) of positions"
+            )
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int], causal: bool = True) -> Documents:
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor | Sequence[int], causal: bool = True, left: int | None = None
+    ) -> Documents:
         """From the positions at which documents start, and the last one ends: 0, ..., seq_len, as
-        `flash_attn_varlen_func` takes them. Raises ValueError when they do not start with 0 and ascend."""
-        bounds = [int(bound) for bound in cu_seqlens]
-        if len(bounds) < 2 or bounds[0] != 0:
-            raise ValueError(f"cu_seqlens {bounds[:8]} has to start with 0 and to end with the sequence's length")
-        return cls(tuple(stop - start for start, stop in itertools.pairwise(bounds)), causal)
+        `flash_attn_varlen_func` takes them; equal ones are an empty document, which is left out. The host waits for a
+        tensor on a GPU. Raises ValueError when they do not start with 0, or descend."""
+        bounds = np.asarray(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+        if bounds.ndim != 1 or len(bounds) < 2 or bounds.dtype.kind not in "iu":
+            found = "without a document" if bounds.ndim == 1 else f"of shape {bounds.shape}"
+            found = found if bounds.ndim != 1 or len(bounds) < 2 else f"of {bounds.dtype}"
+            raise ValueError(
+                f"cu_seqlens is {found}; give whole numbers from 0 to the sequence's length in one dimension"
+            )
+        if bounds[0] != 0:
+            raise ValueError(
+                f"cu_seqlens starts with {bounds[0]}; it has to start with 0 and to end with the sequence's length"
+            )
+        lengths = np.diff(bounds)
+        if lengths.min() < 0:
+            at = int(lengths.argmin())
+            raise ValueError(f"cu_seqlens has {bounds[at + 1]} after {bounds[at]}; give positions that do not descend")
+        lengths = lengths[lengths > 0]
+        return cls(tuple(lengths.tolist()), causal, left=left)
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,9 +115,19 @@ class Documents(Mask):
         starts = (np.arange(times)[:, None] * self.tokens + self._starts[:-1]).reshape(-1)
         starts = starts[starts < tokens]
         stops = np.append(starts[1:], min(tokens, times * self.tokens))
-        limits = np.full_like(starts, NO_LIMIT), np.full_like(starts, 0 if self.causal else NO_LIMIT)
-        return np.stack((starts, stops, starts, stops, *limits), axis=-1)
+        left, right = NO_LIMIT if self.left is None else self.left, 0 if self.causal else NO_LIMIT
+        regions = np.stack(
+            (starts, stops, starts, stops, *(np.full_like(starts, limit) for limit in (left, right))), axis=-1
+        )
+        if not self.spans:
+            return regions
+        start, stop = np.array(self.spans).T  # queries see the later keys of their span, at a distance of 1 and more
+        later = np.full_like(start, -1), np.full_like(start, NO_LIMIT)
+        return np.concatenate((regions, np.stack((start, stop, start, stop, *later), axis=-1)))
 
     def __str__(self) -> str:
-        lengths = ",".join(map(str, self.lengths)) + (",..." if self.repeat else "")
-        return f"documents:{lengths}" + ("" if self.causal else ":full")
+        parts = [f"documents:{','.join(map(str, self.lengths))}" + (",..." if self.repeat else "")]
+        parts += [] if self.causal else ["full"]
+        parts += [] if self.left is None else [f"left-{self.left}"]
+        parts += ["spans-" + ",".join(f"{start}-{stop}" for start, stop in self.spans)] if self.spans else []
+        return ":".join(parts)

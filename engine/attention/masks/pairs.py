@@ -19,7 +19,7 @@ from engine.attention.geometry.tile_table import (
     shards_of,
     tile_table,
 )
-from engine.attention.geometry.tiles import Tile
+from engine.attention.geometry.tiles import Call
 from engine.attention.masks.mask import FirstRows, Mask, check_length, regions_of
 
 _ALL_AT_ONCE = 1 << 20  # regions of all pairs of striped ranks, up to which their tiles are formed in one table
@@ -44,14 +44,14 @@ class PairTable:
     _problem: tuple[Mask, Layout, int, int]
     _kind_of: Integers  # [query ranks, key ranks]: the pair of `_tiles` that has equal tiles
     _tiles: TileTable | None  # None: a pair's tiles are formed when they are asked for
-    _formed: dict[int, tuple[Tile, ...]] = field(default_factory=dict)  # by kind
+    _formed: dict[int, tuple[Call, ...]] = field(default_factory=dict)  # by kind
 
-    def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
-        """Tiles of one pair."""
+    def calls(self, q_rank: int, k_rank: int) -> tuple[Call, ...]:
+        """Kernel calls of one pair."""
         kind = int(self._kind_of[q_rank, k_rank])
         if kind not in self._formed:
             table = pair_tiles(*self._problem, q_rank, k_rank) if self._tiles is None else self._tiles
-            self._formed[kind] = table.tiles(0 if self._tiles is None else kind)
+            self._formed[kind] = table.calls(0 if self._tiles is None else kind)
         return self._formed[kind]
 
     def area(self, q_rank: int, k_rank: int) -> int:

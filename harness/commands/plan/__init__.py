@@ -12,8 +12,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import counted, shown_value
+from cluster.files.progress import Progress, say
 from harness.base.errors import UsageError
-from harness.commands import add_cluster_arguments, say
+from harness.commands import add_cluster_arguments
 from harness.commands.plan.question import add_question_arguments, asks_question, hardware_asked, question
 from harness.spec.experiment import Experiment, Search, add_experiment_arguments, chosen_experiment
 
@@ -63,21 +64,23 @@ class PlanCommand:
         over_hosts = bool(arguments.nodes or arguments.ray)
         if over_hosts + bool(arguments.nodes and arguments.ray) + (arguments.hardware is not None) > 1:
             raise UsageError("--nodes, --ray and --hardware all name the machine to plan for; give one of them")
-        if over_hosts:
-            from harness.launch.ray.inventory import joined
+        with Progress(f"planning the trials of {experiment.name}", quiet=arguments.json):
+            if over_hosts:
+                from harness.launch.ray.inventory import joined
 
-            with contextlib.closing(joined(arguments, say)) as launcher:
-                machine = launcher.machine
-            where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
-        elif named is not None:
-            machine, where = machine_of(named), f"GPUs of kind {named.title}"
-        else:
-            machine, where = discover(), "this machine"
-        hardware = named or hardware_for(machine.gpu_name)
-        trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
-        if named is not None and (arguments.phases or arguments.longest):
+                with contextlib.closing(joined(arguments, say)) as launcher:
+                    machine = launcher.machine
+                where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
+            elif named is not None:
+                machine, where = machine_of(named), f"GPUs of kind {named.title}"
+            else:
+                machine, where = discover(), "this machine"
+            hardware = named or hardware_for(machine.gpu_name)
+            trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
+            in_detail = named is not None and (arguments.phases or arguments.longest)
+            rows = [] if in_detail else plan_table(trials, machine if over_hosts else None, hardware)
+        if named is not None and in_detail:
             return _predict(arguments, trials, named)
-        rows = plan_table(trials, machine if over_hosts else None, hardware)
         if arguments.json:
             rounds = {"rounds": experiment.rounds}
             print(json.dumps([row | rounds for row in rows], indent=1))
@@ -104,7 +107,8 @@ def _predict(arguments: argparse.Namespace, trials: Sequence[Trial], hardware: H
     from harness.commands.plan.prediction import predicted, prediction_row, print_prediction
     from harness.plan.matrix import plan_table
 
-    found = predicted(trials, hardware, at_longest=arguments.longest)
+    with Progress(f"predicting time and memory of {counted(len(trials), 'trial')}", quiet=arguments.json):
+        found = predicted(trials, hardware, at_longest=arguments.longest)
     if arguments.json:
         print(json.dumps([prediction_row(*each) for each in found], indent=1))
         return 0

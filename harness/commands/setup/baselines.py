@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -95,26 +96,28 @@ class BaselinesCommand:
             from baselines.install.build import install_system
             from baselines.install.packages import other_builds
 
-            install_system(
-                place,
-                python=arguments.python,
-                given=arguments.given,
-                anew=arguments.anew,
-                borrow=arguments.borrow,
-                builds=other_builds(arguments.build, arguments.build_note),
-            )
+            with Progress(f"installing {place.system} ({place.flavour})"):
+                install_system(
+                    place,
+                    python=arguments.python,
+                    given=arguments.given,
+                    anew=arguments.anew,
+                    borrow=arguments.borrow,
+                    builds=other_builds(arguments.build, arguments.build_note),
+                )
             return ALL_WELL
         from baselines.install.bundle import make_bundle
 
-        make_bundle(
-            place,
-            arguments.out,
-            python=arguments.python,
-            version=arguments.python_version,
-            given=arguments.given,
-            borrow=arguments.borrow,
-            leave_out=arguments.without,
-        )
+        with Progress(f"fetching and packing what {place.system} ({place.flavour}) needs"):
+            make_bundle(
+                place,
+                arguments.out,
+                python=arguments.python,
+                version=arguments.python_version,
+                given=arguments.given,
+                borrow=arguments.borrow,
+                leave_out=arguments.without,
+            )
         print(f"{arguments.out}: {arguments.out.stat().st_size / 2**20:.1f} MiB")
         print(f"Next, on the other machine: {place.install_command} --from {arguments.out.name}")
         return ALL_WELL
@@ -244,12 +247,13 @@ def _fidelity(arguments: argparse.Namespace) -> int:
     from baselines.fidelity.run import run_system, run_systems
     from harness.records.provenance import commit
 
-    if arguments.case:
-        if len(arguments.systems) != 1:
-            raise UsageError(f"--case is one case of one system, found {len(arguments.systems)} systems; name one")
-        rows = run_system(arguments.systems[0], commit(), [arguments.case]).rows
-    else:
-        rows = run_systems(arguments.systems, arguments.out, commit(), anew=arguments.anew)
+    if arguments.case and len(arguments.systems) != 1:
+        raise UsageError(f"--case is one case of one system, found {len(arguments.systems)} systems; name one")
+    with Progress(f"running cases of {', '.join(arguments.systems) or 'all installed systems'}"):
+        if arguments.case:
+            rows = run_system(arguments.systems[0], commit(), [arguments.case]).rows
+        else:
+            rows = run_systems(arguments.systems, arguments.out, commit(), anew=arguments.anew)
     shown = [
         {
             "system": row.system,
@@ -278,7 +282,8 @@ def _check(systems: Sequence[str], *, as_json: bool) -> int:
         if condition == "not installed" and not systems:
             continue
         if condition == "installed":
-            verdict = verify(place)
+            with Progress(f"comparing {place.system} ({place.flavour}) with its pin", quiet=as_json):
+                verdict = verify(place)
             if verdict.problems:
                 condition = "broken"
                 more = f" and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""

@@ -7,6 +7,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.files.errors import counted
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 
 TIMEOUT_SECONDS = 900.0
@@ -59,7 +61,8 @@ class CalibrateCommand:
             raise UsageError(f"{path} exists; give --out another name, or move that file away")
         across = links_across(arguments.across) if arguments.across else {}
         make_writable(path.parent)
-        found = measure(ranks, machine.device, models, timeout_seconds=arguments.timeout)
+        with Progress(f"measuring matrix products, attention, memory and links on {counted(ranks, 'rank')}"):
+            found = measure(ranks, machine.device, models, timeout_seconds=arguments.timeout)
         found = replace(found, figures={**found.figures, **across})
         document = hardware_document(
             found, memory_gib=machine.memory_gib if cpu else machine.gpu_memory_gib, gpus_per_node=ranks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import time
 
-from cluster.files.errors import shown
+from cluster.files.errors import counted, shown
+from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 
 ALL_WELL, NOT_ALL = 0, 1
@@ -93,7 +93,8 @@ def _build(arguments: argparse.Namespace) -> int:
         print(shlex.join(command))
         return ALL_WELL
     began = time.monotonic()
-    find_image(LocalRunner(), engine, tag)  # an engine that does not answer is one sentence
+    with Progress(f"asking {engine} for {tag}"):
+        find_image(LocalRunner(), engine, tag)  # an engine that does not answer is one sentence
     if subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode:
         print(f"{tag} was not built; {engine} says above why")
         return NOT_ALL
@@ -120,19 +121,20 @@ def _push(arguments: argparse.Namespace) -> int:
         _check_name(arguments.image, "--image")
     nodes = named_nodes(arguments).nodes
     targets = targets_of(nodes, image=arguments.image, engine=arguments.engine)
-    outcomes = push(
-        targets,
-        images_here(nodes, targets),
-        connection(
-            [target.host for target in targets],
-            known_hosts=arguments.known_hosts,
-            accept_new_host_keys=arguments.accept_new_host_keys,
-        ),
-        via=arguments.via,
-        at_once=arguments.parallel,
-        seconds=arguments.timeout,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    with Progress(f"bringing the image to {counted(len(nodes), 'node')}") as progress:
+        outcomes = push(
+            targets,
+            images_here(nodes, targets),
+            connection(
+                [target.host for target in targets],
+                known_hosts=arguments.known_hosts,
+                accept_new_host_keys=arguments.accept_new_host_keys,
+            ),
+            via=arguments.via,
+            at_once=arguments.parallel,
+            seconds=arguments.timeout,
+            say=progress.say,
+        )
     for outcome in outcomes:
         print(f"{outcome.target.name}  {outcome.target.image}  {outcome.state}  {shown(outcome.finding)}")
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]

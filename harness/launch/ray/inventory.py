@@ -134,6 +134,7 @@ def end_own(states: StateDirectory, started: ClusterState, say: Say) -> None:
             state = states.load()
             if state is None or state.session != started.session:
                 return
+            say("ending the cluster of this run")
             connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
             problems = end_cluster(states, state, connect, SECONDS)
     except UsageError as error:  # the run has its results, whether or not the cluster ended

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.attention.comm_volume import InterNodeBytes, least_inter_node_bytes
-from engine.attention.geometry.layout import SplitZigzag, layout_named
+from engine.attention.geometry.layout import Layout, SplitZigzag, layout_named
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
+from engine.attention.resolve import balanced
 from engine.settings import BYTES_OF
 from harness.report.results import UPSTREAM, Row, setting_names
 from harness.report.tables.table import Column, Table, number, significant, table_of, text
@@ -278,14 +279,16 @@ def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:
     tiles under this layout than can be counted."""
     name = row.get("chosen_layout") or row["layout"]
     try:
+        mask = parse_mask(row["mask"])
+        of_trial: dict[str, Layout] = {"split_zigzag": SplitZigzag(row["checkpoint.tail"]), "balanced": balanced(mask)}
         return least_inter_node_bytes(
             Problem(
                 cp_size=row["cp_size"],
                 node_size=ranks_per_node,
                 heads=row["model.heads"],
                 kv_heads=row["model.kv_heads"],
-                mask=parse_mask(row["mask"]),
-                layout=SplitZigzag(row["checkpoint.tail"]) if name == "split_zigzag" else layout_named(name),
+                mask=mask,
+                layout=of_trial.get(name) or layout_named(name),
                 seq_len=row["seq_len"],
                 batch=row["batch_size"],
                 head_dim=row["model.head_dim"],

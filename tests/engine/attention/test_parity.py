@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.masks import Causal, Full, SlidingWindow
+from engine.attention.masks import Causal, Documents, Full, SlidingWindow
 from engine.attention.reference import dense_gradients
+from engine.attention.resolve import balanced
 from tests.ranks import run_on_ranks
 from tests.slow import combinations, slow
 
@@ -83,6 +84,41 @@ def test_every_combination_equals_dense_float64(world_size, node_size, exchange,
 def test_the_cpu_kernel_equals_dense_in_float32(layout: str) -> None:
     for errors in run_on_ranks(3, parity_cases, layout, torch.float32, "cpu", "auto", None):
         assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
+
+
+DOCUMENTS = (  # of 48 tokens
+    Documents((1, 30, 2, 15)), Documents((30, 18), causal=False), Documents((6,) * 8), Documents((5, 9), repeat=True),
+)  # fmt: skip
+
+
+def balanced_cases(exchange: str, node_size: int | None, schedule: str) -> dict[str, float]:
+    """Error of every list of documents and head count where its own layout deals them."""
+    errors = {}
+    for (heads, kv_heads), mask in itertools.product(((8, 8), (8, 4)), DOCUMENTS):
+        cp = ContextParallel(layout=balanced(mask), node_size=node_size)
+        whole = problem(48, heads, kv_heads)
+        expected = dense(*whole, mask)
+        for route in ROUTES:
+            choices = {"kernel": "reference", "exchange": exchange, "backward": route, "schedule": schedule}
+            found = distributed(cp, whole, mask, torch.float64, **choices)
+            errors[f"{mask} {heads}:{kv_heads} {route}"] = worst_error(found, expected)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "node_size", "exchange", "schedule"),
+    [
+        (4, 2, "direct", "auto"),
+        *slow(
+            (1, None, "direct", "auto"), (2, None, "direct", "auto"), (4, None, "relay", "ring"),
+            (4, 2, "auto", "usp"), (4, None, "auto", "ulysses"), (8, 4, "direct", "auto"),
+        ),
+    ],
+)  # fmt: skip
+def test_documents_that_are_dealt_equal_dense_float64(world_size, node_size, exchange, schedule) -> None:
+    for errors in run_on_ranks(world_size, balanced_cases, exchange, node_size, schedule):
+        assert len(errors) == 2 * len(DOCUMENTS) * len(ROUTES)
+        assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
 
 
 SCHEDULES = [  # schedule, ranks, ranks per node, layout

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
+from engine.attention.geometry.layout import Layout
 from engine.attention.masks import parse_mask
 from engine.attention.problem import GRAD_COMM_DTYPES, HeadsAndRanks, schedule_unsupported_reason
 from engine.attention.reference import dense_gradients
+from engine.attention.resolve import balanced
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -62,7 +64,7 @@ def drawn(seed: int, ranks: int, on_gpu: bool) -> Drawn:
     """The call of this seed: the same on every rank and machine, always one that the engine accepts."""
     chance = random.Random(seed)
     node_size = chance.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
-    layout = chance.choice(("contiguous", "zigzag", "striped"))
+    layout = chance.choice(("contiguous", "zigzag", "striped", "balanced"))
     kv_heads = chance.choice((1, 2, 4, 8))
     heads = kv_heads * chance.choice((1, 2, 3, 4))
     unit = 2 * ranks  # zigzag cuts the sequence into twice as many runs as there are ranks
@@ -132,16 +134,16 @@ def error_of(call: Drawn, cp: ContextParallel, device: torch.device) -> float:
 def errors_of_calls(first: int, most: int, seconds: float, on_gpu: bool) -> tuple[int, dict[str, str]]:
     """How many calls ran from seed `first` on, and those that erred beyond their tolerance or raised."""
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    contexts: dict[tuple[int, str], ContextParallel] = {}
+    contexts: dict[tuple[int, str | Layout], ContextParallel] = {}
     wrong: dict[str, str] = {}
     end = time.monotonic() + seconds
     for count in range(most):
         if _any(time.monotonic() > end, device):
             return count, wrong
         call = drawn(first + count, dist.get_world_size(), on_gpu)
-        key = (call.node_size, call.layout)
+        key = (call.node_size, balanced(parse_mask(call.mask)) if call.layout == "balanced" else call.layout)
         if key not in contexts:
-            contexts[key] = ContextParallel(node_size=call.node_size, layout=call.layout)
+            contexts[key] = ContextParallel(node_size=call.node_size, layout=key[1])
         try:
             error = error_of(call, contexts[key], device)
         except (RuntimeError, ValueError, NotImplementedError) as failure:
@@ -173,7 +175,7 @@ def test_what_is_drawn_covers_every_choice() -> None:
     assert {call.mask.split(":")[0] for call in calls} == {
         "causal", "full", "sliding_window", "documents", "block_sparse",
     }  # fmt: skip
-    assert {call.layout for call in calls} == {"contiguous", "zigzag", "striped"}
+    assert {call.layout for call in calls} == {"contiguous", "zigzag", "striped", "balanced"}
 
 
 @pytest.mark.gpu

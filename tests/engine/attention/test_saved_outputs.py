@@ -32,7 +32,7 @@ from engine.attention.masks import (
 )
 from engine.attention.masks.mask import FirstRows
 from engine.attention.reference import visibility
-from engine.attention.resolve import best_layout
+from engine.attention.resolve import choose_layout
 from engine.burst import METHOD
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.test_parity import problem
@@ -196,7 +196,7 @@ def test_the_worst_rank_of_an_uneven_layout_is_reported() -> None:
 )
 def test_auto_resolves_to_a_layout_that_is_even_before_and_after_the_cut(mask, tail, layout) -> None:
     seq_len, cp_size = 4096, 4
-    chosen = best_layout(mask, seq_len, cp_size, tail)
+    chosen = choose_layout(mask, seq_len, cp_size, tail)
     assert chosen.name == layout
     if 0 < tail < 1:
         cut = tail_cut(tail, seq_len, cp_size)

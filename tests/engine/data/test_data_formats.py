@@ -63,7 +63,7 @@ def written(tmp_path: Path, content: bytes | str, name: str = "my.txt") -> Path:
 
 ASCII_PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n"
 NOT_TEXT = {
-    "lines": (LINES, "looks like JSON Lines, whose syntax would be learnt as text; write the text that it holds to"),
+    "lines": (LINES, "looks like JSON Lines, whose syntax would be learnt as text; make a store of one"),
     "lines with a mark": ("\ufeff" + LINES, "looks like JSON Lines"),
     "lines with blank ones": (LINES.replace("\n", "\n\n"), "looks like JSON Lines"),
     "two short lines": ('{"text": "a"}\n{"text": "b"}\n', "looks like JSON Lines"),
@@ -87,9 +87,9 @@ NOT_TEXT = {
     "tar": (tarred(), "is a tar archive; unpack it"),
     "zstandard": (b"\x28\xb5\x2f\xfd\x04", "is a Zstandard file; unpack it"),
     "skippable": (b"\x50\x2a\x4d\x18\x00", "is a Zstandard or LZ4 file; unpack it"),
-    "parquet": (b"PAR1\x15\x04\x15", "is a Parquet file; write the text that it holds to UTF-8 text files"),
-    "arrow": (b"ARROW1\x00\x00", "is an Arrow file; write the text"),
-    "arrow stream": (b"\xff\xff\xff\xff\x10\x00", "is an Arrow stream; write the text"),
+    "parquet": (b"PAR1\x15\x04\x15", "is a Parquet file; make a store of one field with: burst train data "),
+    "arrow": (b"ARROW1\x00\x00", "is an Arrow file; make a store of one field"),
+    "arrow stream": (b"\xff\xff\xff\xff\x10\x00", "is an Arrow stream; make a store of one field"),
     "hdf5": (b"\x89HDF\r\n\x1a\n\x00", "is an HDF5 file; write the text"),
     "numpy": (saved(np.save, np.arange(3)), "is a NumPy array; write the text"),
     "several arrays": (saved(lambda file, value: np.savez(file, a=value), np.arange(3)), "is a zip archive"),

@@ -56,8 +56,8 @@ def test_a_store_holds_the_librarys_tokens_of_the_whole_text(tmp_path: Path, tok
     assert header.count == len(expected)
     assert (header.tokenizer, header.dtype, header.end_of_text) == ("small.json", "uint16", end)
     assert header.vocabulary == backend.get_vocab_size() > 256
-    assert [document["name"] for document in header.documents] == ["a.txt", "b.txt"]
-    assert sum(document["tokens"] for document in header.documents) == header.count
+    assert [source["name"] for source in header.sources] == ["a.txt", "b.txt"]
+    assert sum(source["tokens"] for source in header.sources) == header.count
     assert (tmp_path / "store" / "tokens.bin").stat().st_size == 2 * header.count
 
 

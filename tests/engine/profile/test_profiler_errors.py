@@ -88,7 +88,9 @@ def measured_with_failing_profilers(
     return found
 
 
-@pytest.mark.parametrize("cases", [CASES, *slow([(where, rank, 3 - steps) for where, rank, steps in CASES])], ids=["", "other steps"])
+@pytest.mark.parametrize(
+    "cases", [CASES, *slow([(where, rank, 3 - steps) for where, rank, steps in CASES])], ids=["", "other steps"]
+)
 def test_a_profiler_error_on_one_rank_loses_only_the_trace(tmp_path: Path, cases: list[Case]) -> None:
     first, second = run_on_ranks(2, measured_with_failing_profilers, str(tmp_path), cases)
     for case, (written, figures, all_ranks), (nothing, _, _) in zip(cases, first, second, strict=True):

@@ -99,7 +99,9 @@ def fault(settings: TrialSettings, found: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, EXACT[1]), (2, EXACT[2]), (4, EXACT[4][:9]), *slow((4, EXACT[4][9:]))], ids=["1", "2", "4", "4, repeated"]
+    ("ranks", "cases"),
+    [(1, EXACT[1]), (2, EXACT[2]), (4, EXACT[4][:9]), *slow((4, EXACT[4][9:]))],
+    ids=["1", "2", "4", "4, repeated"],
 )
 def test_every_native_method_takes_the_step_of_a_dense_run(ranks: int, cases: list[TrialSettings]) -> None:
     per_rank = run_on_ranks(ranks, checks, cases)

@@ -222,7 +222,6 @@ def test_token_counts_may_be_written_in_k_and_M() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("documents", "is unknown"),
         ("documents:", "is unknown"),
         ("documents:3,,4", "is unknown"),
         ("documents:...", "is unknown"),

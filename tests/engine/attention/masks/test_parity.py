@@ -14,6 +14,7 @@ from engine.attention.masks import (
     BlockSparse,
     Causal,
     Documents,
+    DocumentsOfBatch,
     Full,
     LocalGlobal,
     SlidingWindow,
@@ -34,6 +35,10 @@ MASKS = (
     Documents((24, 24), causal=False),
     Documents((12, 12, 12, 12)),  # contiguous on 4 ranks: no ring step has any tile
     Documents((5,), repeat=True),
+    Documents((7, 1, 20, 20), left=6),
+    Documents((1, 30, 17), causal=False, left=4),
+    Documents((20, 4, 24), spans=((2, 9), (12, 18), (24, 25), (30, 47))),
+    Documents((3, 45), left=5, spans=((0, 3), (10, 24))),
     BlockSparse(BLIND, 12),
     BlockSparse(BLIND, 12, causal=True),  # rows of the third quarter see key block 1, and half of their own
     BlockSparse([[False] * 4] * 4, 12),  # no query sees a key
@@ -91,7 +96,7 @@ def test_block_masks_equal_dense_with_the_cpu_kernel() -> None:
 
 def test_every_mask_offered_is_one_that_a_setting_describes() -> None:
     offered = {name for name in masks.__all__ if hasattr(getattr(masks, name), "tiles")} - {"Mask"}
-    examples = (Full(), Causal(), *MASKS[:-2])
+    examples = (Full(), Causal(), DocumentsOfBatch(), *MASKS[:-2])
     assert offered == {type(mask).__name__ for mask in examples}
     assert all(parse_mask(str(mask)) == mask for mask in examples)
 

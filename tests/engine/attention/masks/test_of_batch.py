@@ -1,0 +1,21 @@
+"""`mask: documents` before there is a batch: plans take one document, attention refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import burst_attention
+from engine.attention.masks import Causal, DocumentsOfBatch, parse_mask
+
+
+def test_the_setting_is_the_placeholder() -> None:
+    assert parse_mask("documents") == DocumentsOfBatch()
+    assert str(DocumentsOfBatch()) == "documents"
+    assert DocumentsOfBatch().area(40) == Causal().area(40)
+
+
+def test_attention_refuses_it_and_names_the_mask_to_pass() -> None:
+    q_BLND = torch.zeros(1, 8, 1, 4)
+    with pytest.raises(ValueError, match=r"has no lengths.*pass Documents\(lengths\) or Documents\.from_cu_seqlens"):
+        burst_attention(q_BLND, q_BLND, q_BLND, mask=DocumentsOfBatch())

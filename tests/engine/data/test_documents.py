@@ -1,0 +1,204 @@
+"""Documents of every kind of source: where they start in a store, and which of their tokens are learnt."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.data import TokenStore, open_tokens
+from engine.data.store import HEADER_FILE, StoreHeader, build_store
+from engine.data.tokenizers import ByteTokenizer, FileTokenizer
+
+TEXTS = ["one", "a second text", "größe"]
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes, 4."},
+]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content | trim }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def built(tmp_path: Path, *sources: str | Path, field: str | None = None, tokenizer: Any = None) -> TokenStore:
+    build_store(list(map(str, sources)), tmp_path / "store", tokenizer or ByteTokenizer(), field=field)
+    return TokenStore(tmp_path / "store")
+
+
+def texts_of(store: TokenStore) -> list[str]:
+    tokens = bytes(store.window(0, store.header.count).tolist())
+    return [
+        part.decode()
+        for part in np.split(np.frombuffer(tokens, np.uint8), store.document_starts[1:])
+        for part in [bytes(part)]
+    ]
+
+
+def lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_each_record_is_a_document_and_blank_ones_are_left_out(tmp_path: Path) -> None:
+    records = [{"text": text, "id": number} for number, text in enumerate(["", *TEXTS])]
+    path = lines(tmp_path / "a.jsonl", records)
+    path.write_text(path.read_text() + "\n")
+    store = built(tmp_path, path, field="text")
+    assert texts_of(store) == TEXTS
+    header = store.header
+    assert (header.documents, header.answers_only, header.schema) == (3, False, 2)
+    assert header.sources[0]["documents"] == 3
+    assert sorted(file.name for file in (tmp_path / "store").iterdir()) == [
+        "documents.bin",
+        "header.json",
+        "tokens.bin",
+    ]
+
+
+def test_a_folder_holds_the_documents_of_its_files_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".hidden").write_text("no")
+    (folder / "b" / "z.txt").write_text("last")
+    (folder / "a.txt").write_text("first")
+    (folder / "aa.json").write_text(json.dumps([{"text": "in"}, {"text": "between"}]))
+    assert texts_of(built(tmp_path, folder, field="text")) == ["first", "in", "between", "last"]
+
+
+def test_the_built_in_text_has_a_document_for_each_topic(tmp_path: Path) -> None:
+    texts = texts_of(built(tmp_path, "python_docs"))
+    assert len(texts) > 50
+    assert all(text.endswith("\n\n") for text in texts)
+
+
+def test_a_store_of_the_first_schema_is_read_as_one_document_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    store = built(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt")
+    path = tmp_path / "store" / HEADER_FILE
+    header = json.loads(path.read_text())
+    new = {"schema", "sources", "documents", "documents_sha256", "answers_only"}
+    old = {name: value for name, value in header.items() if name not in new}
+    texts = [{name: source[name] for name in ("name", "sha256", "tokens")} for source in header["sources"]]
+    path.write_text(json.dumps(old | {"documents": texts}))
+    (tmp_path / "store" / "documents.bin").unlink()
+    assert texts_of(TokenStore(tmp_path / "store")) == ["first", "second"]
+    path.write_text(json.dumps(old))  # older still
+    assert texts_of(TokenStore(tmp_path / "store")) == ["firstsecond"]
+    path.write_text(json.dumps(header | {"schema": 3}))
+    with pytest.raises(ValueError, match="its schema is 3, and this version reads up to 2"):
+        open_tokens(str(tmp_path / "store"))
+    assert store.header == StoreHeader(**header)
+
+
+def test_damaged_boundaries_are_refused(tmp_path: Path) -> None:
+    store = built(tmp_path, lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]), field="text")
+    np.array([0, 9, 4], "<i8").tofile(tmp_path / "store" / "documents.bin")
+    with pytest.raises(ValueError, match=r"has a damaged documents\.bin; remove it"):
+        _ = store.document_starts
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"text": "a"}, {"body": "b", "id": 1}], r"a\.jsonl:2 has no field 'text', its fields are body, id; give"),
+        ([{"text": 7}], r"a\.jsonl:1 has a int in field 'text'; expected a text or a list of chat messages"),
+        ([["text"]], r"a\.jsonl:1 is a list; expected an object with the field 'text'"),
+        ([{"text": [{"from": "me"}]}], r"a\.jsonl:1 has messages without role or content in field 'text'"),
+        ([{"text": []}], r"a\.jsonl:1 has an empty list in field 'text'"),
+        ([{"text": ""}], r"a\.jsonl' is empty"),
+        ([{"text": CHAT}], r"a\.jsonl:1: tokenizer bytes has no chat template; give --tokenizer"),
+    ],
+)
+def test_a_record_that_is_no_document_is_refused_at_its_line(tmp_path: Path, records: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        built(tmp_path, lines(tmp_path / "a.jsonl", records), field="text")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_line_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 is no JSON"):
+        built(tmp_path, tmp_path / "a.jsonl", field="text")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """Of single characters, so that tokens and characters are one thing, and a template beside it."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+    letters = sorted(set("<|>\n" + TEMPLATE + json.dumps(CHAT)))
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({letter: at for at, letter in enumerate(letters)}))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    built.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def chat_store(tmp_path: Path, tokenizer: Path, template: str, chat: Any = CHAT) -> tuple[TokenStore, FileTokenizer]:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
+    found = FileTokenizer(tokenizer)
+    return built(
+        tmp_path, lines(tmp_path / "chat.jsonl", [{"messages": chat}] * 2), field="messages", tokenizer=found
+    ), found
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"), [(TEMPLATE, ["4.<|end|>\n", "Yes, 4.<|end|>\n"]), (MARKED, ["4.", "Yes, 4."])]
+)
+def test_of_chats_the_answers_are_learnt(tmp_path: Path, tokenizer: Path, template: str, answers: list[str]) -> None:
+    store, found = chat_store(tmp_path, tokenizer, template)
+    assert (store.header.answers_only, store.header.documents) == (True, 2)
+    places = np.arange(store.header.count)
+    letters = {at: letter for letter, at in found._backend.get_vocab().items()}
+    text = "".join(letters[int(token)] for token in store.at(places))
+    assert text[: len(text) // 2].startswith("<|user|>2 + 2?")
+    learnt = store.learnt(places)
+    assert "".join(letter for letter, counts in zip(text, learnt, strict=True) if counts) == "".join(answers * 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "words"),
+    [
+        (TEMPLATE, CHAT[:1], r"chat\.jsonl:1: the chat has no answer to learn"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            CHAT,
+            "refuses it .roles must alternate.; repair the messages",
+        ),
+        ("{% for m in messages %}", CHAT, "is none that Jinja reads"),
+        ("{{ messages | length }}", CHAT, "writes message 2 in another way once others follow"),
+    ],
+)
+def test_a_chat_that_cannot_be_learnt_from_is_refused(tmp_path, tokenizer, template, chat, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        chat_store(tmp_path, tokenizer, template, chat)
+
+
+def test_parquet_and_datasets_folders_are_read_by_their_field(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet, ipc = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow.ipc")
+    table = pyarrow.table({"text": TEXTS, "id": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    folder = tmp_path / "saved" / "train"
+    folder.mkdir(parents=True)
+    with ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert texts_of(built(tmp_path, tmp_path / "a.parquet", folder, field="text")) == TEXTS * 2
+    with pytest.raises(ValueError, match="has no field 'body', its fields are text, id"):
+        build_store([str(tmp_path / "a.parquet")], tmp_path / "other", ByteTokenizer(), field="body")
+    with pytest.raises(ValueError, match="holds the splits train; give one of them, such as"):
+        build_store([str(tmp_path / "saved")], tmp_path / "other", ByteTokenizer(), field="text")
