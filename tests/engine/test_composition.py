@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp64", "fp32", "bf16"),
 }
 ARRANGING = ("layout", "schedule", "backward")  # how the ranks share a sequence
+# What two replicas do together.
 REPLICATED = ("optimizer_offload", "sharding", "gradient_accumulation", "lm_head_fusion", "z_loss", "dtype")
 WORLDS = [(1, 1), (2, 2), (4, 2), (4, 4)]  # ranks, of which so many share a sequence; two nodes from two ranks on
 STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps turn rounding into whole updates
@@ -144,8 +145,8 @@ def runs(cases: dict[str, TrialSettings]) -> dict[str, Result]:
 )
 def test_every_combination_gives_the_step_of_a_dense_run(world_size: int, cp_size: int, every: str) -> None:
     rows = rows_for(world_size, cp_size)
-    if every == "value":  # two replicas differ in what they share; the rest is that of one
-        names = REPLICATED if 1 < cp_size < world_size else CHOICES
+    if every == "value":
+        names = {(4, 2): REPLICATED, (4, 4): ("method", "mask", *ARRANGING)}.get((world_size, cp_size), CHOICES)
         rows = with_every_value(rows, choices_for(world_size, cp_size), names)
     cases = {str(row): settings_of(row, world_size, cp_size) for row in rows}
     per_rank = run_on_ranks(world_size, runs, cases)
