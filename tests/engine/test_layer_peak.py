@@ -62,8 +62,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
-    """Bytes that live at once in the backward of nine layers, over those of one hidden state of all tokens."""
-    shape = ModelShape(name="s", layers=9, hidden=64, ffn=8, heads=4, kv_heads=kv_heads, head_dim=16, vocab=32)
+    """Bytes that live at once in the backward of a few layers, over those of one hidden state of all tokens."""
+    layers = max(3, checkpoint.every + 1)
+    shape = ModelShape(name="s", layers=layers, hidden=64, ffn=8, heads=4, kv_heads=kv_heads, head_dim=16, vocab=32)
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16", checkpoint=checkpoint,
         mlp_tiles=TILES, projection_tiles=projection_tiles,
