@@ -46,7 +46,7 @@ class KeyValueRing(EngineCommand):
             "exchange": None if self.schedule_of(settings) == ALL_GATHER else "relay",
         }
         return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
-            self.sharding, settings.seq_len, settings.cp_size
+            self.sharding, settings.row_tokens, settings.cp_size
         )
 
     def layout(self, settings: TrialSettings) -> str:

@@ -27,7 +27,7 @@ class Burst(EngineCommand):
         if settings.tp_size > 1:
             return f"burst has no tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
         return parse_mask(settings.mask).unsupported_reason(settings.seq_len) or split_unsupported_reason(
-            self.layout(settings), settings.seq_len, settings.cp_size
+            self.layout(settings), settings.row_tokens, settings.cp_size
         )
 
     def layout(self, settings: TrialSettings) -> str | Layout:

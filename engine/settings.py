@@ -30,11 +30,15 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 CudaGraph = Literal["auto", "step", "none"]
+PackingRule = Literal["best_fit", "greedy"]
+LongerDocuments = Literal["split", "drop"]
 Norms = Literal["before", "after", "both"]
 Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
+
+DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 
@@ -370,7 +374,9 @@ class TrialSettings:
     world_size: int = 0  # ranks; 0 means cp_size x tp_size
     batch_size: int = 1  # sequences per data-parallel replica
     dtype: Dtype = "bf16"
-    mask: str = "causal"  # full, causal, sliding_window:LEFT[:RIGHT]
+    mask: str = "causal"  # full, causal, sliding_window:LEFT[:RIGHT], documents
+    packing: PackingRule = "best_fit"  # of documents into rows of `seq_len` tokens, where `mask` is documents
+    longer_documents: LongerDocuments = "split"  # what becomes of those that no row holds
     layout: Layout = "auto"
     schedule: Schedule = "auto"
     backward: Backward = "auto"
@@ -418,8 +424,22 @@ class TrialSettings:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
         if self.memory:
             size_in_bytes(self.memory, "memory")
+        if self.packs:
+            self._check_packing()
         if self.task == "train" and any(self.model.windowed):
             self._check_mask_of_windows()
+
+    def _check_packing(self) -> None:
+        if self.task != "train":
+            raise ValueError(
+                f"mask documents takes the lengths of packed text, which task {self.task} has none of; write them, "
+                "such as documents:4k,1k,..."
+            )
+        if self.steps.warmup and self.steps.warmup_seq_len not in (0, self.seq_len):
+            raise ValueError(
+                f"steps.warmup_seq_len is {self.steps.warmup_seq_len}, but mask documents packs rows of one length; "
+                "set it to 0"
+            )
 
     def _check_mask_of_windows(self) -> None:
         model = self.model
@@ -429,6 +449,20 @@ class TrialSettings:
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
                 "which each of them cuts to its window"
             )
+
+    @property
+    def packs(self) -> bool:
+        """Whether sequences are rows of packed documents, whose lengths are the mask."""
+        return self.mask == DOCUMENTS
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that the ranks of a replica divide among them as one sequence. Packed rows of a micro-batch are one,
+        padded to a length that every layout divides."""
+        if not self.packs:
+            return self.seq_len
+        unit = 2 * self.cp_size * self.tp_size
+        return -(-self.seq_len * self.batch_size // unit) * unit
 
     @property
     def layer_masks(self) -> tuple[str, ...]:

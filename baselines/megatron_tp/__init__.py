@@ -50,7 +50,7 @@ class MegatronTensorParallel(EngineCommand):
         return (
             fixed_settings_unsupported_reason(settings, fixed)
             or indivisible_reason(settings)
-            or split_unsupported_reason("contiguous", settings.seq_len, settings.tp_size)
+            or split_unsupported_reason("contiguous", settings.row_tokens, settings.tp_size)
         )
 
     def layout(self, settings: TrialSettings) -> str:

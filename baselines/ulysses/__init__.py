@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.attention.algorithms.saved import AttentionFn, SavedOutput
     from engine.attention.bound import BoundAttention
     from engine.attention.context import ContextParallel
+    from engine.attention.masks import Mask
     from engine.settings import TrialSettings
 
 
@@ -52,7 +53,7 @@ class Ulysses(EngineCommand):
             )
         fixed = {"layout": "contiguous", "schedule": "ulysses", "backward": None, "exchange": None}
         return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
-            "contiguous", settings.seq_len, cp_size
+            "contiguous", settings.row_tokens, cp_size
         )
 
     def layout(self, settings: TrialSettings) -> str:
@@ -82,6 +83,9 @@ class RepeatingHeads:
     def __init__(self, attend: BoundAttention, ranks: int) -> None:
         self._attend, self._ranks = attend, ranks
         self.keep, self.resolved, self.computed_sent = attend.keep, attend.resolved, attend.computed_sent
+
+    def under(self, mask: Mask) -> RepeatingHeads:
+        return RepeatingHeads(self._attend.under(mask), self._ranks)
 
     def __call__(
         self,

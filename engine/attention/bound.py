@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_suffix
 from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
-from engine.attention.masks import kept_share, parse_mask, recompute_share
+from engine.attention.masks import Mask, kept_share, parse_mask, recompute_share
 from engine.attention.prepared import PreparedAttention
 from engine.attention.resolve import Choices
 from engine.settings import TrialSettings
@@ -24,6 +26,12 @@ class BoundAttention:
         self._mask = parse_mask(mask or settings.masks[0])
         self._prepared: dict[object, PreparedAttention] = {}
 
+    def under(self, mask: Mask) -> BoundAttention:
+        """The same attention under a mask that takes the place of the settings' own: the documents of one batch."""
+        other = copy.copy(self)
+        other._mask = mask
+        return other
+
     def __call__(
         self,
         q_BLND: Tensor,
@@ -34,7 +42,8 @@ class BoundAttention:
         saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         attend = self.prepared(q_BLND, k_BLKD)
-        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved)
+        mask = None if attend.mask is self._mask else self._mask  # None takes the plan without a look into the cache
+        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, mask, sinks_N=sinks_N, saved=saved)
         return out_BLND, lse_BNL
 
     def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:
@@ -70,7 +79,7 @@ class BoundAttention:
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
         """Outputs that checkpointing saves on the fullest rank, and forward work that it repeats on the busiest, as
         fractions of one rank's."""
-        checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
+        checkpoint, seq_len = self._settings.checkpoint, self._settings.row_tokens
         if self._settings.task != "train" or not checkpoint.layers_again(self._settings.model.layers):
             return {}
         cut, division = tail_cut(checkpoint.tail, seq_len, self._cp.size), plan.choice.division

@@ -208,18 +208,24 @@ def length(tokens: TokenRange) -> int:
     return tokens[1] - tokens[0]
 
 
-def traffic_left(mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int) -> RingTraffic:
+def traffic_left(
+    mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int, every_rank: bool = False
+) -> RingTraffic:
     """The share of a ring's steps and bytes that the mask leaves: near of a flat ring, far of a double ring."""
-    flat, double = (Ring(cp_size=cp_size, node_size=size) for size in (cp_size, node_size))
-    return replace(ring_traffic(mask, layout, flat, seq_len), far=ring_traffic(mask, layout, double, seq_len).far)
+    flat, double = (
+        ring_traffic(mask, layout, Ring(cp_size=cp_size, node_size=size), seq_len, every_rank)
+        for size in (cp_size, node_size)
+    )
+    return replace(flat, far=double.far)
 
 
 @lru_cache(maxsize=256)
-def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTraffic:
+def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_rank: bool = False) -> RingTraffic:
     """Of the busiest of a few ranks, with K and V sent. A causal mask leaves that rank everything, a short window over
-    contiguous shards two steps and few bytes."""
+    contiguous shards two steps and few bytes. `every_rank`: of all ranks, which differ where documents do."""
     tables, size, nodes = ring_tables(mask, layout, ring, seq_len, False), ring.node_size, ring.nodes
-    ranks, owners = np.array([0, ring.cp_size // 2, ring.cp_size - 1]), np.arange(ring.cp_size)[:, None]
+    owners = np.arange(ring.cp_size)[:, None]
+    ranks = owners[:, 0] if every_rank else np.array([0, ring.cp_size // 2, ring.cp_size - 1])
     lengths = tables.used[:, ranks, 1] - tables.used[:, ranks, 0]  # [owners, ranks]
     outer_steps = np.arange(1, nodes)
     held = (ranks[:, None] - outer_steps * size) % ring.cp_size  # [ranks, outer steps]

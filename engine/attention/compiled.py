@@ -22,7 +22,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.masks import Mask
 from engine.attention.op import attention_backward, attention_forward
-from engine.attention.plan import cached_plan
+from engine.attention.plan import cached_plan, mask_of
 from engine.attention.resolve import Choices, check_choices
 from engine.ops.autograd import accumulation_dtype
 
@@ -33,47 +33,58 @@ class _Call(NamedTuple):
     mask: Mask
     cp: weakref.ref[ContextParallel]
     choices: Choices
+    max_seqlen: int | None  # of documents between boundaries that the program has in a tensor
 
 
 _calls: dict[str, _Call] = {}
-_names: dict[tuple[str, Mask, Choices], str] = {}
+_names: dict[tuple[str, Mask, Choices, int | None], str] = {}
 _numbers = itertools.count()
 
 
-def registered(mask: Mask, cp: ContextParallel, choices: Choices) -> str:
+def registered(mask: Mask, cp: ContextParallel, choices: Choices, max_seqlen: int | None = None) -> str:
     """The name of these in compiled programs: the same one for equal ones. Raises ValueError when the mask or
     a choice cannot be."""
     check_mask(mask)
     check_choices(choices)
     choices = choices._replace(recompute=True)  # received tensors are not saved
-    key = (cp.name, mask, choices)
+    key = (cp.name, mask, choices, max_seqlen)
     if key not in _names:
         _names[key] = f"attention {next(_numbers)}"
-        _calls[_names[key]] = _Call(mask, weakref.ref(cp), choices)
+        _calls[_names[key]] = _Call(mask, weakref.ref(cp), choices, max_seqlen)
     return _names[key]
 
 
 def compiled_attention(
-    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, sinks_N: Tensor | None, name: str, saved: SavedOutput | None
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    sinks_N: Tensor | None,
+    name: str,
+    saved: SavedOutput | None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL), both differentiable; `sinks_N` and `saved` as of `burst_attention`."""
+    """(out_BLND, lse_BNL), both differentiable; `sinks_N`, `saved` and `cu_seqlens` as of `burst_attention`."""
     out_BLND: Tensor
     lse_BNL: Tensor
     if saved is None:
-        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, None, None, 0)
+        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, cu_seqlens, None, None, 0)
     else:
         out_BLND, lse_BNL = torch.ops.burst.attention(
-            q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved.out_BLND, saved.lse_BNL, saved.cut
+            q_BLND, k_BLKD, v_BLKD, sinks_N, name, cu_seqlens, saved.out_BLND, saved.lse_BNL, saved.cut
         )
     return out_BLND, lse_BNL
 
 
-def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor) -> AttentionPlan:
+def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor, cu_seqlens: Tensor | None) -> AttentionPlan:
     call = _calls[name]
     cp = call.cp()
     if cp is None:
         raise ValueError("the ContextParallel of a compiled attention call no longer exists; keep it with the program")
-    return cached_plan(q_BLND, k_BLKD, call.mask, cp, call.choices)
+    mask = call.mask
+    if cu_seqlens is not None:
+        with cp.comms.refusals_told():
+            mask = mask_of(None, cu_seqlens, call.max_seqlen) or mask
+    return cached_plan(q_BLND, k_BLKD, mask, cp, call.choices)
 
 
 @torch.library.custom_op("burst::attention", mutates_args=())
@@ -83,6 +94,7 @@ def _attention(
     v_BLKD: Tensor,
     sinks_N: Tensor | None,
     name: str,
+    cu_seqlens: Tensor | None,
     saved_out_BLND: Tensor | None,
     saved_lse_BNL: Tensor | None,
     cut: int,
@@ -90,7 +102,9 @@ def _attention(
     saved = None
     if saved_out_BLND is not None and saved_lse_BNL is not None:
         saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
-    out_BLND, lse_BNL = attention_forward(_plan(name, q_BLND, k_BLKD), q_BLND, k_BLKD, v_BLKD, sinks_N, saved)
+    out_BLND, lse_BNL = attention_forward(
+        _plan(name, q_BLND, k_BLKD, cu_seqlens), q_BLND, k_BLKD, v_BLKD, sinks_N, saved
+    )
     if saved is not None and cut == 0:
         return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
     return out_BLND, lse_BNL
@@ -115,8 +129,9 @@ def _attention_backward(
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     name: str,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _plan(name, q_BLND, k_BLKD)
+    plan = _plan(name, q_BLND, k_BLKD, cu_seqlens)
     shards = q_BLND, k_BLKD, v_BLKD
     dq, dk, dv, dsinks = attention_backward(plan, shards, out_BLND, lse_BNL, sinks_N, dout_BLND, dlse_BNL)
     # An operation returns tensors only: where there are no sinks, their gradient is empty.
@@ -138,14 +153,17 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BLND, k_BLKD, v_BLKD, sinks_N, ctx.name, *_ = inputs
+    q_BLND, k_BLKD, v_BLKD, sinks_N, ctx.name, cu_seqlens, *_ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output, sinks_N)
+    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output, sinks_N, cu_seqlens)
 
 
 def _differentiate(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, dsinks = torch.ops.burst.attention_backward(*ctx.saved_tensors, dout_BLND, dlse_BNL, ctx.name)
-    return dq, dk, dv, None if ctx.saved_tensors[-1] is None else dsinks, None, None, None, None
+    *tensors, sinks_N, cu_seqlens = ctx.saved_tensors
+    dq, dk, dv, dsinks = torch.ops.burst.attention_backward(
+        *tensors, sinks_N, dout_BLND, dlse_BNL, ctx.name, cu_seqlens
+    )
+    return dq, dk, dv, None if sinks_N is None else dsinks, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -26,11 +26,12 @@ grouped heads the ring sends less on few nodes, with equal heads the all-to-all 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.attention.comm_plan import RingTraffic, traffic_left
 from engine.attention.comm_volume import narrowed
+from engine.attention.masks import imbalance
 from engine.attention.problem import (
     RING_SCHEDULES,
     ULYSSES_SCHEDULES,
@@ -200,6 +201,19 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         # Each gradient sent between nodes is one kernel's result, so it is sent in the dtype the kernel wrote.
         return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0), kernels=nodes)
     return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1), kernels=workload.node_size)
+
+
+def ring_seconds(problem: Problem, hardware: HardwareModel | None = None) -> float:
+    """Seconds of forward and backward of a ring, whose ranks wait for the one with the most visible pairs: what a
+    layout changes."""
+    mask, layout, cp_size, seq_len = problem.mask, problem.layout, problem.cp_size, problem.seq_len
+    workload = Workload.of(problem, counts_traffic=False)
+    workload = replace(
+        workload,
+        left=traffic_left(mask, layout, cp_size, problem.node_size, seq_len, every_rank=True),
+        forward_flops=imbalance(mask, layout, seq_len, cp_size) * workload.forward_flops,
+    )
+    return estimate("ring" if problem.nodes == 1 else "double_ring", workload, hardware or HardwareModel())
 
 
 class RingBackward(NamedTuple):

@@ -7,7 +7,10 @@ gathered keys. A context keeps the plans used last (`cached_plan`). Choices are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,11 +24,14 @@ from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
-from engine.attention.masks import Mask
+from engine.attention.masks import Documents, Mask
 from engine.attention.masks.pairs import pair_table, tiles_of_all_keys
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
 from engine.cuda.alternate import streams_of
+
+MAX_READ = 16  # tensors of cu_seqlens whose values are kept
+Bounds: TypeAlias = Tensor | Sequence[int]  # cu_seqlens: where documents start, and where the last one ends
 
 
 def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
@@ -180,3 +186,48 @@ def _token_runs(problem: Problem, cp_ranks: Iterable[int]) -> tuple[TokenRun, ..
     """Runs of consecutive tokens of these ranks, in order of position."""
     layout, seq_len, size = problem.layout, problem.seq_len, problem.cp_size
     return token_runs_in_order(tuple(layout.segments(seq_len, size, rank) for rank in cp_ranks))
+
+
+def mask_of(mask: Mask | None, cu_seqlens: Bounds | None, max_seqlen: int | None) -> Mask | None:
+    """The mask of a call: the given one, or causal documents between `cu_seqlens`. A tensor of them is read once, at
+    its first call with these values. Raises ValueError for both, for values that are no boundaries of documents, and
+    for a `max_seqlen` that some document exceeds."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen {max_seqlen} is given without cu_seqlens; pass both, or neither")
+        return mask
+    if mask is not None:
+        raise ValueError(
+            f"cu_seqlens is given beside mask {mask}; pass one of them: Documents.from_cu_seqlens(cu_seqlens, "
+            "causal=..., left=...) is a mask"
+        )
+    found = _read(cu_seqlens) if isinstance(cu_seqlens, Tensor) else _documents(tuple(cu_seqlens))
+    if max_seqlen is not None and max_seqlen < max(found.lengths):
+        raise ValueError(
+            f"max_seqlen is {max_seqlen} and a document has {max(found.lengths)} tokens; give the length of the "
+            "longest one, or None"
+        )
+    return found
+
+
+@lru_cache(maxsize=MAX_READ)
+def _documents(bounds: tuple[int, ...]) -> Documents:
+    return Documents.from_cu_seqlens(bounds)
+
+
+_known: dict[int, tuple[weakref.ref[Tensor], int, Documents]] = {}  # by the tensor's id, with its version
+
+
+def _read(cu_seqlens: Tensor) -> Documents:
+    """The documents of a tensor: known while it lives and is not written to, because layers of a model share one."""
+    if cu_seqlens.is_inference():  # has no version
+        return _documents(tuple(cu_seqlens.tolist()))
+    version = int(cu_seqlens._version)
+    reference, read_version, documents = _known.get(id(cu_seqlens), (None, 0, None))
+    if documents is not None and reference is not None and reference() is cu_seqlens and read_version == version:
+        return documents
+    found = Documents.from_cu_seqlens(cu_seqlens)
+    while len(_known) >= MAX_READ:
+        _known.pop(next(iter(_known)), None)
+    _known[id(cu_seqlens)] = (weakref.ref(cu_seqlens), version, found)
+    return found

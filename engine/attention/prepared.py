@@ -8,6 +8,7 @@ Shape letters as in `engine.attention.op`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from engine.attention.inputs import (
 )
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
-from engine.attention.plan import cached_plan
+from engine.attention.plan import Bounds, cached_plan, mask_of
 from engine.attention.resolve import Choices
 
 _CAUSAL = Causal()
@@ -47,6 +48,8 @@ def burst_attention(
     v_BLKD: Tensor,
     *,
     mask: Mask | None = None,
+    cu_seqlens: Bounds | None = None,
+    max_seqlen: int | None = None,
     cp: ContextParallel | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -75,6 +78,10 @@ def burst_attention(
         q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` says.
         k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
         mask: visible (query, key) pairs, in global positions; causal when None.
+        cu_seqlens: in place of a mask, the positions at which packed documents start and the last one ends, 0, ...,
+            length of the whole sequence, in a tensor or a sequence, the same on every rank: a query sees the earlier
+            tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one.
+        max_seqlen: a length that no document exceeds, which is checked; kernels get the exact one.
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         softcap: bound of the scores, which become softcap * tanh(scores / softcap); None for none. Kernels fa4, flex
@@ -146,10 +153,14 @@ def burst_attention(
             check_inputs(q_BLND, k_BLKD, v_BLKD)
         if sinks_N is not None:
             check_sinks(sinks_N, q_BLND)
+        if (cu_seqlens is not None or max_seqlen is not None) and not torch.compiler.is_compiling():
+            mask = mask_of(mask, cu_seqlens, max_seqlen)
     except (AttributeError, ValueError) as error:
         _refuse(error, cp, q_BLND, k_BLKD, v_BLKD)
     if torch.compiler.is_compiling():
-        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, _traced(mask, cp, *choices), saved)
+        bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
+        name = _traced(mask, known, bounds is not None, max_seqlen, cp, *choices)
+        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
         found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
     plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
@@ -208,6 +219,8 @@ class PreparedAttention:
         v_BLKD: Tensor,
         mask: Mask | None = None,
         *,
+        cu_seqlens: Bounds | None = None,
+        max_seqlen: int | None = None,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
     ) -> Result:
@@ -217,6 +230,7 @@ class PreparedAttention:
             q_BLND, k_BLKD, v_BLKD: shards of the shapes, layout, dtype and device that were prepared; strides are free.
             mask: replaces the prepared mask in this call, the same one on every rank. Its plan is taken from those that
                 `cp` keeps, or made.
+            cu_seqlens, max_seqlen: replace the prepared mask as well.
             sinks_N, saved: as of `burst_attention`.
 
         Raises:
@@ -246,8 +260,13 @@ class PreparedAttention:
             with self.cp.comms.refusals_told():
                 check_sinks(sinks_N, q_BLND)
         if torch.compiler.is_compiling():
-            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, _traced_prepared(self, mask), saved)
+            bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
+            name = _traced_prepared(self, mask, known, bounds is not None, max_seqlen)
+            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
+        if cu_seqlens is not None or max_seqlen is not None:
+            with self.cp.comms.refusals_told():
+                mask = mask_of(mask, cu_seqlens, max_seqlen)
         plan = self.plan if mask is None else cached_plan(q_BLND, k_BLKD, mask, self.cp, self._choices)
         found = run_attention(
             plan,
@@ -275,6 +294,8 @@ def prepare_attention(
     k_BLKD: Tensor,
     *,
     mask: Mask | None = None,
+    cu_seqlens: Bounds | None = None,
+    max_seqlen: int | None = None,
     cp: ContextParallel | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -298,7 +319,7 @@ def prepare_attention(
         q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
-        mask, cp, tensor_layout, softcap and the others: as of `burst_attention`.
+        mask, cu_seqlens, cp, tensor_layout, softcap and the others: as of `burst_attention`.
 
     Raises:
         ValueError: as `burst_attention`.
@@ -316,17 +337,49 @@ def prepare_attention(
         recompute,
         return_lse if lse_gradient is None else lse_gradient,
     )
+    if cu_seqlens is not None or max_seqlen is not None:
+        try:
+            mask = mask_of(mask, cu_seqlens, max_seqlen)
+        except ValueError as error:
+            _refuse(error, cp, q_BLND, k_BLKD)
     mask = _CAUSAL if mask is None else mask
     return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)
 
 
 @torch.compiler.assume_constant_result
-def _traced(mask: Mask | None, cp: ContextParallel | None, *choices: Any) -> str:
-    """The name under which a compiled program finds mask, context and choices."""
-    return registered(_CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
+def _traced(
+    mask: Mask | None,
+    cu_seqlens: Sequence[int] | None,
+    has_bounds: bool,
+    max_seqlen: int | None,
+    cp: ContextParallel | None,
+    *choices: Any,
+) -> str:
+    """The name under which a compiled program finds mask, context and choices. `has_bounds`: the mask is that of a
+    tensor which the program has."""
+    given = _given(mask, cu_seqlens, has_bounds, max_seqlen)
+    return registered(given or _CAUSAL, cp or _alone(), Choices(*choices), max_seqlen)
 
 
 @torch.compiler.assume_constant_result
-def _traced_prepared(attend: PreparedAttention, mask: Mask | None) -> str:
+def _traced_prepared(
+    attend: PreparedAttention,
+    mask: Mask | None,
+    cu_seqlens: Sequence[int] | None,
+    has_bounds: bool,
+    max_seqlen: int | None,
+) -> str:
     """The same of a prepared attention."""
-    return registered(attend.mask if mask is None else mask, attend.cp, attend._choices)
+    given = _given(mask, cu_seqlens, has_bounds, max_seqlen)
+    return registered(given or attend.mask, attend.cp, attend._choices, max_seqlen)
+
+
+def _given(
+    mask: Mask | None, cu_seqlens: Sequence[int] | None, has_bounds: bool, max_seqlen: int | None
+) -> Mask | None:
+    """As `mask_of`; boundaries in a tensor are read when the program runs."""
+    if not has_bounds:
+        return mask_of(mask, cu_seqlens, max_seqlen)
+    if mask is not None:
+        mask_of(mask, (0, 1), None)  # refuses both
+    return None

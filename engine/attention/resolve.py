@@ -32,7 +32,14 @@ from engine.attention.comm_volume import (
     narrowed,
     ring_slot_bytes,
 )
-from engine.attention.cost import Estimate, HardwareModel, Workload, choose_num_head_chunks, choose_schedule
+from engine.attention.cost import (
+    Estimate,
+    HardwareModel,
+    Workload,
+    choose_num_head_chunks,
+    choose_schedule,
+    ring_seconds,
+)
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
 from engine.attention.masks import Documents, Full, Mask, TooManyTiles, imbalance, kept_share, parse_mask
@@ -370,7 +377,8 @@ def choose_layout(
     fewest tiles. Several documents may also be dealt one by one (`Balanced`), which sends less than zigzag: nothing of
     documents that are whole on a rank. Zigzag has two runs of tokens per rank; striped has tiles with every rank. A
     layout that would cut the mask into too many tiles is skipped. Only layouts that can split the length are
-    considered; when none can, all are, and the error names the one that would have been best.
+    considered; when none can, all are, and the error names the one that would have been best. Where the cost model
+    finds contiguous or zigzag shards faster than documents that are dealt, they are taken.
 
     Args:
         tail: attention's outputs are saved for the last `tail` of the sequence and recomputed before it. With a tail
@@ -398,12 +406,32 @@ def choose_layout(
     shares = {layout: unevenness(layout) for layout in layouts}
     good = [layout for layout in layouts if shares[layout] <= min(shares.values()) * AS_GOOD]
     others = sorted(set(layouts) - set(good), key=shares.__getitem__)
-    return next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
+    chosen = next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
+    if isinstance(chosen, Balanced) and not 0 < cut < seq_len:
+        simple = [each for each in layouts if each.name in ("contiguous", "zigzag")]
+        simple = [each for each in simple if _is_whole(mask, each, seq_len, cp_size)]
+        return _faster(chosen, simple, mask, seq_len, cp_size)
+    return chosen
+
+
+def _faster(chosen: Layout, others: Sequence[Layout], mask: Mask, seq_len: int, cp_size: int) -> Layout:
+    """The chosen layout, or the fastest other one where a ring of a typical layer takes less time with it by the cost
+    model: uneven work costs nothing where a step takes the host longer than the GPU."""
+    node_size = 8 if cp_size % 8 == 0 else cp_size
+
+    def seconds(layout: Layout) -> float:
+        return ring_seconds(Problem(
+            mask=mask, layout=layout, seq_len=seq_len, batch=1, heads=32, kv_heads=8, head_dim=128, input_bytes=2,
+            cp_size=cp_size, node_size=node_size,
+        ))  # fmt: skip
+
+    fastest = min(others, key=seconds, default=chosen)
+    return fastest if AS_GOOD * seconds(fastest) < seconds(chosen) else chosen
 
 
 def balanced(mask: Mask, tail: float = 1.0) -> Balanced:
     """The layout that deals the documents of a mask, those of the last `tail` of the sequence by themselves; any other
-    mask counts as one document."""
+    mask counts as one document. Windows and spans inside documents do not change it."""
     if isinstance(mask, Documents):
         return Balanced(tuple(mask.lengths), mask.causal, mask.repeat, tail)
     return Balanced(causal=not isinstance(mask, Full), tail=tail)
@@ -432,7 +460,7 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
         return settings.layout
     # An all-to-all or all-gather moves runs of consecutive tokens.
     among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
-    return choose_layout(mask, settings.seq_len, settings.cp_size, tail, among)
+    return choose_layout(mask, settings.row_tokens, settings.cp_size, tail, among)
 
 
 def recomputes_attention(settings: TrialSettings) -> bool:

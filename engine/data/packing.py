@@ -11,17 +11,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from engine.settings import LongerDocuments, PackingRule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
-
-PackingRule = Literal["best_fit", "greedy"]
-LongerDocuments = Literal["split", "drop"]
 
 # Padding is documents too, of at most so many tokens: attention over them takes a small part of the time of their MLP.
 PADDING_TOKENS = 256

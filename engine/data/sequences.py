@@ -1,4 +1,5 @@
-"""The sequences of a training step: the same for every method, CP size and number of ranks.
+"""The sequences of a training step, or its rows of packed documents: the same for every method, CP size and number of
+ranks.
 
 A run of `burst train` divides a store into training text, whose sequences it takes in shuffled order, and validation
 text. The shuffled order needs no memory. A Feistel network permutes the numbers below a power of four; applying it
@@ -10,21 +11,25 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.attention.masks import Documents
+from engine.data.packing import pack, padding_lengths, positions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.data.packing import Integers
     from engine.data.store import StoreHeader, TokenStore
+    from engine.settings import TrialSettings
 
 
-class Sequences(ABC):
-    """Training sequences by number. A sequence overlaps the next by one token: the last one's label."""
-
-    @abstractmethod
-    def sequence(self, number: int, seq_len: int) -> Tensor:
-        """`seq_len` tokens and the one after them, int64 [seq_len + 1]. `number` has no upper limit."""
+class TrainingData(ABC):
+    """Tokens to train on."""
 
     @property
     @abstractmethod
@@ -34,6 +39,14 @@ class Sequences(ABC):
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Origin of the tokens, as plain values."""
+
+
+class Sequences(TrainingData):
+    """Training sequences by number. A sequence overlaps the next by one token: the last one's label."""
+
+    @abstractmethod
+    def sequence(self, number: int, seq_len: int) -> Tensor:
+        """`seq_len` tokens and the one after them, int64 [seq_len + 1]. `number` has no upper limit."""
 
     def batch(self, step: int, replica: int, dp_size: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
         """(tokens_BS, labels_BS) of one step and data-parallel replica: whole sequences, labels one token ahead.
@@ -92,6 +105,127 @@ class ShuffledSequences(Sequences):
         return self._store.describe()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """Documents one after another, with their boundaries."""
+
+    tokens_S: Tensor
+    labels_S: Tensor  # the next token of the same document; -100 at its last one, and where none is to be learnt
+    lengths: Integers  # of the documents, which fill the row
+
+    @property
+    def positions_S(self) -> Tensor:
+        """Of the tokens in their documents, int64."""
+        import torch
+
+        return torch.from_numpy(positions_of(self.lengths))
+
+    @property
+    def documents(self) -> Documents:
+        """The mask of the row."""
+        return Documents(tuple(self.lengths.tolist()))
+
+
+def joined(rows: Iterable[PackedRow], tokens: int) -> PackedRow:
+    """Rows one after another, padded at their end to `tokens`. Padding is documents of its own without a label."""
+    import torch
+
+    rows = list(rows)
+    free = tokens - sum(len(row.tokens_S) for row in rows)
+    assert free >= 0, (tokens, free)
+    padding = torch.zeros(free, dtype=torch.int64)
+    return PackedRow(
+        tokens_S=torch.cat([*(row.tokens_S for row in rows), padding]),
+        labels_S=torch.cat([*(row.labels_S for row in rows), padding + IGNORE]),
+        lengths=np.concatenate([*(row.lengths for row in rows), np.array(padding_lengths(free), np.int64)]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCounts:
+    """What some packed rows hold, without their padding."""
+
+    tokens: int
+    pairs: int  # (query, key) pairs that causal attention inside the documents shows
+    padding: float  # the part of the rows that is padding
+
+
+class PackedSequences(TrainingData):
+    """A span's documents, packed into rows; each row once per epoch, every epoch in an order of its own.
+
+    A document that the span cuts is a shorter one. Rows and order are functions of the settings alone.
+    """
+
+    def __init__(self, store: TokenStore, span: TokenSpan, settings: TrialSettings) -> None:
+        """Raises ValueError when there are no documents to pack."""
+        self._store, self._seed = store, settings.seed
+        starts = store.document_starts
+        stops = np.append(starts[1:], store.header.count)
+        starts, stops = np.maximum(starts, span.start), np.minimum(stops, span.stop)
+        inside = starts < stops
+        self.packing = pack(
+            starts[inside],
+            (stops - starts)[inside],
+            settings.seq_len,
+            rule=settings.packing,
+            longer=settings.longer_documents,
+            seed=settings.seed,
+        )
+        if not len(self.packing):
+            raise ValueError(
+                f"no document of {settings.data} can be packed: of {int(inside.sum())}, "
+                f"{self.packing.dropped_documents} are longer than seq_len {settings.seq_len}, and the others have one "
+                "token, which has no label; give other documents, a longer seq_len or longer_documents: split"
+            )
+
+    def place(self, number: int) -> int:
+        """The row of `packing` that is number `number` of the training, which has no upper limit."""
+        epoch, place = divmod(number, len(self.packing))
+        return permuted(place, len(self.packing), f"{self._seed}:{epoch}")
+
+    def row(self, place: int) -> PackedRow:
+        """A row of `packing`, without padding."""
+        import torch
+
+        starts, lengths, ends = self.packing.row(place)
+        places = np.repeat(starts, lengths) + positions_of(lengths)
+        following = np.minimum(places + 1, self._store.header.count - 1)
+        labels = self._store.at(following).astype(np.int64)
+        labels[~self._store.learnt(following)] = IGNORE
+        labels[(np.cumsum(lengths) - 1)[ends]] = IGNORE
+        return PackedRow(
+            tokens_S=torch.from_numpy(self._store.at(places).astype(np.int64)),
+            labels_S=torch.from_numpy(labels),
+            lengths=lengths,
+        )
+
+    def counts(self, numbers: range) -> PackedCounts:
+        """Of the rows with these numbers of the training."""
+        places = [self.place(number) for number in numbers]
+        tokens, pairs = (int(of_rows[places].sum()) for of_rows in (self.packing.tokens, self.packing.pairs))
+        return PackedCounts(tokens=tokens, pairs=pairs, padding=1 - tokens / (len(numbers) * self.packing.seq_len))
+
+    @property
+    def vocabulary(self) -> int:
+        return self._store.vocabulary
+
+    def describe(self) -> dict[str, object]:
+        return self._store.describe()
+
+
+def training_sequences(store: TokenStore, span: TokenSpan, settings: TrialSettings) -> TrainingData:
+    """The sequences of a span as a training run takes them. Raises ValueError for data that do not fit the mask."""
+    if settings.packs:
+        return PackedSequences(store, span, settings)
+    if store.header.answers_only:
+        raise ValueError(
+            f"{settings.data} holds chats, of which answers alone are learnt, and mask {settings.mask} learns all "
+            "tokens; set mask to documents"
+        )
+    return ShuffledSequences(store, span, settings.seed)
+
+
+IGNORE = -100  # `engine.lm_head.loss.IGNORE`, which needs torch
 _ROUNDS = 4
 
 

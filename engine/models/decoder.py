@@ -282,6 +282,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.shards = 1  # that a sequence is divided into, of equal length; one of them is here
+        self.longest = 0  # tokens of the longest document that a packed row may hold; 0: the sequence is one text
         self.embedding = Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, windowed) for windowed in shape.windowed)
         self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
@@ -292,7 +293,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BL: token ids held here.
-            positions_L: their positions in the whole sequence, for RoPE.
+            positions_L: their positions in the whole sequence, or in their documents, for RoPE.
             labels_BL: the token to predict after each; -100 where there is none.
         """
         shape = self.shape
@@ -301,7 +302,7 @@ class Decoder(nn.Module):
             x_BLE = x_BLE * shape.embedding_scale
         dtype = accumulation_dtype(x_BLE.dtype)
         window_has_base = shape.rope_base_window > 0
-        seq_len = len(positions_L) * self.shards
+        seq_len = self.longest or len(positions_L) * self.shards
         own = [windowed and window_has_base for windowed in shape.windowed]
         tables = {each: rotary_of(shape, each, positions_L, dtype, seq_len) for each in set(own)}
         for block, has_own_base in zip(self.blocks, own, strict=True):

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engine.attention.masks import Documents
 from engine.lm_head.loss import check_labels
 from engine.optimizer import OnePassAdamW
 
@@ -24,9 +25,10 @@ class Batch:
     """This rank's tokens of one micro-batch."""
 
     tokens_BL: Tensor
-    positions_L: Tensor  # of the tokens in the whole sequence
+    positions_L: Tensor  # of the tokens in the whole sequence, or in their documents
     labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
     targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
+    documents: Documents | None = None  # of a packed row: the mask in place of the settings' own
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:

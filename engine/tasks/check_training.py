@@ -10,6 +10,7 @@ Shape letters: B sequences, S tokens of a sequence, L tokens held here, E hidden
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,10 +35,10 @@ from engine.attention.masks import (
     Strided,
     parse_mask,
 )
-from engine.data.sequences import Sequences
+from engine.data.sequences import PackedSequences
 from engine.distributed import World
 from engine.initialise import STD, held_rows, initialise
-from engine.lm_head.loss import plain_loss_sum
+from engine.lm_head.loss import IGNORE, plain_loss_sum
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
@@ -51,6 +52,7 @@ from engine.settings import (
     Steps,
     TrialSettings,
 )
+from engine.tasks.check_data import RandomTokens, check_data
 from engine.tasks.train import TrainTask
 
 TOKENS = 256  # of a sequence of the check problem; more where so many ranks share it that each would hold few
@@ -182,7 +184,8 @@ def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int
                 left -= lengths[-1]
         if left > 0 and not mask.repeat:
             lengths[-1] += left
-        return Documents(tuple(lengths), causal=mask.causal, repeat=mask.repeat), tokens
+        left_keys = None if mask.left is None else run(mask.left)
+        return Documents(tuple(lengths), mask.causal, mask.repeat, left_keys), tokens
     if isinstance(mask, BlockSparse):
         blocks = -(-seq_len // mask.block_size)
         kept = min(blocks, _BLOCKS)
@@ -202,24 +205,6 @@ def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int
             size += 1
         return BlockSparse(pattern, size, causal=mask.causal), size * kept // unit * unit
     return mask, tokens
-
-
-class RandomTokens(Sequences):
-    """Sequences of random tokens, each from a generator of its own."""
-
-    def __init__(self, vocabulary: int, seed: int) -> None:
-        self._vocabulary, self._seed = vocabulary, seed
-
-    def sequence(self, number: int, seq_len: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-        return torch.randint(self._vocabulary, (seq_len + 1,), generator=generator)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    def describe(self) -> dict[str, object]:
-        return {"origin": "random tokens"}
 
 
 def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
@@ -266,7 +251,7 @@ class _CheckedStep:
 
     def __init__(self, problem: TrialSettings, method: NativeMethod, world: World) -> None:
         self.problem, self.world = problem, world
-        self.sequences = RandomTokens(problem.model.vocab, problem.seed)
+        self.sequences = check_data(problem)
         self.task = TrainTask(problem, method, world, sequences=self.sequences)
         self.cp: ContextParallel = self.task.cp
         self._factors = _factors(problem.model)
@@ -309,7 +294,7 @@ class _CheckedStep:
     def _dense(self) -> tuple[Tensor, dict[str, Tensor], _PassTensors]:
         """Loss and gradients of the whole step in float64, on every rank, and what was seen of this replica's
         sequences, [B, S, E] each. The first rank of each replica computes them. Collective."""
-        problem, world, device = self.problem, self.world, self.world.device
+        problem, device = self.problem, self.world.device
         model = dense_model(problem, device)
         if problem.dtype == "fp64":
             model = model.double()
@@ -317,19 +302,19 @@ class _CheckedStep:
         if problem.dtype == "bf16":  # the numbers that the ranks compute with
             model = model.bfloat16()
         model = model.double()
-        count = problem.batch_size * problem.gradient_accumulation  # sequences of a replica
+        rows, targets = self._rows()
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        shape = (count, problem.seq_len, problem.model.hidden)
+        shape = (len(rows), problem.row_tokens, problem.model.hidden)
         seen = _PassTensors(*([torch.zeros(shape, dtype=torch.float64, device=device)] for _ in range(2)))
         if self.cp.rank == 0:
-            positions_S = torch.arange(problem.seq_len, device=device)
-            tokens_BS, labels_BS = self.sequences.batch(world.replica, 0, 1, count, problem.seq_len)
+            model.longest = problem.seq_len if problem.packs else 0
             with _seen_in(model) as own:
-                for tokens_S, labels_S in zip(tokens_BS.to(device), labels_BS.to(device), strict=True):
-                    part = model(tokens_S[None], positions_S, labels_S[None]) / (labels_BS.numel() * problem.dp_size)
+                for tokens_S, labels_S in itertools.chain.from_iterable(rows):
+                    positions_S = torch.arange(len(tokens_S), device=device)
+                    part = model(tokens_S[None].to(device), positions_S, labels_S[None].to(device)) / targets
                     part.backward()
                     loss += part.detach()
-            seen = _PassTensors([torch.cat(own.hidden)], [torch.cat(own.dinput)])
+            seen = _PassTensors(*([torch.cat(parts, dim=1).view(shape)] for parts in (own.hidden, own.dinput)))
         if self.cp.size > 1:
             assert self.cp.group is not None
             first = dist.get_global_rank(self.cp.group, 0)
@@ -342,6 +327,23 @@ class _CheckedStep:
         for tensor in (loss, *gradients.values()):
             dist.all_reduce(tensor)
         return loss, gradients, seen
+
+    def _rows(self) -> tuple[list[list[tuple[Tensor, Tensor]]], int]:
+        """This replica's sequences: tokens and labels of a sequence, or of each document of a packed micro-batch; and
+        how many labels all replicas have."""
+        problem, sequences = self.problem, self.sequences
+        if isinstance(sequences, PackedSequences):
+            found, targets, micro_batches = [], 0, problem.gradient_accumulation
+            for number in range(micro_batches * problem.dp_size):
+                row = self.task.packed_row(number)
+                targets += int((row.labels_S != IGNORE).sum())
+                if number // micro_batches == self.world.replica:
+                    parts = (each.split(row.lengths.tolist()) for each in (row.tokens_S, row.labels_S))
+                    found.append(list(zip(*parts, strict=True)))
+            return found, targets
+        count = problem.batch_size * problem.gradient_accumulation
+        batch = cast(RandomTokens, sequences).batch(self.world.replica, 0, 1, count, problem.seq_len)
+        return [[pair] for pair in zip(*batch, strict=True)], batch[1].numel() * problem.dp_size
 
     def _held(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """The part of a parameter's whole gradient that this rank holds."""
@@ -357,7 +359,7 @@ class _CheckedStep:
         much as the one that errs most. Collective."""
         off_L = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum((0, 2)), nan=math.inf)
         error = finite_error(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
-        segments = self.cp.segments(self.problem.seq_len)
+        segments = self.cp.segments(self.problem.row_tokens)
         positions = [position for segment in segments for position in segment.positions()]
         marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
         found = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))

@@ -38,6 +38,8 @@ def obstacle(settings: TrialSettings, device_type: str) -> str | None:
         return "this machine has no GPU"
     if settings.world_size > 1:
         return f"{settings.world_size} ranks exchange tensors in a step, and only a step of one rank can be captured"
+    if settings.packs:
+        return "every step has other documents (mask documents)"
     if settings.optimizer_offload:
         return "the optimizer's states are in host memory (optimizer_offload)"
     if checkpoint.offload != "none":

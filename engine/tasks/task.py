@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from engine.attention.algorithms.saved import AttentionFn, SavedOutput
 from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
+from engine.attention.masks import Mask
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import GpuReading, read_gpu
@@ -68,7 +69,7 @@ def context_parallel(settings: TrialSettings, method: NativeMethod, world: World
     """The ranks of this replica, in the method's layout. Collective over them."""
     layout = method.layout(settings)
     cp = ContextParallel(group=world.cp_group, layout=layout)
-    cp.segments(settings.seq_len)  # refuses lengths that do not split
+    cp.segments(settings.row_tokens)  # refuses lengths that do not split
     return cp
 
 
@@ -88,6 +89,12 @@ class RefusingAttention:
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
         return self._attend.keep(out_BLND, lse_BNL, tail)
+
+    def under(self, mask: Mask) -> RefusingAttention:
+        """The same attention under the mask of one batch. Methods whose attention has no such way refuse mask
+        `documents`."""
+        under: Callable[[Mask], AttentionFn] = getattr(self._attend, "under")  # noqa: B009
+        return RefusingAttention(under(mask))
 
     def resolved(self) -> dict[str, str]:
         """The value of every `auto`; empty before the first call."""

@@ -22,8 +22,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
+from engine.attention.masks import Documents
 from engine.data import open_tokens
-from engine.data.sequences import Sequences
+from engine.data.sequences import (
+    PackedCounts,
+    PackedRow,
+    PackedSequences,
+    Sequences,
+    TokenSpan,
+    TrainingData,
+    joined,
+    training_sequences,
+)
 from engine.distributed import World
 from engine.lm_head.loss import IGNORE
 from engine.measurement import Extra, Measurement
@@ -62,6 +72,14 @@ class StepResult:
     step_seconds: float
 
 
+def data_of(settings: TrialSettings) -> TrainingData:
+    """The tokens of a trial: sequences in order, or packed documents. Raises ValueError for data that do not fit."""
+    store = open_tokens(settings.data)
+    if settings.packs or store.header.answers_only:
+        return training_sequences(store, TokenSpan(start=0, stop=store.header.count), settings)
+    return store
+
+
 class TrainTask:
     """Model, optimizer and data of one trial on this rank. Raises ValueError when the settings do not fit together."""
 
@@ -71,12 +89,13 @@ class TrainTask:
         method: NativeMethod,
         world: World,
         *,
-        sequences: Sequences | None = None,
+        sequences: TrainingData | None = None,
         recipe: AdamWSettings | None = None,
     ) -> None:
-        """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
+        """`sequences` are the training data, by default those of the settings in order, or their documents packed;
+        `recipe` is the optimizer's."""
         self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or AdamWSettings()
-        self.store: Sequences = sequences or open_tokens(settings.data)
+        self.store: TrainingData = sequences or data_of(settings)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
             or cuda_graph.unsupported_reason(settings, world.device.type)
@@ -101,6 +120,8 @@ class TrainTask:
             self.matrices,
             windowed=self._attend_in_window,
         )
+        if settings.packs:
+            self.model.longest = settings.seq_len
         self.inside.watch([block for block in self.model.blocks if isinstance(block, Block)])
         self.optimizer = adamw(
             self.model,
@@ -109,7 +130,9 @@ class TrainTask:
             offload=settings.optimizer_offload,
             one_pass=keeps_whole(settings),
         )
-        self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
+        self.cp.segments(
+            settings.steps.warmup_seq_len or settings.row_tokens
+        )  # raises for a length that does not split
         self._clock = StepClock(world.device)
         # Why the host launches every step; empty where it launches the first one, and the others are replayed.
         self._not_captured = cuda_graph.not_captured_reason(settings, world.device.type) or ""
@@ -148,7 +171,7 @@ class TrainTask:
                 loss=[step.loss for step in steps],
                 grad_norm=[step.grad_norm for step in steps],
                 chosen=self._chosen(),
-                data=self.store.describe(),
+                data=self.store.describe() | self._packed_facts(),
             ),
             captured_bytes=self.captured_bytes,
         )
@@ -330,8 +353,17 @@ class TrainTask:
     def forward(self, batch: Batch) -> Tensor:
         """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
         self.inside.forward_begins()
+        if batch.documents is not None:
+            self.attend_under(batch.documents)
         loss_sum = self.model(batch.tokens_BL, batch.positions_L, batch.labels_BL)
         return loss_sum / batch.targets.clamp(min=1)
+
+    def attend_under(self, documents: Documents) -> None:
+        """Let the forwards that follow attend inside these documents. A forward that is open keeps its own, also where
+        backward runs its layers again."""
+        attend = self.attend.under(documents)
+        for block in self.model.blocks:
+            block.attend = attend
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's tokens of step `index` by micro-batch, with the labels their global neighbours give them.
@@ -341,23 +373,55 @@ class TrainTask:
         settings, device, seq_len = self.settings, self.world.device, self.seq_len(index)
         # A replica's sequences of a step follow one another, so its micro-batches count as replicas here.
         turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
-        whole = [
-            self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)
-            for number in range(micro_batches)
-        ]
+        if isinstance(self.store, PackedSequences):
+            rows = [self.packed_row(turn * micro_batches + number) for number in range(micro_batches)]
+            whole = [(row.tokens_S[None], row.labels_S[None]) for row in rows]
+            positions = [to_device(self.cp.shard(row.positions_S, dim=0), device) for row in rows]
+            masks: Sequence[Documents | None] = [row.documents for row in rows]
+        else:
+            sequences = cast(Sequences, self.store)
+            whole = [
+                sequences.batch(turn, number, micro_batches, settings.batch_size, seq_len)
+                for number in range(micro_batches)
+            ]
+            positions = [to_device(self.cp.positions(seq_len), device)] * micro_batches
+            masks = [None] * micro_batches
         shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1)) for tokens, labels in whole]
         targets = to_device(torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum(), device)
         dist.all_reduce(targets)
-        positions_L = to_device(self.cp.positions(seq_len), device)
         return [
             Batch(
                 tokens_BL=to_device(tokens_BL, device),
                 positions_L=positions_L,
                 labels_BL=page_locked(labels_BL, device),
                 targets=targets,
+                documents=documents,
             )
-            for tokens_BL, labels_BL in shards
+            for (tokens_BL, labels_BL), positions_L, documents in zip(shards, positions, masks, strict=True)
         ]
+
+    def packed_row(self, micro_batch: int) -> PackedRow:
+        """The rows of a micro-batch, counted over all steps and replicas, as one."""
+        store, size = cast(PackedSequences, self.store), self.settings.batch_size
+        numbers = range(micro_batch * size, (micro_batch + 1) * size)
+        return joined((store.row(store.place(number)) for number in numbers), self.settings.row_tokens)
+
+    def packed_counts(self, first: int, steps: int = 1) -> PackedCounts | None:
+        """What the rows of `steps` steps from `first` on hold, over all ranks; None where rows are not packed."""
+        settings = self.settings
+        rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
+        if not isinstance(self.store, PackedSequences):
+            return None
+        return self.store.counts(range(first * rows, (first + steps) * rows))
+
+    def _packed_facts(self) -> dict[str, object]:
+        """What the measured steps learnt from, for the record."""
+        plan = self.settings.steps
+        counts = self.packed_counts(plan.warmup, plan.measured)
+        if counts is None:
+            return {}
+        per_step = {"tokens_per_step": counts.tokens / plan.measured, "pairs_per_step": counts.pairs / plan.measured}
+        return {"packed": {**per_step, "padding": counts.padding}}
 
     def seq_len(self, index: int) -> int:
         """Tokens of a sequence of step `index`: warm-up steps may be shorter."""

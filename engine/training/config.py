@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from engine.data.sequences import PackedCounts
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
 
@@ -105,8 +106,18 @@ class Order:
     method: str  # import path of the module that defines it
     resume: bool  # from the newest checkpoint
     model_flops_per_step: float  # by the one formula (harness/metrics/flops.py), over all ranks
+    attention_flops_per_step: float = 0.0  # of these, those of attention; known where rows are packed
     peak_tflops: float | None  # dense bf16 of one GPU; None where MFU means nothing
     plan: Forecast | None = None  # of `checkpoint: auto`
+
+    def packed_flops(self, counts: PackedCounts) -> float:
+        """Model FLOPs of a step on packed rows: `model_flops_per_step` are those of full rows of one document each."""
+        settings, rows = self.config.settings, self.config.sequences_per_step
+        pairs = rows * settings.seq_len * (settings.seq_len + 1) / 2
+        others = self.model_flops_per_step - self.attention_flops_per_step
+        return (
+            others * counts.tokens / self.config.tokens_per_step + self.attention_flops_per_step * counts.pairs / pairs
+        )
 
     @property
     def facts(self) -> dict[str, object]:
@@ -117,6 +128,7 @@ class Order:
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
             **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
             "mask": settings.masks[0],
+            **({name: getattr(settings, name) for name in ("packing", "longer_documents")} if settings.packs else {}),
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
         }
 

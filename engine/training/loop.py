@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.data.sequences import ShuffledSequences, TokenSpan
+from engine.data.sequences import (
+    PackedCounts,
+    PackedRow,
+    PackedSequences,
+    TokenSpan,
+    joined,
+    training_sequences,
+)
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
 from engine.lm_head.loss import IGNORE
@@ -91,7 +98,7 @@ class TrainingRun:
         store, training, held_out = agreed(world, lambda: training_data(config))
         facts = facts_of(order, store.header, held_out)
         check_same(world, facts)
-        sequences = ShuffledSequences(store, training, config.settings.seed)
+        sequences = training_sequences(store, training, config.settings)
         self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
         self.evaluator = (
             Evaluator(self.task, store, held_out, config.evaluate.sequences) if config.evaluate.every else None
@@ -105,6 +112,8 @@ class TrainingRun:
             keep=config.save.keep,
         )
         self.notes = self._about_storage()  # sentences for the user about the start of the run
+        if isinstance(sequences, PackedSequences):
+            self.notes.insert(0, sequences.packing.words)
         self.steps_done = 0
         if order.resume:
             self.steps_done, skipped = self.checkpoints.restore()
@@ -170,7 +179,9 @@ class TrainingRun:
         seconds, allocated, resident, asked = self.world.slowest(
             [done.step_seconds, float(used.allocated_bytes or 0), float(used.rss_bytes), float(self._stop.asked)]
         )
-        speed = config.tokens_per_step / (seconds * self.world.size)
+        packed = task.packed_counts(self.steps_done - 1)
+        tokens = config.tokens_per_step if packed is None else packed.tokens  # padding is no work done
+        speed = tokens / (seconds * self.world.size)
         self._write(
             "step",
             loss=done.loss,
@@ -178,7 +189,8 @@ class TrainingRun:
             learning_rate=rate,
             seconds=seconds,
             tokens_per_gpu_per_second=speed,
-            mfu=self._mfu(seconds),
+            padding=None if packed is None else packed.padding,
+            mfu=self._mfu(seconds, packed),
             peak_memory_gib=allocated / GIB if used.allocated_bytes is not None else None,
             peak_rss_gib=resident / GIB,
         )
@@ -203,10 +215,11 @@ class TrainingRun:
         if self.writer is not None:
             self.writer.write(kind, self.steps_done, self.steps_done * self.config.tokens_per_step, **figures)
 
-    def _mfu(self, seconds: float) -> float | None:
+    def _mfu(self, seconds: float, packed: PackedCounts | None) -> float | None:
         if self.order.peak_tflops is None:
             return None
-        return self.order.model_flops_per_step / (seconds * self.world.size * self.order.peak_tflops * 1e12)
+        flops = self.order.model_flops_per_step if packed is None else self.order.packed_flops(packed)
+        return flops / (seconds * self.world.size * self.order.peak_tflops * 1e12)
 
     def _progress(self, **figures: object) -> dict[str, object]:
         return {"step": self.steps_done, "of": self.config.steps, **figures}
@@ -255,11 +268,13 @@ def start_from(model: Decoder, directory: Path) -> None:
 
 
 class Evaluator:
-    """Always the same sequences: the first ones of the held-out span."""
+    """Always the same sequences: the first ones of the held-out span, or of its packed rows."""
 
     def __init__(self, task: TrainTask, store: TokenStore, span: TokenSpan, sequences: int) -> None:
         """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
-        assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
+        self._packed = PackedSequences(store, span, task.settings) if task.settings.packs else None
+        there = span.sequences(task.settings.seq_len) if self._packed is None else len(self._packed.packing)
+        assert there >= sequences, (span, sequences)
         self._task, self._store, self._span, self._sequences = task, store, span, sequences
         # Training may add a z-loss; evaluation is the cross-entropy alone.
         self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)
@@ -268,9 +283,13 @@ class Evaluator:
         """Mean loss per target token. Collective."""
         task = self._task
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
-        positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
         with torch.no_grad(), self._evaluation_loss():
-            for tokens_BS, labels_BS in self._rounds():
+            for tokens_BS, labels_BS, row in self._rounds():
+                if row is None:
+                    positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
+                else:
+                    positions_L = task.cp.shard(row.positions_S, dim=0).to(task.world.device)
+                    task.attend_under(row.documents)
                 labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
                 tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
                 total[0] += task.model(tokens_BL, positions_L, labels_BL).double()
@@ -289,16 +308,28 @@ class Evaluator:
         finally:
             head.loss_sum = training_loss
 
-    def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of this replica. All replicas take part in all rounds, because their ranks hold each other's
-        parameters: a replica without sequences left computes one that does not count."""
+    def _rounds(self) -> Iterator[tuple[Tensor, Tensor, PackedRow | None]]:
+        """Batches of this replica, tokens and labels, with the boundaries of packed rows. All replicas take part in all
+        rounds, because their ranks hold each other's parameters: a replica without sequences left computes one that
+        does not count."""
         settings = self._task.settings
         per_round = settings.batch_size * settings.dp_size
         for first in range(0, self._sequences, per_round):
             mine = first + self._task.world.replica * settings.batch_size
-            rows = [self._row(number) for number in range(mine, mine + settings.batch_size)]
+            numbers = range(mine, mine + settings.batch_size)
+            if self._packed is not None:
+                row = joined(map(self._packed_row, numbers), settings.row_tokens)
+                yield row.tokens_S[None], row.labels_S[None], row
+                continue
+            rows = [self._row(number) for number in numbers]
             tokens, labels = (torch.stack(part) for part in zip(*rows, strict=True))
-            yield tokens, labels
+            yield tokens, labels, None
+
+    def _packed_row(self, number: int) -> PackedRow:
+        assert self._packed is not None
+        row = self._packed.row(number if number < self._sequences else 0)
+        counts = number < self._sequences
+        return row if counts else replace(row, labels_S=torch.full_like(row.labels_S, IGNORE))
 
     def _row(self, number: int) -> tuple[Tensor, Tensor]:
         seq_len = self._task.settings.seq_len

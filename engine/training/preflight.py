@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.data import is_built, open_tokens
-from engine.data.sequences import TokenSpan, spans
+from engine.data.sequences import PackedSequences, TokenSpan, spans, training_sequences
 from engine.data.store import StoreHeader, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason
@@ -57,6 +57,10 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenS
     if unsupported_reason := vocabulary_unsupported_reason(settings, store.vocabulary):
         raise ValueError(unsupported_reason)
     training, held_out = spans(store.header, built=is_built(settings.data))
+    if settings.packs:
+        _check_rows(config, store, training, held_out)
+        return store, training, held_out
+    training_sequences(store, training, settings)
     if not training.sequences(settings.seq_len):
         raise ValueError(
             f"seq_len is {settings.seq_len}, but the training tokens of {settings.data} hold no such sequence "
@@ -70,6 +74,24 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenS
             "with a larger `burst train data --validation`"
         )
     return store, training, held_out
+
+
+def _check_rows(config: TrainingConfig, store: TokenStore, training: TokenSpan, held_out: TokenSpan) -> None:
+    """Raises ValueError when there are no documents to pack, or too few that are held out."""
+    settings, wanted = config.settings, config.evaluate.sequences
+    PackedSequences(store, training, settings)
+    if not config.evaluate.every:
+        return
+    try:
+        there = len(PackedSequences(store, held_out, settings).packing)
+    except ValueError:
+        there = 0
+    if there < wanted:
+        raise ValueError(
+            f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
+            f"{settings.data} fill {there} packed rows of {settings.seq_len} tokens; evaluate fewer, or build a store "
+            "with a larger `burst train data --validation`"
+        )
 
 
 def check_weights(config: TrainingConfig, header: StoreHeader) -> None:
@@ -106,7 +128,9 @@ def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str
     Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands
     for no tokens, because 0 was once written for such texts, of which 1% was held out.
     """
+    settings = order.config.settings
     return order.facts | {
+        **({"documents of sha256": header.documents_sha256} if settings.packs else {}),
         "data of sha256": header.sha256,
         "tokenizer": header.tokenizer,
         "tokenizer of sha256": header.tokenizer_sha256,

@@ -111,6 +111,20 @@ def work_of(settings: TrialSettings) -> StepFlops:
     )
 
 
+def work_on_documents(work: StepFlops, settings: TrialSettings, tokens: float, pairs: float) -> StepFlops:
+    """`work_of` a step whose packed rows hold so many tokens and visible pairs in place of one document each: padding
+    is no work, and attention counts the pairs that documents show."""
+    of_tokens = tokens / tokens_per_step(settings)
+    of_pairs = pairs / (layer_pairs(settings) * sequences_per_step(settings))
+    return StepFlops(
+        layers=work.layers * of_tokens,
+        head=work.head * of_tokens,
+        attention=work.attention * of_pairs,
+        recomputed_layers=work.recomputed_layers * of_tokens,
+        recomputed_attention=work.recomputed_attention * of_pairs,
+    )
+
+
 def tokens_of_rank(settings: TrialSettings) -> int:
     """Tokens that one rank computes at once: those of a micro-batch."""
     return settings.seq_len // settings.cp_size * settings.batch_size

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from engine.measurement import Extra
 from engine.settings import ModelShape
 from engine.tasks.products import DIRECTIONS, matrix_products
-from harness.metrics.flops import StepFlops, counted_flops, seconds_at_kernel_speed, tokens_per_step, work_of
+from harness.metrics.flops import (
+    StepFlops,
+    counted_flops,
+    seconds_at_kernel_speed,
+    tokens_per_step,
+    work_of,
+    work_on_documents,
+)
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.intervals import median_interval
 from harness.records.record import Record
@@ -91,10 +98,13 @@ def metrics_of(record: Record) -> Metrics:
         raise ValueError(f"record {record.trial_id} is ok but holds no step times; remove it and run the trial again")
 
     settings = record.settings
-    work = work_of(settings)
+    work, tokens = work_of(settings), float(tokens_per_step(settings))
+    if isinstance(packed := measured.data.get("packed"), dict):
+        tokens = packed["tokens_per_step"]
+        work = work_on_documents(work, settings, tokens, packed["pairs_per_step"])
     step = statistics.median(measured.step_seconds)
     interval = median_interval(record.step_seconds_by_round)
-    tokens_per_rank = tokens_per_step(settings) / settings.world_size
+    tokens_per_rank = tokens / settings.world_size
     gpu_seconds = step * settings.world_size
     counted = counted_flops(settings, work)
 

@@ -390,7 +390,7 @@ def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods have a layout here; foreign programs check it themselves."""
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = None if layout_of is None else layout_of(settings)
-    whole = None if layout is None else split_unsupported_reason(layout, settings.seq_len, settings.cp_size)
+    whole = None if layout is None else split_unsupported_reason(layout, settings.row_tokens, settings.cp_size)
     return whole or warm_up_unsupported_reason(settings, layout)
 
 

@@ -192,10 +192,13 @@ def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
 
 def _last_figures(directory: Path, steps: object) -> list[str]:
     """The last step and evaluation as sentences."""
-    last = {line["kind"]: line for line in read_metrics(directory)}
+    lines = read_metrics(directory)
+    last = {line["kind"]: line for line in lines}
     parts = []
     if step := last.get("step"):
         parts.append(f"step {step['step']} of {steps}, loss {step['loss']:.4f}, {step['seconds']:.2f} s per step")
+        if padding := [float(line["padding"]) for line in lines if "padding" in line]:
+            parts[-1] += f", {sum(padding) / len(padding):.1%} of the rows padding"
     else:
         parts.append(f"no step of {steps} yet")
     if evaluation := last.get("evaluation"):

@@ -204,12 +204,14 @@ def order_of(config: TrainingConfig, machine: Machine, *, resume: bool) -> Order
     """The order for the ranks, with the FLOPs of a step by the project's formula and the peak FLOP/s for MFU."""
     settings = config.settings
     hardware = hardware_for(machine.gpu_name) if machine.device == "cuda" and settings.dtype == "bf16" else None
+    # MFU counts no recomputation, and the model's own FLOPs are the same without it.
+    work = work_of(replace(settings, checkpoint=Checkpoint(every=0)))
     return Order(
         config=config,
         method=method_module(settings.method),
         resume=resume,
-        # MFU counts no recomputation, and the model's own FLOPs are the same without it.
-        model_flops_per_step=work_of(replace(settings, checkpoint=Checkpoint(every=0))).model,
+        model_flops_per_step=work.model,
+        attention_flops_per_step=3 * work.attention if settings.packs else 0.0,
         peak_tflops=hardware.peak_bf16_tflops if hardware else None,
     )
 

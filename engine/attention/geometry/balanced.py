@@ -29,8 +29,8 @@ from engine.attention.geometry.layout import Segment, merged, tail_cut
 
 __all__ = ["Balanced", "deal"]
 
-NEAR = 0.02  # of the mean, by which pairs of a rank may differ from it
-SLACK = 0.005  # of a rank's pairs, which may be missed where a document is then cut in one place instead of two
+NEAR = 0.01  # of the mean, by which pairs of a rank may differ from it
+SLACK = 0.004  # of a rank's pairs, which may be missed where a document is then cut in one place instead of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,24 @@ class _Rest:
 
 
 @dataclass(slots=True)
+class _Shard:
+    """What a rank has been given."""
+
+    whole: list[tuple[int, int]] = field(default_factory=list)  # global position and length of whole documents
+    parts: list[_Rest] = field(default_factory=list)  # of documents that are cut
+
+    def all_parts(self) -> list[_Rest]:
+        """Whole documents among the parts, to be cut."""
+        self.parts += [_Rest(start, length, 0, length) for start, length in self.whole]
+        self.whole = []
+        return self.parts
+
+    def segments(self) -> tuple[Segment, ...]:
+        runs = self.whole + [(part.start + part.first, part.tokens) for part in self.parts]
+        return merged(itertools.starmap(Segment, sorted(runs)))
+
+
+@dataclass(slots=True)
 class _Dealer:
     """The documents that are left, and the rank that is being filled."""
 
@@ -126,7 +144,7 @@ class _Dealer:
     pairs: float = 0.0
     light: float = 0.0  # pairs of a token, over the documents with the fewest that could fill the rank
     slack: float = 0.0
-    parts: list[_Rest] = field(default_factory=list)
+    shard: _Shard = field(default_factory=_Shard)
 
     def between(self, rest: _Rest, first: int, last: int) -> float:
         return _pairs(rest, self.causal, first, last)
@@ -148,39 +166,39 @@ class _Dealer:
     def take(self, rest: _Rest, first: int, last: int) -> None:
         """Give the rank tokens [first, last) of a document."""
         if first < last:
-            self.parts.append(_Rest(rest.start, rest.length, first, last))
+            self.shard.parts.append(_Rest(rest.start, rest.length, first, last))
             self.tokens -= last - first
             self.pairs -= self.between(rest, first, last)
 
-    def fill(self, tokens: int, pairs: float) -> list[_Rest]:
-        """The parts of documents of one rank: so many tokens, and about so many pairs."""
-        self.size, self.tokens, self.pairs, self.slack, self.parts = tokens, tokens, pairs, SLACK * pairs, []
-        self.light = self.lightest()
+    def fill(self, tokens: int, pairs: float) -> _Shard:
+        """One rank: so many tokens, and about so many pairs."""
+        self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
+        self.light = self.lightest(tokens)
         self.take_rests()
         self.take_whole_documents()
         while self.tokens:
             self.close()
-        return self.parts
+        return self.shard
 
-    def lightest(self) -> float:
-        """Pairs per token of the documents with the fewest, enough of them to fill the rank."""
+    def lightest(self, tokens: int) -> float:
+        """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
         rests = sorted(((self.density(rest), rest.tokens) for rest in self.cut), reverse=True)
-        left, pairs = self.tokens, 0.0
+        left, pairs, next_rest = tokens, 0.0, rests[-1][0] if rests else math.inf
         for length in self.lengths:
-            density = (length + 1) / 2 if self.causal else float(length)
-            while rests and left and rests[-1][0] <= density:
+            density = (length + 1) / 2 if self.causal else length
+            while next_rest <= density and left:
                 lower, count = rests.pop()
-                pairs += lower * min(count, left)
-                left -= min(count, left)
-            if not left:
-                break
-            pairs += density * min(length, left)
-            left -= min(length, left)
+                count = min(count, left)
+                pairs, left, next_rest = pairs + lower * count, left - count, rests[-1][0] if rests else math.inf
+            if length >= left:
+                return (pairs + density * left) / tokens
+            pairs += density * length
+            left -= length
         while rests and left:
             lower, count = rests.pop()
-            pairs += lower * min(count, left)
-            left -= min(count, left)
-        return pairs / self.tokens
+            count = min(count, left)
+            pairs, left = pairs + lower * count, left - count
+        return pairs / tokens
 
     def density(self, rest: _Rest) -> float:
         return (rest.first + rest.last + 1) / 2 if self.causal else float(rest.length)
@@ -195,7 +213,11 @@ class _Dealer:
         heavy = max(self.cut, key=self.density, default=None)
         if (heavy is None or self.density(heavy) <= mean) and self.lengths:
             longest = self.whole(-1)
-            if self.density(longest) > mean and self.excess_of(longest) > self.excess + self.slack and not self.parts:
+            if (
+                self.density(longest) > mean
+                and self.excess_of(longest) > self.excess + self.slack
+                and not self.shard.parts
+            ):
                 self.remove(-1)
                 self.cut.append(longest)
                 heavy = longest
@@ -241,20 +263,31 @@ class _Dealer:
         return min(rest.tokens, round(count))
 
     def take_whole_documents(self) -> None:
-        """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on."""
-        lengths, starts, causal = self.lengths, self.starts, self.causal
-        half, times = (self.light - 0.5, 2) if causal else (self.light / 2, 1)
-        tokens, excess = self.tokens, self.excess + self.slack
+        """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on. Where
+        only light ones fit and the rank lacks pairs, take a part of the shortest that does not fit."""
+        lengths, starts, causal, light, taken = self.lengths, self.starts, self.causal, self.light, self.shard.whole
+        half, times = (light - 0.5, 2) if causal else (light / 2, 1)
+        tokens, excess, lacks = self.tokens, self.excess + self.slack, 3 * self.slack
         while tokens and lengths:
             fits = half + math.sqrt(max(0.0, half * half + times * excess))
-            at = bisect_right(lengths, min(float(tokens), fits)) - 1
+            at = bisect_right(lengths, fits if fits < tokens else tokens) - 1
+            if excess > lacks and (at < 0 or lengths[at] < times * (excess / tokens + light)):
+                lacks, place = math.inf, bisect_right(lengths, fits)
+                if place < len(lengths):
+                    self.tokens, self.pairs = tokens, excess - self.slack + tokens * light
+                    rest = self.whole(place)
+                    self.remove(place)
+                    self.cut.append(rest)
+                    self.take_heavy(rest)
+                    tokens, excess = self.tokens, self.excess + self.slack
+                    continue
             if at < 0:
                 break
-            length, start = lengths.pop(at), starts.pop(at)
-            self.parts.append(_Rest(start, length, 0, length))
+            length = lengths.pop(at)
+            taken.append((starts.pop(at), length))
             tokens -= length
-            excess -= length * ((length + 1) / 2 if causal else length) - length * self.light
-        self.pairs = excess - self.slack + tokens * self.light
+            excess -= length * (((length + 1) / 2 if causal else length) - light)
+        self.pairs = excess - self.slack + tokens * light
         self.tokens = tokens
 
     def close(self) -> None:
@@ -319,20 +352,17 @@ def deal(
     dealer = _Dealer(causal, [lengths[at] for at in whole], [starts[at] for at in whole], cut)
     left = sum(length * (length + 1) / 2 if causal else float(length * length) for length in dealer.lengths)
     left += sum(_pairs(rest, causal, rest.first, rest.last) for rest in cut)
-    dealt, areas = [], []
+    dealt, areas, size = [], [], (end - begin) // ranks
     for rank in range(ranks):
         pairs = left / (ranks - rank)
-        dealt.append(dealer.fill((end - begin) // ranks, pairs))
+        dealt.append(dealer.fill(size, pairs))
         areas.append(pairs - dealer.pairs)
         left -= areas[-1]
     _even_out(dealt, areas, causal)
-    return tuple(
-        merged(sorted((Segment(part.start + part.first, part.tokens) for part in parts), key=lambda run: run.start))
-        for parts in dealt
-    )
+    return tuple(shard.segments() for shard in dealt)
 
 
-def _even_out(dealt: list[list[_Rest]], areas: list[float], causal: bool) -> None:
+def _even_out(dealt: list[_Shard], areas: list[float], causal: bool) -> None:
     """Exchange tokens between the ranks with the most and the fewest pairs until all are near the mean. `areas` are the
     pairs of each rank."""
     mean = sum(areas) / len(areas)
@@ -342,7 +372,8 @@ def _even_out(dealt: list[list[_Rest]], areas: list[float], causal: bool) -> Non
         if max(most - mean, mean - least) <= near:
             return
         heavy, light = areas.index(most), areas.index(least)
-        moved = _exchange(dealt[heavy], dealt[light], min(most - mean, mean - least) + 0.9 * near, causal)
+        pairs = min(most - mean, mean - least) + 0.9 * near
+        moved = _exchange(dealt[heavy].all_parts(), dealt[light].all_parts(), pairs, causal)
         if moved <= 0:
             return
         areas[heavy] -= moved

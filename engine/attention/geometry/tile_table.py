@@ -232,8 +232,7 @@ class _Runs(NamedTuple):
 def _runs(low: Integers, high: Integers, shards: ShardSegments) -> _Runs:
     """The tokens of each segment at positions low[i] <= position < high[i] of region i."""
     step = shards.step
-    stop = shards.start + (shards.count - 1) * step
-    region, segment = np.nonzero((low[:, None] <= stop) & (high[:, None] > shards.start))
+    region, segment = _met(low, high, shards)
     start, count, offset = shards.start[segment], shards.count[segment], shards.offset[segment]
     first = np.maximum(0, -((start - low[region]) // step))
     last = np.minimum(count, -((start - high[region]) // step))
@@ -248,6 +247,22 @@ def _runs(low: Integers, high: Integers, shards: ShardSegments) -> _Runs:
     )
     some = first < last
     return runs if some.all() else _Runs(*(each[some] for each in runs))
+
+
+def _met(low: Integers, high: Integers, shards: ShardSegments) -> tuple[Integers, Integers]:
+    """Regions, and segments that may have tokens at positions low[i] <= position < high[i] of region i: ordered by
+    region and segment."""
+    stop = shards.start + (shards.count - 1) * shards.step
+    if shards.step > 1:  # segments lie between each other
+        region, segment = np.nonzero((low[:, None] <= stop) & (high[:, None] > shards.start))
+        return region, segment
+    ascending = np.argsort(shards.start, kind="stable")
+    first, last = np.searchsorted(stop[ascending], low), np.searchsorted(shards.start[ascending], high)
+    counts = np.maximum(0, last - first)
+    region = np.repeat(np.arange(len(low)), counts)
+    segment = ascending[np.arange(len(region)) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
+    order = np.argsort(region * len(stop) + segment)
+    return region, segment[order]
 
 
 def _of_whole_shards(runs: _Runs, shards: ShardSegments) -> _Runs:

@@ -83,6 +83,12 @@ class Sequences:
         return self.band.kind
 
     @cached_property
+    def gapless(self) -> bool:
+        """Every query and every key of the call is in a sequence."""
+        sides = ((self.q_starts, self.q_stops), (self.k_starts, self.k_stops))
+        return all(bool((starts[1:] == stops[:-1]).all()) for starts, stops in sides)
+
+    @cached_property
     def longer(self) -> int:
         """How many more keys than queries each sequence has, where the band has a limit."""
         return int(self.k_stops[0] - self.k_starts[0] - self.q_stops[0] + self.q_starts[0])

@@ -54,8 +54,10 @@ EXACT = {
         of(method="megatron_tp", cp_size=1, tp_size=2, model=DEEP, checkpoint=Checkpoint(tail=0.5)),
         of(method="megatron_tp", cp_size=1, tp_size=2, dtype="bf16", lm_head_fusion=False),
         of(method="torch_cp", cp_size=2, dtype="bf16"),
+        of(cp_size=2, mask="documents", batch_size=2, gradient_accumulation=2, checkpoint=Checkpoint(tail=0.5)),
     ],
     4: [
+        of(cp_size=2, world_size=4, mask="documents", dtype="bf16"),
         of(cp_size=4, schedule="usp", emulate_nodes=2, mask="documents:300k,200k,12k,...:full"),
         of(cp_size=4, layout="striped", backward="key_value", mask="sliding_window:64k:32k:16"),
         of(cp_size=2, world_size=4, gradient_accumulation=2),
@@ -100,7 +102,7 @@ def fault(settings: TrialSettings, found: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, EXACT[1]), (2, EXACT[2]), (4, EXACT[4][:9]), *slow((4, EXACT[4][9:]))],
+    [(1, EXACT[1]), (2, EXACT[2]), (4, EXACT[4][:10]), *slow((4, EXACT[4][10:]))],
     ids=["1", "2", "4", "4, repeated"],
 )
 def test_every_native_method_takes_the_step_of_a_dense_run(ranks: int, cases: list[TrialSettings]) -> None:

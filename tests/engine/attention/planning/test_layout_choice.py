@@ -15,7 +15,7 @@ from engine.burst import METHOD
 from engine.settings import ModelShape, TrialSettings
 
 CHANCE = random.Random(0)
-LONG_FIRST = Documents((3072, *[64] * 16))
+LONG_FIRST = Documents((3 << 16, *[4096] * 16))
 SHAPE = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=8)
 
 
@@ -29,9 +29,10 @@ SHAPE = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, hea
         (SlidingWindow(1 << 14), 1 << 18, 4, "contiguous"),
         (SlidingWindow(1 << 17), 1 << 18, 4, "striped"),  # one rank would wait for the others a third of the time
         (Documents((512,) * 8), 4096, 8, "contiguous"),  # each rank its own document
-        (Documents((2048,) * 2), 4096, 8, "balanced"),  # zigzag is as even and sends more
-        (Documents((1024, 3072)), 4096, 8, "balanced"),  # zigzag balances the sequence, not the documents in it
-        (Documents((1000, 600), repeat=True), 4096, 8, "balanced"),
+        (Documents((1 << 17,) * 2), 1 << 18, 8, "balanced"),  # zigzag is as even and sends more
+        (Documents((1 << 16, 3 << 16)), 1 << 18, 8, "balanced"),  # zigzag balances the sequence, not the documents
+        (Documents((60000, 40000), repeat=True), 1 << 18, 8, "balanced"),
+        (Documents((1024, 3072)), 4096, 8, "contiguous"),  # a step takes the host longer than the GPU
         (Documents((4096,)), 4096, 8, "zigzag"),
         (BlockSparse(LocalGlobal(1), 64), 1 << 16, 4, "contiguous"),
         (BlockSparse([[True] * 64] * 64, 64, causal=True), 4096, 8, "zigzag"),
@@ -49,8 +50,9 @@ def test_the_layout_fits_the_mask(mask, seq_len, cp_size, layout) -> None:
     BlockSparse([[CHANCE.random() < row / 32 for _ in range(32)] for row in range(32)], 128) for _ in range(4)
 ]], ids=lambda mask: type(mask).__name__)  # fmt: skip
 def test_no_other_layout_is_much_more_even(mask) -> None:
-    shares = {layout.name: imbalance(mask, layout, 4096, 4) for layout in PREFERENCE}
-    assert imbalance(mask, choose_layout(mask, 4096, 4), 4096, 4) <= min(shares.values()) * AS_GOOD
+    tokens = mask.tokens if isinstance(mask, Documents) else 4096
+    shares = {layout.name: imbalance(mask, layout, tokens, 4) for layout in PREFERENCE}
+    assert imbalance(mask, choose_layout(mask, tokens, 4), tokens, 4) <= min(shares.values()) * AS_GOOD
     assert max(shares.values()) > 1.1
 
 
@@ -61,10 +63,10 @@ def test_a_method_refuses_a_mask_of_another_length_before_ranks_start() -> None:
 
 def test_a_schedule_with_an_all_to_all_gets_no_striped_layout() -> None:
     settings = TrialSettings(
-        task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents:1024,3072"
+        task="train", method="burst", model=SHAPE, seq_len=1 << 18, cp_size=8, mask="documents:64k,192k"
     )
     assert METHOD.layout(settings).name == "balanced"
-    settings = replace(settings, seq_len=1 << 18, mask="sliding_window:128k")
+    settings = replace(settings, mask="sliding_window:128k")
     assert METHOD.layout(settings).name == "striped"
     assert METHOD.layout(replace(settings, schedule="ulysses")).name != "striped"
 

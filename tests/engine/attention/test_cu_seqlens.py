@@ -1,0 +1,130 @@
+"""Packed documents given as cu_seqlens are the mask Documents, in every form of the call; wrong values are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention import plan
+from engine.attention.masks import Causal, Documents
+from tests.ranks import run_on_ranks
+
+BOUNDS = (0, 5, 5, 6, 19, 32)  # one document is empty
+MASK = Documents((5, 1, 13, 13))
+TOKENS = 32
+
+
+def shards(cp: ContextParallel, layout: str = "BSHD") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, TOKENS, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    parts = [cp.shard(t) for t in whole]
+    return [(part[0] if layout == "THD" else part).clone().requires_grad_() for part in parts]
+
+
+def results(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.reshape(-1) for each in (out.detach(), *torch.autograd.grad(out.square().sum(), inputs))]
+
+
+def wrong_forms(compiles: bool) -> list[str]:
+    """Forms of a call whose output or gradients are not the bits of the mask."""
+    cp = ContextParallel()
+    inputs = shards(cp)
+    expected = results(burst_attention(*inputs, mask=MASK, cp=cp), inputs)
+    tensor = torch.tensor(BOUNDS, dtype=torch.int32)
+    prepared = prepare_attention(*inputs[:2], cu_seqlens=BOUNDS, max_seqlen=13, cp=cp)
+    other = prepare_attention(*inputs[:2], cp=cp)
+
+    def direct(q, k, v):
+        return burst_attention(q, k, v, cu_seqlens=tensor, max_seqlen=20, cp=cp)
+
+    def as_numbers(q, k, v):
+        return burst_attention(q, k, v, cu_seqlens=BOUNDS, cp=cp)
+
+    def replaced(q, k, v):
+        return other(q, k, v, cu_seqlens=tensor, max_seqlen=13)
+
+    forms = {"direct": direct, "as numbers": as_numbers, "prepared": prepared, "replaced": replaced}
+    if compiles:
+        for name, form in tuple(forms.items()):
+            forms[name + " compiled"] = torch.compile(form, backend="aot_eager", fullgraph=True)
+    found = {name: results(form(*inputs), inputs) for name, form in forms.items()}
+    packed = shards(cp, "THD")
+    out = burst_attention(*packed, cu_seqlens=tensor, tensor_layout="THD", cp=cp)
+    found["THD"] = results(out, packed)
+    assert out.shape == packed[0].shape
+    return [name for name, each in found.items() if not all(map(torch.equal, each, expected))]
+
+
+@pytest.mark.parametrize(("ranks", "compiles"), [(1, True), (2, False)])
+def test_boundaries_in_a_tensor_or_as_numbers_give_the_bits_of_the_mask(ranks: int, compiles: bool) -> None:
+    assert run_on_ranks(ranks, wrong_forms, compiles) == [[]] * ranks
+
+
+WRONG = [
+    ({"cu_seqlens": [1, 32]}, "cu_seqlens starts with 1; it has to start with 0"),
+    ({"cu_seqlens": [0, 20, 10, 32]}, "cu_seqlens has 10 after 20; give positions that do not descend"),
+    ({"cu_seqlens": [0, 16]}, "1 documents hold 16 tokens and the sequence has 32; give lengths"),
+    ({"cu_seqlens": [0]}, "cu_seqlens is without a document; give whole numbers"),
+    ({"cu_seqlens": torch.tensor([[0, 32]])}, r"cu_seqlens is of shape \(1, 2\); give whole numbers"),
+    ({"cu_seqlens": torch.tensor([0.0, 32.0])}, "cu_seqlens is of float64; give whole numbers"),
+    ({"cu_seqlens": [0, 32], "mask": Causal()}, "cu_seqlens is given beside mask causal; pass one of them"),
+    ({"max_seqlen": 8}, "max_seqlen 8 is given without cu_seqlens; pass both, or neither"),
+    ({"cu_seqlens": [0, 20, 32], "max_seqlen": 12}, "max_seqlen is 12 and a document has 20 tokens; give the length"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG, ids=lambda each: str(each)[:40])
+def test_boundaries_that_no_documents_have_are_refused_in_a_sentence(given, words) -> None:
+    inputs = shards(ContextParallel.single())
+    with pytest.raises(ValueError, match=words):
+        burst_attention(*inputs, **given)
+    with pytest.raises(ValueError, match=words):
+        prepare_attention(*inputs[:2], **given)
+    if "mask" not in given:
+        with pytest.raises(ValueError, match=words):
+            prepare_attention(*inputs[:2])(*inputs, **given)
+
+
+def refused_where_ranks_differ() -> str:
+    cp = ContextParallel()
+    inputs = shards(cp)
+    with pytest.raises(ValueError, match="mask") as found:
+        burst_attention(*inputs, cu_seqlens=(0, 10 + cp.rank, TOKENS), cp=cp)
+    return str(found.value)
+
+
+def test_ranks_with_other_boundaries_are_refused_on_all() -> None:
+    sentences = run_on_ranks(2, refused_where_ranks_differ)
+    assert all("documents:10,22" in each and "documents:11,21" in each for each in sentences)
+
+
+def test_a_tensor_is_read_once_until_it_is_written_to(monkeypatch) -> None:
+    reads = []
+    of = Documents.from_cu_seqlens
+    monkeypatch.setattr(plan.Documents, "from_cu_seqlens", lambda bounds: reads.append(bounds) or of(bounds))
+    bounds, inputs = torch.tensor(BOUNDS), shards(ContextParallel.single())
+    first = [burst_attention(*inputs, cu_seqlens=bounds) for _ in range(3)][-1]
+    assert len(reads) == 1
+    bounds[3] = 18
+    assert not torch.equal(burst_attention(*inputs, cu_seqlens=bounds), first)
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        (((3, 12),), r"span \(3, 12\) is empty, not inside one document"),
+        (((1, 4), (3, 5)), r"span \(3, 5\) is empty, not inside one document, or begins in the one before"),
+        (((4, 4),), "is empty"),
+        (((-2, 3),), "not inside one document"),
+        (((20, 33),), "not inside one document"),
+    ],
+)
+def test_spans_outside_documents_are_refused(spans, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        Documents((10, 22), spans=spans)
+    with pytest.raises(ValueError, match="spans, which are for causal documents"):
+        Documents((10, 22), causal=False, spans=((0, 5),))
+    with pytest.raises(ValueError, match="left -1; give a token count"):
+        Documents((10, 22), left=-1)
