@@ -7,16 +7,17 @@ before.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.layout import Layout, Ring
+from engine.attention.geometry.layout import Contiguous, Layout, Ring
 from engine.attention.geometry.tile_table import Integers
 from engine.attention.geometry.tiles import Call
-from engine.attention.masks import Mask
+from engine.attention.masks import Mask, TooManyTiles
 from engine.attention.masks.pairs import PairTable, pair_table
 
 TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
@@ -201,6 +202,8 @@ class RingTraffic:
     steps: float = 1.0  # with work, over all steps
     near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks
     far: float = 1.0  # the same from other nodes
+    calls: float = 1.0  # kernel calls of a step with work
+    whole_calls: float = 1.0  # of one rank that has the whole sequence
 
 
 def length(tokens: TokenRange) -> int:
@@ -233,11 +236,26 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_ran
     near = np.where(owners % size != ranks % size, lengths, 0).sum(axis=0).max()
     far = (arrived[..., 1] - arrived[..., 0]).sum(axis=1).max()
     tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
+    # Of a rank's own chunk and of its neighbour's, which is the most like the others.
+    own, other = (
+        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in ranks.tolist()) for by in (0, 1)
+    )
     return RingTraffic(
         int(steps) / ring.cp_size,
         int(near) / max(1, tokens * nodes * (size - 1)),
         int(far) / max(1, tokens * (nodes - 1)),
+        max(1.0, (own + (int(steps) - 1) * other) / max(1, int(steps))),
+        _calls_of_whole(mask, seq_len),
     )
+
+
+@lru_cache(maxsize=256)
+def _calls_of_whole(mask: Mask, seq_len: int) -> float:
+    """Kernel calls of one rank that has the whole sequence; inf where they would be too many."""
+    try:
+        return float(max(1, pair_table(mask, Contiguous(), seq_len, 1).call_count(0, 0)))
+    except TooManyTiles:
+        return math.inf
 
 
 @lru_cache(maxsize=256)

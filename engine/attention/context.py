@@ -7,6 +7,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.communicators import Communicators, found_node_size
 from engine.attention.comm.p2p import peers_needed
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import Layout, Segment, as_layout, rows_before, split_unsupported_reason
+from engine.attention.masks import Documents, Mask
 from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
@@ -92,7 +95,7 @@ class ContextParallel:
 
     def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
         """`Communicators.agree` on a call and on the layout of its shards."""
-        return self.comms.agree(key, lambda: {"layout": str(self.layout), **said()})
+        return self.comms.agree((self.layout, key), lambda: {"layout": str(self.layout), **said()})
 
     def without_plans(self, number: int) -> ContextParallel:
         """This context with a cache of its own, for the plan of that number. A cached plan holds it: holding the
@@ -100,6 +103,16 @@ class ContextParallel:
         circle."""
         other = copy.copy(self)
         other.plans, other.plan_number = PlanCache(), number
+        return other
+
+    def under(self, mask: Mask) -> ContextParallel:
+        """These ranks as they share a sequence of this mask: where the layout deals documents, it deals those of the
+        mask, with plans of their own."""
+        if self.size == 1 or not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
+            return self
+        other = copy.copy(self)
+        other.plans = PlanCache()
+        other.layout = replace(self.layout, lengths=tuple(mask.lengths), causal=mask.causal, repeat=mask.repeat)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:

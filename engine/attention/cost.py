@@ -10,7 +10,8 @@ Schedules:
                       never the model's choice: it sends what a ring sends and overlaps nothing
 
 A ring overlaps its transfers with compute, except the return of the last gradient. Each further step adds launches, a
-merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. An
+merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. A
+mask whose tiles are several kernel calls in a step adds a launch for each; packed documents are mostly one call. An
 all-to-all launches once and its transfers are exposed in full, or it is cut into head chunks: then all transfers but
 the first and the last overlap with compute, and every chunk adds its launches and the end of a kernel. Inside a node
 copy engines move the heads beside the kernels; between nodes NCCL does, with a copy that sorts by rank before and one
@@ -61,6 +62,7 @@ class HardwareModel:
     across_gib: float = 2.9  # to other nodes, where the link has not been measured
     memory_gib: float = 3300.0  # per second, read and written
     ring_step_seconds: float = 1.68e-3  # F: host time of a ring step, forward and backward: launches, merges
+    call_seconds: float = 0.69e-3  # host time of one more kernel call in a step, forward and backward
     merge_seconds: float = 0.276e-3  # F: device time that one more ring step adds to both passes: gaps, short kernels
     step_tail: float = 0.492  # F: of a tile's time, at the end of each further ring step's or head chunk's kernel
     all_to_all_seconds: float = 1.0e-3  # host time of an all-to-all by NCCL, forward and backward
@@ -186,17 +188,20 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         passes += max(backward * compute, (sent + gradient) * near, overlapping) + returning * far / chunks
         # Each partial output, dQ, dK and dV is read once more.
         passes += (steps - 1) * (hardware.merge_seconds + (2 * query + 2 * key) / memory)
-        return max(passes, chunks * steps * hardware.ring_step_seconds) + left.near * gradient / inside
+        launches = hardware.ring_step_seconds + (left.calls - 1) * hardware.call_seconds
+        return max(passes, chunks * steps * launches) + left.near * gradient / inside
 
     if workload.cp_size == 1:
-        return (forward + backward) * _tail_factor(tile_share)
+        launches = (workload.left.whole_calls - 1) * hardware.call_seconds
+        return max((forward + backward) * _tail_factor(tile_share), launches)
     if schedule in RING_SCHEDULES:
         if nodes == 1:
             return ring(workload.cp_size, 1)
         # On a flat ring every chunk crosses every node boundary, one after the other over the slow link.
         return ring(workload.cp_size, nodes if schedule == "double_ring" else workload.cp_size)
     if schedule == "ulysses":
-        return all_to_all(workload.cp_size, (nodes - 1) / nodes, forward + backward)
+        launches = chunks * (workload.left.whole_calls - 1) * hardware.call_seconds
+        return all_to_all(workload.cp_size, (nodes - 1) / nodes, max(forward + backward, launches))
     if schedule == "usp":
         # Each gradient sent between nodes is one kernel's result, so it is sent in the dtype the kernel wrote.
         return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0), kernels=nodes)

@@ -376,8 +376,11 @@ class TrainTask:
         if isinstance(self.store, PackedSequences):
             rows = [self.packed_row(turn * micro_batches + number) for number in range(micro_batches)]
             whole = [(row.tokens_S[None], row.labels_S[None]) for row in rows]
-            positions = [to_device(self.cp.shard(row.positions_S, dim=0), device) for row in rows]
             masks: Sequence[Documents | None] = [row.documents for row in rows]
+            contexts = [self.cp.under(row.documents) for row in rows]
+            positions = [
+                to_device(cp.shard(row.positions_S, dim=0), device) for cp, row in zip(contexts, rows, strict=True)
+            ]
         else:
             sequences = cast(Sequences, self.store)
             whole = [
@@ -385,8 +388,11 @@ class TrainTask:
                 for number in range(micro_batches)
             ]
             positions = [to_device(self.cp.positions(seq_len), device)] * micro_batches
-            masks = [None] * micro_batches
-        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1)) for tokens, labels in whole]
+            masks, contexts = [None] * micro_batches, [self.cp] * micro_batches
+        shards = [
+            (cp.shard(tokens, dim=1), cp.shard(labels, dim=1))
+            for cp, (tokens, labels) in zip(contexts, whole, strict=True)
+        ]
         targets = to_device(torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum(), device)
         dist.all_reduce(targets)
         return [

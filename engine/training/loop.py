@@ -285,13 +285,14 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
         with torch.no_grad(), self._evaluation_loss():
             for tokens_BS, labels_BS, row in self._rounds():
+                cp = task.cp if row is None else task.cp.under(row.documents)
                 if row is None:
-                    positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
+                    positions_L = cp.positions(task.settings.seq_len, device=task.world.device)
                 else:
-                    positions_L = task.cp.shard(row.positions_S, dim=0).to(task.world.device)
+                    positions_L = cp.shard(row.positions_S, dim=0).to(task.world.device)
                     task.attend_under(row.documents)
-                labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
-                tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
+                labels_BL = cp.shard(labels_BS, dim=1).to(task.world.device)
+                tokens_BL = cp.shard(tokens_BS, dim=1).to(task.world.device)
                 total[0] += task.model(tokens_BL, positions_L, labels_BL).double()
                 total[1] += (labels_BL != IGNORE).sum()
         dist.all_reduce(total)
@@ -327,8 +328,8 @@ class Evaluator:
 
     def _packed_row(self, number: int) -> PackedRow:
         assert self._packed is not None
-        row = self._packed.row(number if number < self._sequences else 0)
-        counts = number < self._sequences
+        counts = self._sequences > number
+        row = self._packed.row(number if counts else 0)
         return row if counts else replace(row, labels_S=torch.full_like(row.labels_S, IGNORE))
 
     def _row(self, number: int) -> tuple[Tensor, Tensor]:

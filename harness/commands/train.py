@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from cluster.files.errors import shown_value
 from cluster.files.progress import Progress
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
@@ -42,7 +43,11 @@ class TrainCommand:
     help = "train a model on real data; Ctrl-C saves first, and --resume continues"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="training configuration")
+        parser.add_argument(
+            "config", type=Path, metavar="CONFIG.yaml",
+            help="training configuration: at least model, seq_len, steps, and data, the store that `burst train data` "
+            "wrote; such as examples/train_tiny.yaml",
+        )  # fmt: skip
         parser.add_argument(
             "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
             help="replace one value, such as save.every=100; may be repeated",
@@ -209,6 +214,8 @@ class DataCommand:
             f"{arguments.out}: {header.count:,} tokens of {texts}, {header.validation:,} of them held out; "
             f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}{learnt}"
         )
+        wanted = shown_value(f"data: {arguments.out.absolute()}")
+        print(f"Next: burst train CONFIG.yaml, with {wanted}, model: tiny, seq_len: 512 and steps: 300 in that file")
         return 0
 
 

@@ -55,7 +55,8 @@ def of_directory(directory: Path) -> list[ComparedRecord]:
     """The records of a run, or of every run below a directory. Raises UsageError where there is none."""
     found = _read((run, one) for run in _runs(directory) for one in run.records())
     if not found:
-        raise UsageError(f"no record below {directory}; name a run, or a directory that holds runs")
+        lacks = f"no record below {directory}" if directory.exists() else f"{directory} does not exist"
+        raise UsageError(f"{lacks}; name a run, or a directory that holds runs")
     return found
 
 

@@ -160,10 +160,15 @@ def hardware_named(name: str) -> Hardware:
     return known[name]
 
 
+def hardware_names() -> list[str]:
+    """Names of all known GPU models."""
+    return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml"))
+
+
 @cache
 def all_hardware() -> dict[str, Hardware]:
     """Every known GPU model by file stem. Raises UsageError when a file is not as `docs/plan.md` says."""
-    return {path.stem: load_hardware(path) for path in sorted(HARDWARE_DIR.glob("*.yaml"))}
+    return {name: load_hardware(HARDWARE_DIR / f"{name}.yaml") for name in hardware_names()}
 
 
 def load_hardware(path: Path) -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -18,7 +19,7 @@ from engine.reader import read_json, read_regular
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record
-from harness.records.stored import EXPERIMENT_FILE, RESULTS_FILE, RUN_FILE
+from harness.records.stored import EXPERIMENT_FILE, RESULTS_FILE, RUN_FILE, is_run
 from harness.spec.written import same_meaning
 
 LOCK_FILE = ".lock"
@@ -67,10 +68,12 @@ class RunDirectory:
             value = read_json(self.path / RUN_FILE)
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else "not readable as JSON"
-            raise UsageError(
-                f"{self.path} is not the directory of a run ({RUN_FILE}: {found}); "
-                "name one that `burst run` left, such as results/runs/quickstart"
-            ) from error
+            step = "name one that `burst run` left, such as results/runs/quickstart"
+            if is_run(self.path):
+                step = f"its records can be read: {shlex.join(['burst', 'report', str(self.path)])} shows them"
+            if not self.path.exists():
+                raise UsageError(f"{self.path} does not exist; {step}") from error
+            raise UsageError(f"{self.path} is not the directory of a run ({RUN_FILE}: {found}); {step}") from error
         if not _describes_a_run(value):
             raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
         return cast(RunDescription, value)

@@ -18,7 +18,7 @@ from cluster.files.reader import Node, build, check_keys, convert, merge, read_y
 from engine.settings import Steps, Task
 from harness.base.errors import UsageError, nearest, one_of
 from harness.base.lengths import with_lengths
-from harness.spec.models import model_name
+from harness.spec.models import MODELS_DIR, model_name
 from harness.spec.references import read_paper_reference
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
@@ -132,7 +132,10 @@ def experiment_without_file(entries: Mapping[str, Node], overrides: Sequence[str
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool = False) -> None:
     """EXP.yaml, --scale and --set: how every command takes an experiment. `may_lack`: the file may be left out."""
     few = "?" if may_lack else None
-    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", nargs=few, help="experiment file")
+    parser.add_argument(
+        "experiment", type=Path, metavar="EXP.yaml", nargs=few,
+        help="experiment file, such as experiments/quickstart.yaml, a small demo",
+    )  # fmt: skip
     parser.add_argument("--scale", metavar="NAME", help="the same question at another size, as the file's scales say")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
@@ -141,7 +144,12 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool 
 
 
 def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
-    """The experiment the command line names. Raises UsageError."""
+    """The experiment the command line names. Raises UsageError; for a file that is not there it names ours."""
+    path: Path = arguments.experiment
+    if not path.exists():
+        known = {one.stem: one for one in sorted(MODELS_DIR.parent.glob("*.yaml"))}
+        hint = f"did you mean {known[path.stem]}?" if path.stem in known else nearest(path.stem, known)
+        raise UsageError(f"{path}: no such experiment file; {hint}")
     return load_experiment(arguments.experiment, arguments.scale, arguments.overrides)
 
 

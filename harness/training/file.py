@@ -55,9 +55,11 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
     _refuse_experiment(entries)
     _point_elsewhere(entries)
     check_keys(entries, (*_ENGINE, *_OWN), "the training configuration")
-    for key in ("model", "seq_len", "steps"):
-        if key not in entries:
-            raise UsageError(f"{path}: no {key} is given; add it at the top level")
+    if missing := [key for key in ("model", "seq_len", "steps") if key not in entries]:
+        raise UsageError(
+            f"{path}: found no {', '.join(missing)}; add at the top level what is missing, as in "
+            "`model: tiny`, `seq_len: 512` and `steps: 300`"
+        )
     values = {key: _own(key, entries[key]) for key in _OWN if key in entries}
     settings: dict[str, Any] = {"method": "burst", "checkpoint": Checkpoint(plan="auto")}
     settings |= {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}

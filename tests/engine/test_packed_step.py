@@ -92,6 +92,7 @@ def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
         cases["replicas"] = replace(whole, cp_size=ranks // 2, checkpoint=AGAIN)
         cases["contiguous"] = replace(whole, layout="contiguous", checkpoint=AGAIN)
         cases["striped"] = replace(whole, layout="striped")
+        cases["balanced"] = replace(whole, layout="balanced", checkpoint=AGAIN, gradient_accumulation=2)
         cases["ulysses"] = replace(whole, model=replace(LLAMA, heads=8, kv_heads=8), schedule="ulysses")
     return cases
 

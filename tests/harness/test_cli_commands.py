@@ -37,20 +37,16 @@ def test_every_command_module_is_found_by_its_name():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", "missing.yaml"], "missing.yaml"),
+        (["run", "missing.yaml"], "missing.yaml: no such experiment file; expected attention_masks, "),
+        (["run", "quickstart"], "experiments/quickstart.yaml?"),
+        (["plan", "--model", "tiny", "--gpus", "99"], "; add --hardware NAME to plan for GPUs, such as h100"),
         (["run", "exp.yaml", "--scale", "huge"], "unknown scale huge"),
         (["run", "exp.yaml", "--set", "sweep.seq_length=4"], "seq_len"),
         (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
-        (
-            ["plan", "exp.yaml", "--hardware", "h20"],
-            "hardware 'h20' has no file in",
-        ),
-        (
-            ["plan", "exp.yaml", "--hardware", ""],
-            "--hardware names nothing; expected a100, a100_40gb",
-        ),
+        (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' has no file in"),
+        (["plan", "exp.yaml", "--hardware", ""], "--hardware names nothing; expected a100, a100_40gb"),
         (["plan", "exp.yaml", "--hardware", "H200", "--set", "fixed.world_size=999999"], "choose at most 65536"),
         (
             [
@@ -82,6 +78,8 @@ def test_every_command_module_is_found_by_its_name():
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
         (["status", "."], "is not the directory of a run (run.json: No such file or directory)"),
+        (["status", "absent"], "absent does not exist; name one that"),
+        (["compare", "absent"], "absent does not exist; name a run"),
         (["status", "--logs", "some-trial"], "holds no trials"),
         (["status", "--logs", ""], "holds no trials"),
         (["status", "--logs", "."], "holds no logs"),
@@ -101,7 +99,11 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
     [
         (["run"], "burst run: the following arguments are required: EXP.yaml"),
         (["run", "exp.yaml", "--launcher", "slurm"], "burst run: argument --launcher: invalid choice: 'slurm'"),
-        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known"),
+        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known; `burst run --help`"),
+        (
+            ["run", "exp.yaml", "--resme"],
+            "burst run: --resme is not known (did you mean --resume?); `burst run --help`",
+        ),
         (["plan", "exp.yaml", "more.yaml"], "burst plan: more.yaml is not known"),
     ],
 )
@@ -322,6 +324,13 @@ def test_status_of_a_damaged_description_says_how_to_mend_it(tmp_path, capsys):
         (tmp_path / "run.json").write_text(text)
         assert main(["status", str(tmp_path)]) == 2
         assert "run.json does not describe a run; run it again with --resume" in capsys.readouterr().err
+
+
+def test_records_without_a_description_are_no_run_to_look_at_but_a_report_shows_them(tmp_path, capsys):
+    (tmp_path / "trials" / "one").mkdir(parents=True)
+    (tmp_path / "trials" / "one" / "record.json").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"its records can be read: burst report {tmp_path} shows them" in capsys.readouterr().err
 
 
 def test_logs_names_the_ranks_there_are(tmp_path, capsys):

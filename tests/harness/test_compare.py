@@ -381,7 +381,7 @@ def test_the_table_is_written_in_every_form_that_is_asked_for(runs: Path) -> Non
         (["a", "a"], "A and B are both a; name two different things to compare"),
         (["a", "./a/../a"], "name two different things to compare"),
         (["a", "."], "A and B share 2 records, which would be compared with themselves"),
-        (["a", "nowhere"], "no record below"),
+        (["a", "nowhere"], "nowhere does not exist; name a run"),
         (["a", "--methods", "burst", "rin"], "no trial of these records is of that method; did you mean ring?"),
         (["a", "--methods", "ring", "ring"], "A and B are both ring"),
         (["a", "b", "--tolerance", "2"], "--tolerance 2: expected a share from 0 to below 1, such as 2% or 0.02"),

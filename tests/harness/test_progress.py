@@ -111,7 +111,7 @@ class Enough(Exception):
 COMMANDS = [
     ("run exp.yaml", "harness.plan.matrix.plan", "planning the trials of exp"),
     ("run exp.yaml", "harness.commands.run._report", "drawing the report of results/runs/exp"),
-    ("plan exp.yaml", "harness.plan.matrix.plan", "planning the trials of exp"),
+    ("plan exp.yaml", "harness.plan.matrix.plan", "planning exp.yaml"),
     ("plan --hardware h200 --longest", "harness.commands.plan.prediction.predicted", "predicting time and memory of 1"),
     ("doctor", "harness.commands.doctor.examine", "looking at the devices"),
     ("report r.jsonl --out out", "harness.report.page.write_report", "drawing the report of r.jsonl"),

@@ -50,10 +50,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "learning_rat: 1",
-            r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?",
-        ),
+        ("learning_rat: 1", r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?"),
         ("lr: 1", ":4: unknown key lr; write it as learning_rate"),
         ("task: train", ":4: task is a key of experiments, .*; give an experiment to burst run, or leave task out"),
         ("optimizer: {lr: 1}", r":4: unknown key optimizer\.lr; write it as learning_rate"),
@@ -90,7 +87,7 @@ def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) ->
 @pytest.mark.parametrize("key", ["model", "seq_len", "steps"])
 def test_what_has_no_default_must_be_given(written, key: str) -> None:
     text = "".join(line for line in MINIMAL.splitlines(keepends=True) if not line.startswith(key))
-    with pytest.raises(UsageError, match=f"no {key} is given; add it at the top level"):
+    with pytest.raises(UsageError, match=f"found no {key}; add at the top level what is missing"):
         load_training(written(text))
 
 

@@ -359,7 +359,8 @@ def deal(
         areas.append(pairs - dealer.pairs)
         left -= areas[-1]
     _even_out(dealt, areas, causal)
-    return tuple(shard.segments() for shard in dealt)
+    # The keys that a rank lacks of a long document are then those of the ranks before it, whose chunks come first.
+    return tuple(shard.segments() for shard in reversed(dealt))
 
 
 def _even_out(dealt: list[_Shard], areas: list[float], causal: bool) -> None:

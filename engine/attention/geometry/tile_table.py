@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout, Segment
-from engine.attention.geometry.tiles import NO_LIMIT, Band, Call, Tile, band_area, calls_of
+from engine.attention.geometry.tiles import NO_LIMIT, Band, Call, Tile, band_area, call_count, calls_of
 from engine.attention.geometry.tiles import Integers as Integers
 
 Booleans: TypeAlias = NDArray[np.bool_]
 
-# A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
+# Kernel calls between two shards, beyond which launching them would take longer than a dense sequence.
 MAX_TILES = 4096
 
 
 class TooManyTiles(ValueError):
-    """The mask has too many tiles between two shards to be run under this layout."""
+    """The mask needs too many kernel calls between two shards to be run under this layout."""
 
 
 class Region(NamedTuple):
@@ -134,6 +134,11 @@ class TileTable:
         own = slice(*self.bounds[pair : pair + 2].tolist())
         return calls_of(self.corners[:, own], self.lo[own], self.hi[own]) if own.start < own.stop else ()
 
+    def call_count(self, pair: int) -> int:
+        """How many calls those are."""
+        own = slice(*self.bounds[pair : pair + 2].tolist())
+        return call_count(self.corners[:, own], self.lo[own], self.hi[own])
+
     @cached_property
     def areas(self) -> Integers:
         """Visible (query, key) pairs of each pair of shards."""
@@ -183,7 +188,7 @@ def tile_table(regions: Integers, queries: ShardSegments, keys: ShardSegments, m
         merges: regions may touch, and all have one band: those that touch between two shards are merged before the
             band cuts them, so that a kernel call computes as much as it can.
 
-    Raises TooManyTiles when a pair has more than `MAX_TILES`.
+    Raises TooManyTiles when the tiles of a pair are more than `MAX_TILES` calls.
     """
     assert queries.step == keys.step, "layouts have segments of one step"
     found = _local(regions, queries, keys)
@@ -191,11 +196,13 @@ def tile_table(regions: Integers, queries: ShardSegments, keys: ShardSegments, m
         found = _merged(found)
     shown = _trimmed(found)
     table = _tiles(shown, len(queries.segments) * len(keys.segments))
-    if len(table.pair) > MAX_TILES and (most := int(table.counts.max())) > MAX_TILES:
-        raise TooManyTiles(
-            f"the mask leaves {most} rectangles between two shards and {MAX_TILES} is the limit; take larger blocks, "
-            "or layout contiguous"
-        )
+    if len(table.pair) > MAX_TILES and int(table.counts.max()) > MAX_TILES:
+        most = table.call_count(int(table.counts.argmax()))
+        if most > MAX_TILES:
+            raise TooManyTiles(
+                f"the mask leaves {most} rectangles between two shards and {MAX_TILES} is the limit; take larger "
+                "blocks, or layout contiguous"
+            )
     return table
 
 

@@ -142,18 +142,8 @@ def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
         band = _band(lo.item(), hi.item())
         top, bottom, left, right = corners[:, 0].tolist()
         return (Call(slice(top, bottom), slice(left, right), band),)
-    bands, of = _shared_bands(corners[1] - corners[0], corners[3] - corners[2], lo, hi)
-    order = np.lexsort((corners[2], corners[0], of))
+    bands, of, order, bounds = _grouped(corners, lo, hi)
     of, (top, bottom, left, right) = of[order], corners[:, order]
-    new, beside = np.ones(len(of) + 1, dtype=bool), np.zeros(len(of) + 1, dtype=bool)
-    new[1:-1] = (of[1:] != of[:-1]) | (top[1:] < bottom[:-1]) | (left[1:] < right[:-1])
-    beside[1:-1] = ~new[1:-1] & (top[1:] == bottom[:-1]) & (left[1:] == right[:-1])
-    bounds = np.flatnonzero(new)
-    gaps = np.add.reduceat(~beside[:-1], bounds[:-1]) - 1
-    spanned = bottom[bounds[1:] - 1] - top[bounds[:-1]] + right[bounds[1:] - 1] - left[bounds[:-1]]
-    torn = np.repeat(gaps * TOKENS_OF_LAUNCH < spanned, np.diff(bounds))  # whose gaps are cheaper as calls
-    new[:-1] |= torn & ~beside[:-1]
-    bounds = np.flatnonzero(new)
     calls = []
     for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         q_start, k_start = int(top[first]), int(left[first])
@@ -165,6 +155,29 @@ def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
             )
         calls.append(Call(slice(q_start, int(bottom[stop - 1])), slice(k_start, int(right[stop - 1])), visible))
     return tuple(calls)
+
+
+def call_count(corners: Integers, lo: Integers, hi: Integers) -> int:
+    """How many calls `calls_of` returns."""
+    return len(lo) if len(lo) < 2 else len(_grouped(corners, lo, hi)[3]) - 1
+
+
+def _grouped(corners: Integers, lo: Integers, hi: Integers) -> tuple[list[Band], Integers, Integers, Integers]:
+    """The bands of the calls, and which of them each tile is computed with; the order of the tiles by calls, and where
+    each call begins in it."""
+    bands, of = _shared_bands(corners[1] - corners[0], corners[3] - corners[2], lo, hi)
+    order = np.lexsort((corners[2], corners[0], of))
+    band_of, (top, bottom, left, right) = of[order], corners[:, order]
+    new, beside = np.ones(len(order) + 1, dtype=bool), np.zeros(len(order) + 1, dtype=bool)
+    new[1:-1] = (band_of[1:] != band_of[:-1]) | (top[1:] < bottom[:-1]) | (left[1:] < right[:-1])
+    beside[1:-1] = ~new[1:-1] & (top[1:] == bottom[:-1]) & (left[1:] == right[:-1])
+    bounds = np.flatnonzero(new)
+    gaps = np.add.reduceat(~beside[:-1], bounds[:-1]) - 1
+    spanned = bottom[bounds[1:] - 1] - top[bounds[:-1]] + right[bounds[1:] - 1] - left[bounds[:-1]]
+    torn = np.repeat(gaps * TOKENS_OF_LAUNCH < spanned, np.diff(bounds))  # whose gaps are cheaper as calls
+    new[:-1] |= torn & ~beside[:-1]
+    bounds = np.flatnonzero(new)
+    return bands, of, order, bounds
 
 
 def _shared_bands(rows: Integers, columns: Integers, lo: Integers, hi: Integers) -> tuple[list[Band], Integers]:

@@ -54,6 +54,12 @@ class PairTable:
             self._formed[kind] = table.calls(0 if self._tiles is None else kind)
         return self._formed[kind]
 
+    def call_count(self, q_rank: int, k_rank: int) -> int:
+        """How many calls one pair has; they are not formed."""
+        if self._tiles is None:
+            return pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
+        return self._tiles.call_count(int(self._kind_of[q_rank, k_rank]))
+
     def area(self, q_rank: int, k_rank: int) -> int:
         """Visible (query, key) pairs of one pair of ranks."""
         if self._tiles is None:

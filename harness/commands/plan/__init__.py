@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import counted, shown_value
 from cluster.files.progress import Progress, say
-from harness.base.errors import UsageError
+from harness.base.errors import UsageError, one_of
 from harness.commands import add_cluster_arguments
 from harness.commands.plan.question import add_question_arguments, asks_question, hardware_asked, question
 from harness.spec.experiment import Experiment, Search, add_experiment_arguments, chosen_experiment
@@ -31,6 +31,8 @@ class PlanCommand:
     help = "print the trials of an experiment, time and memory they need, and why some cannot run; starts nothing"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
+        from harness.metrics.hardware import hardware_names
+
         add_experiment_arguments(parser, may_lack=True)
         add_question_arguments(parser)
         add_cluster_arguments(
@@ -39,8 +41,8 @@ class PlanCommand:
         )
         parser.add_argument(
             "--hardware", metavar="NAME",
-            help="plan for nodes of these GPUs, as many as a trial needs (a file of experiments/hardware/, such as "
-            "h200, or a path of one that `burst setup calibrate` wrote) and predict step time and memory",
+            help="plan for nodes of these GPUs, as many as a trial needs, and predict step time and memory: "
+            f"{one_of(hardware_names())}, or the path of a file that `burst setup calibrate` wrote",
         )  # fmt: skip
         parser.add_argument(
             "--phases", action="store_true",
@@ -64,7 +66,7 @@ class PlanCommand:
         over_hosts = bool(arguments.nodes or arguments.ray)
         if over_hosts + bool(arguments.nodes and arguments.ray) + (arguments.hardware is not None) > 1:
             raise UsageError("--nodes, --ray and --hardware all name the machine to plan for; give one of them")
-        with Progress(f"planning the trials of {experiment.name}", quiet=arguments.json):
+        with Progress(f"planning {arguments.experiment or 'what the options ask'}", quiet=arguments.json):
             if over_hosts:
                 from harness.launch.ray.inventory import joined
 
@@ -98,7 +100,8 @@ class PlanCommand:
                 for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):
-            raise UsageError(problem)
+            lacks = arguments.experiment is None and named is None and not machine.gpu_count
+            raise UsageError(problem + ("; add --hardware NAME to plan for GPUs, such as h100" if lacks else ""))
         return 0
 
 

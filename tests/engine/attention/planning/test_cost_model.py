@@ -21,7 +21,7 @@ from engine.attention.cost import (
     ring_backward,
 )
 from engine.attention.geometry.layout import Ring, layout_named
-from engine.attention.masks import Causal, Full, SlidingWindow
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, SlidingWindow, Strided
 from engine.attention.problem import Problem, schedule_unsupported_reason
 from engine.attention.resolve import cheaper_backward
 from tests.plans import plan_attention
@@ -172,6 +172,22 @@ def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_ev
 def test_a_full_mask_leaves_a_ring_everything() -> None:
     left = ring_traffic(Full(), layout_named("zigzag"), Ring(cp_size=4, node_size=2), 4096)
     assert left == RingTraffic(1.0, 1.0, 1.0)
+
+
+def test_documents_count_as_few_launches_and_scattered_blocks_as_many() -> None:
+    tokens, ring = 64 << 10, Ring(cp_size=4, node_size=4)
+    documents = ring_traffic(Documents((64,) * 1024), layout_named("striped"), ring, tokens)
+    assert documents.calls <= 2
+    assert documents.whole_calls == 1
+    blocks = ring_traffic(BlockSparse(Strided(8), 256, causal=True), layout_named("contiguous"), ring, tokens)
+    assert min(blocks.calls, blocks.whole_calls) > 10
+    short = share(tokens)
+    idle = replace(short, forward_flops=1.0, left=blocks)
+    launches = (blocks.calls - 1) * HardwareModel().call_seconds
+    assert estimate("ring", idle, HardwareModel()) > 4 * blocks.steps * launches
+    assert estimate("ulysses", idle, HardwareModel()) > (blocks.whole_calls - 1) * HardwareModel().call_seconds
+    alone = replace(idle, cp_size=1, node_size=1)
+    assert estimate("ring", alone, HardwareModel()) >= (blocks.whole_calls - 1) * HardwareModel().call_seconds
 
 
 def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
