@@ -239,6 +239,7 @@ def needs_deepspeed(trial: TrialSettings) -> None:
     assert unsupported_reason(trial, HERE) is None
 
 
+@pytest.mark.slow  # where DeepSpeed is installed its imports take ten seconds
 def test_deepspeeds_own_attention_runs_on_two_ranks(launcher: LocalLauncher, tmp_path: Path) -> None:
     trial = settings("deepspeed_upstream", dtype="fp32")
     needs_deepspeed(trial)
