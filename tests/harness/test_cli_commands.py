@@ -99,7 +99,11 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
     [
         (["run"], "burst run: the following arguments are required: EXP.yaml"),
         (["run", "exp.yaml", "--launcher", "slurm"], "burst run: argument --launcher: invalid choice: 'slurm'"),
-        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known"),
+        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known; `burst run --help`"),
+        (
+            ["run", "exp.yaml", "--resme"],
+            "burst run: --resme is not known (did you mean --resume?); `burst run --help`",
+        ),
         (["plan", "exp.yaml", "more.yaml"], "burst plan: more.yaml is not known"),
     ],
 )

@@ -56,7 +56,7 @@ class Scores(TorchDispatchMode):
     def _of(q_BNLD: torch.Tensor, k_BNMD: torch.Tensor, *, causal: bool) -> int:
         """Scores of one call of the op, which skips what lies beyond its own diagonal and nothing else."""
         rows, columns = q_BNLD.shape[2], k_BNMD.shape[2]
-        return HEADS * Tile(slice(0, rows), slice(0, columns), CAUSAL if causal else FULL).area()
+        return len(q_BNLD) * HEADS * Tile(slice(0, rows), slice(0, columns), CAUSAL if causal else FULL).area()
 
 
 def attend(mask, kernel: str, seq_len: int) -> None:
