@@ -96,12 +96,21 @@ def _prepare_cp(earlier: Callable[..., Any]) -> Callable[..., Any]:
         accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=config.burst_layout)
         register(accelerator.burst_context)
         for each in args:
-            if isinstance(each, nn.Module) and hasattr(each, "set_attn_implementation"):
-                each.set_attn_implementation(BACKEND)
+            if isinstance(each, nn.Module):
+                _attend_sharded(each)
         return args
 
     prepare.of_burst = True  # type: ignore[attr-defined]
     return prepare
+
+
+def _attend_sharded(model: nn.Module) -> None:
+    """Give a model of transformers, wrapped or not, this package's attention. Raises ValueError for another model."""
+    whole = next((each for each in model.modules() if hasattr(each, "set_attn_implementation")), None)
+    if whole is None:
+        raise ValueError(f"the model is a {type(model).__name__} and none of transformers; shard it by burst_attention")
+    if whole.config._attn_implementation != BACKEND:
+        whole.set_attn_implementation(BACKEND)
 
 
 def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +119,7 @@ def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_ours(accelerator) or not accelerator.parallelism_config.cp_enabled:
             context, same = earlier(trainer, model, inputs)
             return context, same
+        _attend_sharded(model)  # evaluation prepares a model without `_prepare_cp`
         inputs = trainer._prepare_inputs(inputs)
         tokenizer = getattr(trainer, "processing_class", None)
         padding = getattr(tokenizer, "pad_token_id", None)

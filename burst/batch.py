@@ -23,8 +23,8 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
     Args:
         batch: `input_ids` [B, S], and, where there are any, `labels` [B, S] as transformers has them: the label of a
             token is the token itself, and -100 has no loss. So have the first tokens of packed documents, or the token
-            before learns to foretell another document: collators of packed rows set them. `attention_mask` [B, S] of 1 and 0, and `position_ids`
-            [B, S], which begin again with 0 at each document of a packed row.
+            before learns to foretell another document: collators of packed rows set them. `attention_mask` [B, S] of 1
+            and 0; and `position_ids` [B, S], which begin again with 0 at each document of a packed row.
         cp: the ranks that share each sequence.
         pad_token_id: the token of padding.
 

@@ -103,7 +103,7 @@ class _ShardedAttention:
             from transformers.masking_utils import sdpa_mask
 
             return sdpa_mask(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,  # type: ignore[arg-type]
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
                 attention_mask=attention_mask, **kwargs,
             )  # fmt: skip
         parts = list(_parts(mask_function)) if mask_function is not None else []

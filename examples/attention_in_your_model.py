@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine import ContextParallel, burst_attention, choose_layout
-from engine.attention.masks import Documents
+from burst import ContextParallel, Documents, burst_attention, choose_layout
 
 SEQ_LEN, VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 384, 64, 48, 4, 2, 16
 MASK = Documents((100, 28, 192, 64))  # four texts in one sequence; none sees another

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import ContextParallel
+from burst import ContextParallel
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
 from engine.burst_attn import burst_attn_func

@@ -26,8 +26,8 @@ def packed_row(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
-def main(steps: int = 5) -> list[float]:
-    """The loss of each step."""
+def main(steps: int = 5) -> None:
+    """Train, and print the loss of each step."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sharded = {"parallelism_config": burst.accelerate.parallelism(cp_size=ranks)} if ranks > 1 else {}  # 2
     torch.manual_seed(0)
@@ -39,16 +39,17 @@ def main(steps: int = 5) -> list[float]:
     rows = [packed_row(generator) for _ in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=2, max_steps=steps, learning_rate=1e-2, logging_steps=1,
+            output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps,
+            learning_rate=1e-2, logging_steps=1,
             report_to=[], save_strategy="no", seed=0, disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
             **sharded,  # 4
         )  # fmt: skip
-        trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+        trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, eval_dataset=rows[:4])
         trainer.train()
+        evaluation = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if os.environ.get("RANK", "0") == "0":
-        print(f"{ranks} ranks: losses {', '.join(f'{loss:.5f}' for loss in losses)}")
-    return losses
+        print(f"{ranks} ranks: losses {', '.join(f'{loss:.5f}' for loss in losses)}; evaluation {evaluation:.5f}")
 
 
 if __name__ == "__main__":
