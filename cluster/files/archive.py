@@ -82,7 +82,10 @@ def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
                 raise UsageError(f"more than {_MAX_HEADERS} headers describe one file")
             if self.type in _DESCRIBING and self.size > _MAX_READ:  # Python 3.14 reads it in pieces
                 raise UsageError(_TOO_LARGE)
-            return super()._proc_member(tar)  # type: ignore[misc]
+            try:
+                return super()._proc_member(tar)  # type: ignore[misc]
+            except tarfile.HeaderError as error:  # which the library takes as the end of the archive
+                raise tarfile.ReadError(str(error)) from None
 
         def _refuse_sparse(self, *_: object) -> tarfile.TarInfo:
             raise UsageError("it holds a sparse file")
@@ -96,8 +99,6 @@ def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
             Header.following, count = 0, count + 1
             if count > MAX_MEMBERS:
                 raise UsageError(f"it holds more than {MAX_MEMBERS:,} files")
-            if int(member.pax_headers.get("size", member.size)) < 0:  # which Python 3.14 takes as 0
-                raise UsageError(f"{member.name} has a size below zero")
             if member.name.count("/") > MAX_LEVELS or member.linkname.count("/") > MAX_LEVELS:
                 raise UsageError(f"it holds folders in more than {MAX_LEVELS} levels")
             tar.members.clear()  # type: ignore[attr-defined]  # the library would keep every header
