@@ -216,9 +216,8 @@ class DataCommand:
         )
         wanted = shown_value(f"data: {arguments.out.absolute()}")
         packed = "mask: documents, " if arguments.field else ""
-        print(
-            f"Next: burst train CONFIG.yaml, with {wanted}, {packed}model: tiny, seq_len: 512 and steps: 300 in that file"
-        )
+        others = f"{packed}model: tiny, seq_len: 512 and steps: 300"
+        print(f"Next: burst train CONFIG.yaml, with {wanted}, {others} in that file")
         return 0
 
 
