@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast, get_args
 
 import torch
@@ -269,8 +269,8 @@ class _CheckedStep:
         dist.all_reduce(loss)
         dense_loss, gradients, dense = self._dense()
         pairs = {
-            HIDDEN: (torch.cat(seen.hidden), self._shards(dense.hidden[0])),
-            DINPUT: (torch.cat(seen.dinput), self._shards(dense.dinput[0])),
+            HIDDEN: (torch.cat(seen.hidden), self._shard(dense.hidden[0])),
+            DINPUT: (torch.cat(seen.dinput), self._shard(dense.dinput[0])),
         }
         at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
         for name, parameter in self.task.model.named_parameters():
@@ -290,22 +290,6 @@ class _CheckedStep:
             if not zero and (name not in gradients or gradients[name].numel() >= _ENOUGH):
                 scale[name] = finite_error(product / true - 1)
         return {"error": error, "error_scale": scale, "error_at": at, "checked": {"tokens": self.problem.seq_len}}
-
-    @cached_property
-    def _contexts(self) -> list[ContextParallel]:
-        """The ranks as they share each of this replica's sequences; one where they share all alike."""
-        if not isinstance(self.sequences, PackedSequences):
-            return [self.cp]
-        count = self.problem.gradient_accumulation
-        numbers = range(self.world.replica * count, (self.world.replica + 1) * count)
-        return [self.cp.under(self.task.packed_row(number).documents) for number in numbers]
-
-    def _shards(self, whole_BSE: Tensor) -> Tensor:
-        """This rank's tokens of this replica's sequences."""
-        if len(self._contexts) == 1:
-            return self._contexts[0].shard(whole_BSE, dim=1)
-        pairs = zip(self._contexts, whole_BSE.split(1), strict=True)
-        return torch.cat([cp.shard(row_BSE, dim=1) for cp, row_BSE in pairs])
 
     def _dense(self) -> tuple[Tensor, dict[str, Tensor], _PassTensors]:
         """Loss and gradients of the whole step in float64, on every rank, and what was seen of this replica's
@@ -344,6 +328,15 @@ class _CheckedStep:
             dist.all_reduce(tensor)
         return loss, gradients, seen
 
+    def _shard(self, whole_BSE: Tensor) -> Tensor:
+        """This rank's tokens of the sequences of its replica: each packed row may have a layout of its own."""
+        if not isinstance(self.sequences, PackedSequences):
+            return self.cp.shard(whole_BSE, dim=1)
+        first = self.world.replica * len(whole_BSE)
+        rows = (self.task.packed_row(first + number) for number in range(len(whole_BSE)))
+        parts = zip(whole_BSE.split(1), rows, strict=True)
+        return torch.cat([self.task.mask_of(row).cp.shard(whole_1SE, dim=1) for whole_1SE, row in parts])
+
     def _rows(self) -> tuple[list[list[tuple[Tensor, Tensor]]], int]:
         """This replica's sequences: tokens and labels of a sequence, or of each document of a packed micro-batch; and
         how many labels all replicas have."""
@@ -373,10 +366,12 @@ class _CheckedStep:
     def _worst(self, found_BLE: Tensor, truth_BLE: Tensor) -> ErrorPlace:
         """The rank with the largest relative error, and the first and last of its tokens that err at least half as
         much as the one that errs most. Collective."""
-        off_BL = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum(2), nan=math.inf)
-        off_L = off_BL.sum(0) if len(self._contexts) == 1 else off_BL.flatten()
+        off_L = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum((0, 2)), nan=math.inf)
         error = finite_error(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
-        segments = (segment for cp in self._contexts for segment in cp.segments(self.problem.row_tokens))
+        cp = self.cp
+        if isinstance(self.sequences, PackedSequences):  # the places in the first of its packed rows
+            cp = self.task.mask_of(self.task.packed_row(self.world.replica * len(found_BLE))).cp
+        segments = cp.segments(self.problem.row_tokens)
         positions = [position for segment in segments for position in segment.positions()]
         marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
         found = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))
