@@ -184,7 +184,8 @@ def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> Non
     }.items():
         process = train(workplace, "--out", "nowhere", *arguments)
         _, error = process.communicate(timeout=AMPLE)
-        assert (process.returncode, words in error, error.count("\n")) == (2, True, 1), error
+        *before_it, sentence = error.splitlines()  # on a busy machine the stage that takes long is named before it
+        assert (process.returncode, words in sentence, "burst: " in "".join(before_it)) == (2, True, False), error
     assert sorted(path.name for path in workplace.iterdir()) == before
 
 
