@@ -42,7 +42,15 @@ from engine.attention.cost import (
 )
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
-from engine.attention.masks import Documents, Full, Mask, TooManyTiles, imbalance, kept_share, parse_mask
+from engine.attention.masks import (
+    Documents,
+    Full,
+    Mask,
+    TooManyTiles,
+    imbalance,
+    kept_share,
+    parse_mask,
+)
 from engine.attention.masks.mask import FirstRows
 from engine.attention.masks.pairs import pair_tiles
 from engine.attention.problem import (
@@ -454,7 +462,8 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
         return SplitZigzag(tail)
     if settings.task != "train" or not settings.checkpoint.layers_again(settings.model.layers):
         tail = 1.0  # nothing is recomputed
-    if settings.layout == "balanced":
+    # Of packed rows each batch's documents are dealt anew: training replaces this layout with that of the batch.
+    if settings.layout == "balanced" or (settings.packs and settings.layout == "auto" and settings.cp_size > 1):
         return balanced(mask, tail)
     if settings.layout != "auto":
         return settings.layout
