@@ -443,7 +443,7 @@ class TrialSettings:
 
     def _check_mask_of_windows(self) -> None:
         model = self.model
-        if self.mask != "causal" and (self.mask != model.window_mask or not all(model.windowed)):
+        if self.mask != "causal" and not self.packs and (self.mask != model.window_mask or not all(model.windowed)):
             raise ValueError(
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
@@ -468,6 +468,8 @@ class TrialSettings:
     def layer_masks(self) -> tuple[str, ...]:
         """Of each layer the mask of its attention: `mask`, or in training that of the layer's window."""
         inside = self.model.window_mask if self.task == "train" else self.mask
+        if self.packs:
+            inside = f"{DOCUMENTS}:left-{self.model.window - 1}"
         return tuple(inside if within else self.mask for within in self.model.windowed)
 
     @property

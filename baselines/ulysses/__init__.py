@@ -84,8 +84,8 @@ class RepeatingHeads:
         self._attend, self._ranks = attend, ranks
         self.keep, self.resolved, self.computed_sent = attend.keep, attend.resolved, attend.computed_sent
 
-    def under(self, mask: Mask) -> RepeatingHeads:
-        return RepeatingHeads(self._attend.under(mask), self._ranks)
+    def under(self, mask: Mask, cp: ContextParallel) -> RepeatingHeads:
+        return RepeatingHeads(self._attend.under(mask, cp), self._ranks)
 
     def __call__(
         self,

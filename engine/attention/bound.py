@@ -27,12 +27,13 @@ class BoundAttention:
         self._cp, self._settings, self._choices = cp, settings, choices
         self._mask = parse_mask(mask or settings.masks[0])
         self._prepared: dict[object, PreparedAttention] = {}
+        self._last: list[AttentionPlan] = []  # the plan made last, of this attention or of that of a batch
 
-    def under(self, mask: Mask) -> BoundAttention:
-        """The same attention under a mask that takes the place of the settings' own: the documents of one batch, which
-        a layout may deal (`ContextParallel.under`)."""
+    def under(self, mask: Mask, cp: ContextParallel) -> BoundAttention:
+        """The same attention for one batch: its documents take the place of the settings' mask, and `cp` are the same
+        ranks in its layout."""
         other = copy.copy(self)
-        other._mask, other._cp = mask, self._cp.under(mask)
+        other._mask, other._cp, other._prepared = mask, cp, {}
         return other
 
     def __call__(
@@ -45,8 +46,7 @@ class BoundAttention:
         saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         attend = self.prepared(q_BLND, k_BLKD)
-        mask = None if attend.mask is self._mask else self._mask  # None takes the plan without a look into the cache
-        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, mask, sinks_N=sinks_N, saved=saved)
+        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved)
         return out_BLND, lse_BNL
 
     def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:
@@ -58,6 +58,7 @@ class BoundAttention:
             self._prepared[key] = PreparedAttention(
                 q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, return_lse=True
             )
+            self._last[:] = [self._prepared[key].plan]
         return self._prepared[key]
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
@@ -78,8 +79,7 @@ class BoundAttention:
         return call.forward + call.backward
 
     def _last_plan(self) -> AttentionPlan | None:
-        last = next(reversed(self._prepared.values()), None)  # warm-up may use shorter sequences
-        return None if last is None else last.plan
+        return self._last[0] if self._last else None  # warm-up may use shorter sequences
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
         """Outputs that checkpointing saves on the fullest rank, and forward work that it repeats on the busiest, as
@@ -90,6 +90,6 @@ class BoundAttention:
         cut, division = tail_cut(checkpoint.tail, seq_len, self._cp.size), plan.choice.division
         again = recompute_share(plan.mask, division.layout, seq_len, division.ring.cp_size, cut)
         return {
-            "kept_share": f"{kept_share(self._cp.layout, seq_len, self._cp.size, cut):.4f}",
+            "kept_share": f"{kept_share(plan.cp.layout, seq_len, self._cp.size, cut):.4f}",
             "recompute_share": f"{again:.4f}",
         }

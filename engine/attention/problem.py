@@ -158,8 +158,8 @@ def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int, ma
     return Problem(
         mask=parse_mask(mask or settings.masks[0]),
         layout=layout,
-        seq_len=settings.seq_len,
-        batch=settings.batch_size,
+        seq_len=settings.row_tokens,
+        batch=1 if settings.packs else settings.batch_size,
         heads=max(1, shape.heads // settings.tp_size),
         kv_heads=max(1, shape.kv_heads // settings.tp_size),
         head_dim=shape.head_dim,

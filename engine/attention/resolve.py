@@ -44,7 +44,6 @@ from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
 from engine.attention.masks import (
     Documents,
-    DocumentsOfBatch,
     Full,
     Mask,
     TooManyTiles,
@@ -463,8 +462,8 @@ def trial_layout(settings: TrialSettings) -> str | Layout:
         return SplitZigzag(tail)
     if settings.task != "train" or not settings.checkpoint.layers_again(settings.model.layers):
         tail = 1.0  # nothing is recomputed
-    of_batch = isinstance(mask, DocumentsOfBatch) and settings.cp_size > 1  # documents are dealt when they are known
-    if settings.layout == "balanced" or (settings.layout == "auto" and of_batch):
+    # Of packed rows each batch's documents are dealt anew: training replaces this layout with that of the batch.
+    if settings.layout == "balanced" or (settings.packs and settings.layout == "auto" and settings.cp_size > 1):
         return balanced(mask, tail)
     if settings.layout != "auto":
         return settings.layout

@@ -51,10 +51,13 @@ class Packing:
         """[rows]: tokens of documents."""
         return np.add.reduceat(self.lengths, self.bounds[:-1]) if len(self) else np.zeros(0, np.int64)
 
-    @cached_property
-    def pairs(self) -> Integers:
-        """[rows]: (query, key) pairs that causal attention inside the documents shows, without those of padding."""
+    def pairs(self, window: int = 0) -> Integers:
+        """[rows]: (query, key) pairs that causal attention inside the documents shows, without those of padding. A
+        query sees at most `window` tokens, itself among them; 0: all before it."""
         seen = self.lengths * (self.lengths + 1) // 2
+        if window:
+            hidden = np.maximum(0, self.lengths - window)
+            seen = seen - hidden * (hidden + 1) // 2
         return np.add.reduceat(seen, self.bounds[:-1]) if len(self) else np.zeros(0, np.int64)
 
     @property

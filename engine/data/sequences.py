@@ -146,7 +146,7 @@ class PackedCounts:
     """What some packed rows hold, without their padding."""
 
     tokens: int
-    pairs: int  # (query, key) pairs that causal attention inside the documents shows
+    pairs: float  # (query, key) pairs that attention inside the documents shows, on average over the model's layers
     padding: float  # the part of the rows that is padding
 
 
@@ -178,6 +178,10 @@ class PackedSequences(TrainingData):
                 "token, which has no label; give other documents, a longer seq_len or longer_documents: split"
             )
 
+        windowed, window = settings.model.windowed, settings.model.window
+        share = sum(windowed) / len(windowed)
+        self._pairs = (1 - share) * self.packing.pairs() + share * self.packing.pairs(window)
+
     def place(self, number: int) -> int:
         """The row of `packing` that is number `number` of the training, which has no upper limit."""
         epoch, place = divmod(number, len(self.packing))
@@ -202,7 +206,7 @@ class PackedSequences(TrainingData):
     def counts(self, numbers: range) -> PackedCounts:
         """Of the rows with these numbers of the training."""
         places = [self.place(number) for number in numbers]
-        tokens, pairs = (int(of_rows[places].sum()) for of_rows in (self.packing.tokens, self.packing.pairs))
+        tokens, pairs = int(self.packing.tokens[places].sum()), float(self._pairs[places].sum())
         return PackedCounts(tokens=tokens, pairs=pairs, padding=1 - tokens / (len(numbers) * self.packing.seq_len))
 
     @property

@@ -13,11 +13,20 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents
 from engine.lm_head.loss import check_labels
 from engine.optimizer import OnePassAdamW
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMask:
+    """The documents of a packed row, and the ranks in the layout by which they share it."""
+
+    documents: Documents
+    cp: ContextParallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +37,7 @@ class Batch:
     positions_L: Tensor  # of the tokens in the whole sequence, or in their documents
     labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
     targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
-    documents: Documents | None = None  # of a packed row: the mask in place of the settings' own
+    packed: PackedMask | None = None  # of a packed row, in place of the settings' mask and layout
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:

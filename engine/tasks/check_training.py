@@ -269,8 +269,8 @@ class _CheckedStep:
         dist.all_reduce(loss)
         dense_loss, gradients, dense = self._dense()
         pairs = {
-            HIDDEN: (torch.cat(seen.hidden), self.cp.shard(dense.hidden[0], dim=1)),
-            DINPUT: (torch.cat(seen.dinput), self.cp.shard(dense.dinput[0], dim=1)),
+            HIDDEN: (torch.cat(seen.hidden), self._shard(dense.hidden[0])),
+            DINPUT: (torch.cat(seen.dinput), self._shard(dense.dinput[0])),
         }
         at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
         for name, parameter in self.task.model.named_parameters():
@@ -328,6 +328,15 @@ class _CheckedStep:
             dist.all_reduce(tensor)
         return loss, gradients, seen
 
+    def _shard(self, whole_BSE: Tensor) -> Tensor:
+        """This rank's tokens of the sequences of its replica: each packed row may have a layout of its own."""
+        if not isinstance(self.sequences, PackedSequences):
+            return self.cp.shard(whole_BSE, dim=1)
+        first = self.world.replica * len(whole_BSE)
+        rows = (self.task.packed_row(first + number) for number in range(len(whole_BSE)))
+        parts = zip(whole_BSE.split(1), rows, strict=True)
+        return torch.cat([self.task.mask_of(row).cp.shard(whole_1SE, dim=1) for whole_1SE, row in parts])
+
     def _rows(self) -> tuple[list[list[tuple[Tensor, Tensor]]], int]:
         """This replica's sequences: tokens and labels of a sequence, or of each document of a packed micro-batch; and
         how many labels all replicas have."""
@@ -359,7 +368,10 @@ class _CheckedStep:
         much as the one that errs most. Collective."""
         off_L = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum((0, 2)), nan=math.inf)
         error = finite_error(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
-        segments = self.cp.segments(self.problem.row_tokens)
+        cp = self.cp
+        if isinstance(self.sequences, PackedSequences):  # the places in the first of its packed rows
+            cp = self.task.mask_of(self.task.packed_row(self.world.replica * len(found_BLE))).cp
+        segments = cp.segments(self.problem.row_tokens)
         positions = [position for segment in segments for position in segment.positions()]
         marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
         found = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))

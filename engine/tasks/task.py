@@ -90,11 +90,11 @@ class RefusingAttention:
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
         return self._attend.keep(out_BLND, lse_BNL, tail)
 
-    def under(self, mask: Mask) -> RefusingAttention:
-        """The same attention under the mask of one batch. Methods whose attention has no such way refuse mask
-        `documents`."""
-        under: Callable[[Mask], AttentionFn] = getattr(self._attend, "under")  # noqa: B009
-        return RefusingAttention(under(mask))
+    def under(self, mask: Mask, cp: ContextParallel) -> RefusingAttention:
+        """The same attention under the mask of one batch, in its layout. Methods whose attention has no such way refuse
+        mask `documents`."""
+        under: Callable[[Mask, ContextParallel], AttentionFn] = getattr(self._attend, "under")  # noqa: B009
+        return RefusingAttention(under(mask, cp))
 
     def resolved(self) -> dict[str, str]:
         """The value of every `auto`; empty before the first call."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Documents
+from engine.attention.masks.pairs import pair_table
 from engine.data import open_tokens
 from engine.data.sequences import (
     PackedCounts,
@@ -45,7 +45,7 @@ from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model, sum_across_nodes
 from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
 from engine.tasks import cuda_graph
-from engine.tasks.captured_step import Batch, CapturedStep, Work, page_locked, to_device
+from engine.tasks.captured_step import Batch, CapturedStep, PackedMask, Work, page_locked, to_device
 from engine.tasks.speeds import LinkProbes, gemm_figures
 from engine.tasks.task import (
     DTYPES,
@@ -353,17 +353,30 @@ class TrainTask:
     def forward(self, batch: Batch) -> Tensor:
         """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
         self.inside.forward_begins()
-        if batch.documents is not None:
-            self.attend_under(batch.documents)
+        if batch.packed is not None:
+            self.attend_under(batch.packed)
         loss_sum = self.model(batch.tokens_BL, batch.positions_L, batch.labels_BL)
         return loss_sum / batch.targets.clamp(min=1)
 
-    def attend_under(self, documents: Documents) -> None:
+    def attend_under(self, packed: PackedMask) -> None:
         """Let the forwards that follow attend inside these documents. A forward that is open keeps its own, also where
         backward runs its layers again."""
-        attend = self.attend.under(documents)
+        attend = self.attend.under(packed.documents, packed.cp)
+        within = attend
+        if window := any(self.settings.model.windowed) and self.settings.model.window:
+            inside = replace(packed.documents, left=window - 1)
+            within = (self._attend_in_window or self.attend).under(inside, packed.cp)
         for block in self.model.blocks:
-            block.attend = attend
+            block.attend = within if block.windowed else attend
+
+    def mask_of(self, row: PackedRow) -> PackedMask:
+        """The documents of a row, dealt to the ranks where the layout depends on them. What plans need of them is
+        formed here, on the host, while the device may still compute the step before."""
+        documents = row.documents
+        cp = self.cp.under(documents)
+        if cp.size > 1:
+            pair_table(documents, cp.layout, len(row.tokens_S), cp.size)  # which is cached
+        return PackedMask(documents=documents, cp=cp)
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's tokens of step `index` by micro-batch, with the labels their global neighbours give them.
@@ -375,11 +388,13 @@ class TrainTask:
         turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
         if isinstance(self.store, PackedSequences):
             rows = [self.packed_row(turn * micro_batches + number) for number in range(micro_batches)]
-            whole = [(row.tokens_S[None], row.labels_S[None]) for row in rows]
-            masks: Sequence[Documents | None] = [row.documents for row in rows]
-            contexts = [self.cp.under(row.documents) for row in rows]
+            masks: Sequence[PackedMask | None] = (packed := [self.mask_of(row) for row in rows])
+            shards = [
+                (mask.cp.shard(row.tokens_S[None], dim=1), mask.cp.shard(row.labels_S[None], dim=1))
+                for row, mask in zip(rows, packed, strict=True)
+            ]
             positions = [
-                to_device(cp.shard(row.positions_S, dim=0), device) for cp, row in zip(contexts, rows, strict=True)
+                to_device(mask.cp.shard(row.positions_S, dim=0), device) for row, mask in zip(rows, packed, strict=True)
             ]
         else:
             sequences = cast(Sequences, self.store)
@@ -388,11 +403,8 @@ class TrainTask:
                 for number in range(micro_batches)
             ]
             positions = [to_device(self.cp.positions(seq_len), device)] * micro_batches
-            masks, contexts = [None] * micro_batches, [self.cp] * micro_batches
-        shards = [
-            (cp.shard(tokens, dim=1), cp.shard(labels, dim=1))
-            for cp, (tokens, labels) in zip(contexts, whole, strict=True)
-        ]
+            masks = [None] * micro_batches
+            shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1)) for tokens, labels in whole]
         targets = to_device(torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum(), device)
         dist.all_reduce(targets)
         return [
@@ -401,9 +413,9 @@ class TrainTask:
                 positions_L=positions_L,
                 labels_BL=page_locked(labels_BL, device),
                 targets=targets,
-                documents=documents,
+                packed=mask,
             )
-            for (tokens_BL, labels_BL), positions_L, documents in zip(shards, positions, masks, strict=True)
+            for (tokens_BL, labels_BL), positions_L, mask in zip(shards, positions, masks, strict=True)
         ]
 
     def packed_row(self, micro_batch: int) -> PackedRow:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from engine.checkpoint.counts import layer_pairs
 from engine.data.sequences import PackedCounts
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
@@ -113,7 +114,7 @@ class Order:
     def packed_flops(self, counts: PackedCounts) -> float:
         """Model FLOPs of a step on packed rows: `model_flops_per_step` are those of full rows of one document each."""
         settings, rows = self.config.settings, self.config.sequences_per_step
-        pairs = rows * settings.seq_len * (settings.seq_len + 1) / 2
+        pairs = rows * layer_pairs(settings)
         others = self.model_flops_per_step - self.attention_flops_per_step
         return (
             others * counts.tokens / self.config.tokens_per_step + self.attention_flops_per_step * counts.pairs / pairs

@@ -285,12 +285,14 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
         with torch.no_grad(), self._evaluation_loss():
             for tokens_BS, labels_BS, row in self._rounds():
-                cp = task.cp if row is None else task.cp.under(row.documents)
                 if row is None:
+                    cp = task.cp
                     positions_L = cp.positions(task.settings.seq_len, device=task.world.device)
                 else:
+                    mask = task.mask_of(row)
+                    cp = mask.cp
                     positions_L = cp.shard(row.positions_S, dim=0).to(task.world.device)
-                    task.attend_under(row.documents)
+                    task.attend_under(mask)
                 labels_BL = cp.shard(labels_BS, dim=1).to(task.world.device)
                 tokens_BL = cp.shard(tokens_BS, dim=1).to(task.world.device)
                 total[0] += task.model(tokens_BL, positions_L, labels_BL).double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.data import open_tokens
+from engine.data.sequences import PackedSequences, TokenSpan
 from engine.distributed import World, arrange
+from engine.lm_head.loss import IGNORE
 from engine.optimizer import adamw, gradient_norm
 from engine.settings import AdamWSettings, TrialSettings
 from engine.tasks.check_training import dense_model
@@ -26,19 +29,38 @@ def dense_run(
 ) -> Result:
     """The same step in one process, by the trial's dense model or by `model`."""
     model = (dense_model(settings, torch.device("cpu")) if model is None else model).to(dtype)
-    store = open_tokens(settings.data)
-    batches = [
-        store.batch(
-            1, replica, settings.dp_size, settings.batch_size * settings.gradient_accumulation, settings.seq_len
-        )
-        for replica in range(settings.dp_size)
-    ]
-    tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    loss = model(tokens, torch.arange(settings.seq_len), labels) / labels.numel()
-    loss.backward()
+    loss = dense_step(model, settings, 1)
     gradients = {name: parameter.grad.double().numpy() for name, parameter in model.named_parameters()}
     norm = float(np.sqrt(sum((gradient**2).sum() for gradient in gradients.values())))
     return {"loss": loss.item(), "grad_norm": norm, "gradients": gradients}
+
+
+def dense_step(model: torch.nn.Module, settings: TrialSettings, step: int) -> Tensor:
+    """Form the gradients of a step on one model; returns its mean loss. Packed documents are sequences of their own."""
+    texts = list(texts_of_step(settings, step))
+    targets = sum(int((labels != IGNORE).sum()) for _, labels in texts)
+    loss = torch.zeros((), dtype=torch.float64)
+    if settings.packs:
+        model.longest = settings.seq_len
+    for tokens_BS, labels_BS in texts:
+        part = model(tokens_BS, torch.arange(tokens_BS.shape[1]), labels_BS) / targets
+        part.backward()
+        loss += part.detach()
+    return loss
+
+
+def texts_of_step(settings: TrialSettings, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels, [B, S], that all replicas learn from in a step: its sequences, or each packed document."""
+    rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
+    store = open_tokens(settings.data)
+    if not settings.packs:
+        yield store.batch(step, 0, 1, rows, settings.seq_len)
+        return
+    packed = PackedSequences(store, TokenSpan(start=0, stop=store.header.count), settings)
+    for number in range(step * rows, (step + 1) * rows):
+        row = packed.row(packed.place(number))
+        lengths = row.lengths.tolist()
+        yield from zip(row.tokens_S[None].split(lengths, 1), row.labels_S[None].split(lengths, 1), strict=True)
 
 
 def task_of(settings: TrialSettings) -> tuple[World, TrainTask]:
@@ -82,10 +104,8 @@ def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     """Every parameter after some optimizer steps in one process, on whole batches."""
     model = dense_model(settings, torch.device("cpu")).double()
     optimizer = adamw(model, settings.learning_rate, AdamWSettings())
-    store, size = open_tokens(settings.data), settings.batch_size * settings.gradient_accumulation * settings.dp_size
     for step in range(steps):
-        tokens, labels = store.batch(step, 0, 1, size, settings.seq_len)
-        (model(tokens, torch.arange(settings.seq_len), labels) / labels.numel()).backward()
+        dense_step(model, settings, step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from engine.burst import METHOD
 from engine.data import TokenStore
@@ -22,9 +20,8 @@ from engine.distributed import arrange
 from engine.lm_head.loss import IGNORE
 from engine.optimizer import gradient_norm
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tasks.check_training import dense_model
 from engine.tasks.train import TrainTask
-from tests.engine.parity import Result, errors, parallel_runs
+from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
 
 LLAMA = ModelShape(name="odd", layers=3, hidden=24, ffn=30, heads=6, kv_heads=2, head_dim=6, vocab=257)
@@ -56,41 +53,19 @@ def store(tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-def documents_of_step(settings: TrialSettings, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each document that all replicas learn from in a step, padding left out."""
-    store = TokenStore(Path(settings.data))
-    packed = PackedSequences(store, TokenSpan(start=0, stop=store.header.count), settings)
-    rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
-    for number in range(step * rows, (step + 1) * rows):
-        row = packed.row(packed.place(number))
-        yield from zip(row.tokens_S.split(row.lengths.tolist()), row.labels_S.split(row.lengths.tolist()), strict=True)
-
-
-def one_by_one(settings: TrialSettings, step: int = 1) -> Result:
-    """Loss and gradients of the mean over the labels of all documents, each a sequence of its own."""
-    model = dense_model(replace(settings, mask="causal"), torch.device("cpu")).double()
-    model.longest = settings.seq_len
-    documents = list(documents_of_step(settings, step))
-    targets = sum(int((labels != IGNORE).sum()) for _, labels in documents)
-    loss = torch.zeros((), dtype=torch.float64)
-    for tokens_S, labels_S in documents:
-        part = model(tokens_S[None], torch.arange(len(tokens_S)), labels_S[None]) / targets
-        part.backward()
-        loss += part.detach()
-    gradients = {name: parameter.grad.double().numpy() for name, parameter in model.named_parameters()}
-    norm = float(np.sqrt(sum((gradient**2).sum() for gradient in gradients.values())))
-    return {"loss": loss.item(), "grad_norm": norm, "gradients": gradients}
-
-
 def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
     """Every model with layers computed again, one with layers kept, and by turns what else a step can be."""
     whole = replace(BASE, data=data, cp_size=ranks, world_size=ranks)
     cases = {name: replace(whole, model=model, checkpoint=AGAIN) for name, model in MODELS.items()}
+    both = replace(LLAMA, window=7, window_pattern="wf", rope_base_window=500.0)
+    cases["windows"] = replace(whole, model=both, checkpoint=AGAIN)
+    cases["window in all"] = replace(whole, model=replace(LLAMA, window=7))
     cases["kept, accumulated"] = replace(whole, gradient_accumulation=2, packing="greedy", longer_documents="drop")
     cases["two rows"] = replace(whole, model=MODELS["qwen3"], batch_size=2)
     if ranks > 1:
         cases["replicas"] = replace(whole, cp_size=ranks // 2, checkpoint=AGAIN)
-        cases["contiguous"] = replace(whole, layout="contiguous", checkpoint=AGAIN)
+        cases["zigzag"] = replace(whole, layout="zigzag", checkpoint=AGAIN)
+        cases["gathered"] = replace(whole, schedule="all_gather")
         cases["striped"] = replace(whole, layout="striped")
         cases["balanced"] = replace(whole, layout="balanced", checkpoint=AGAIN, gradient_accumulation=2)
         cases["ulysses"] = replace(whole, model=replace(LLAMA, heads=8, kv_heads=8), schedule="ulysses")
@@ -102,7 +77,7 @@ def test_a_packed_step_is_the_mean_over_its_documents(ranks: int, store: str) ->
     cases = cases_for(ranks, store)
     [found, *_] = run_on_ranks(ranks, parallel_runs, cases)
     for name, settings in cases.items():
-        apart = errors(found[name], one_by_one(settings))
+        apart = errors(found[name], dense_run(settings, torch.float64))
         assert {what: error for what, error in apart.items() if not error < 1e-10} == {}, name
 
 
@@ -134,7 +109,7 @@ def losses_beside(settings: TrialSettings, others: list[list[list[int]]]) -> lis
         loss = task.gradients(0)
         torch.distributed.all_reduce(loss)
         norm = gradient_norm(task.model.parameters()).item()
-        found.append((batch.positions_L.tolist(), batch.documents, loss.item(), norm))
+        found.append((batch.positions_L.tolist(), batch.packed.documents, loss.item(), norm))
     return found
 
 
@@ -142,7 +117,7 @@ def test_a_document_is_the_same_whatever_it_is_packed_with(store: str) -> None:
     settings = replace(BASE, data=store, cp_size=2, world_size=2, checkpoint=AGAIN)
     others = [[], [[7] * 28], [[1, 2], [3] * 5, [250] * 20]]
     ranks = run_on_ranks(2, losses_beside, settings, others)
-    for _, documents, _, _ in ranks[0]:
+    for _, documents, *_ in ranks[0]:
         assert sum(documents.lengths) == 48  # 45 and three tokens of padding
     assert ranks[0][0][1].lengths == (17, 31)  # padding is a document of its own
     positions = sorted([*ranks[0][2][0], *ranks[1][2][0]])

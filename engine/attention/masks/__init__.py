@@ -63,7 +63,7 @@ def parse_mask(setting: str) -> Mask:
     - `full`, `causal`
     - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
       every query sees
-    - `documents`: those of each batch of packed text, in training
+    - `documents`: those of each batch of packed text, in training; `documents:left-LEFT` in layers with a window
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
       full; `:full` behind them lets a document's tokens see later ones, `:left-LEFT` no more than LEFT tokens before
       them, and `:spans-START-STOP,START-STOP,...` those in a span of positions all others of it
@@ -76,8 +76,8 @@ def parse_mask(setting: str) -> Mask:
     joined = ":".join(arguments)
     if setting in ("full", "causal"):
         return Full() if setting == "full" else Causal()
-    if setting == "documents":
-        return DocumentsOfBatch()
+    if name == "documents" and (found := re.fullmatch(rf"(left-({_TOKENS}))?", joined)) and setting != "documents:":
+        return DocumentsOfBatch(None if found[2] is None else _tokens(found[2]))
     if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS}){{0,2}}", joined):
         return SlidingWindow(*map(_tokens, arguments))
     if name == "documents" and (found := re.fullmatch(_DOCUMENTS, joined)):

@@ -107,6 +107,19 @@ def test_another_mask_is_another_program_and_the_first_one_comes_back() -> None:
         assert torch.equal(program(q, k, v, mask), burst_attention(q, k, v, mask=mask, cp=cp)), mask
 
 
+def test_another_context_or_prepared_attention_is_another_program() -> None:
+    q, k, v = (t.detach() for t in leaves(ContextParallel.single()))
+    contexts = [ContextParallel.single(layout) for layout in ("zigzag", "contiguous")]
+    prepared = [prepare_attention(q, k, mask=mask, cp=contexts[0]) for mask in (SlidingWindow(3), SlidingWindow(4))]
+    program = torch.compile(lambda attend: attend(q, k, v), backend="eager", fullgraph=True)
+    for attend in (*prepared, *prepared):
+        assert torch.equal(program(attend), attend(q, k, v)), attend.mask
+    program = torch.compile(lambda cp: burst_attention(q, k, v, cp=cp), backend="eager", fullgraph=True)
+    for cp in contexts:
+        program(cp)
+        assert compiled._calls[list(compiled._calls)[-1]].cp() is cp
+
+
 @pytest.mark.parametrize("tail", [1.0, 0.5])
 def test_saved_outputs_are_used_by_a_compiled_program(tail: float) -> None:
     cp = ContextParallel.single()
@@ -144,11 +157,11 @@ def test_the_operations_agree_with_their_fakes(operation: str) -> None:
     if operation == "attention":
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
         for sinks in (None, torch.randn(4).requires_grad_()):
-            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, 0))
+            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, None, 0))
         return
     out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
     for sinks in (None, torch.randn(4)):
-        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name)
+        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name, None)
         torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
 
 
@@ -160,7 +173,7 @@ def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> No
     del cp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.burst.attention(q, k, v, None, name, None, None, 0)
+        torch.ops.burst.attention(q, k, v, None, name, None, None, None, 0)
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:

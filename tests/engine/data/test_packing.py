@@ -34,7 +34,8 @@ def test_every_token_with_a_label_is_in_one_row(lengths: list[int], rule: str) -
             labelled += range(start, start + length - ends)
     last = np.cumsum(lengths) - 1 if lengths else []
     assert sorted(labelled) == sorted(set(range(sum(lengths))) - set(map(int, last)))
-    assert found.pairs.sum() == sum(int(n) * (int(n) + 1) // 2 for n in found.lengths)
+    assert found.pairs().sum() == sum(int(n) * (int(n) + 1) // 2 for n in found.lengths)
+    assert found.pairs(3).sum() == sum(min(at, 3) for n in found.lengths for at in range(1, int(n) + 1))
 
 
 def test_a_document_that_fills_rows_leaves_no_token_without_its_label() -> None:

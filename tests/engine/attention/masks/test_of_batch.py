@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from engine import burst_attention
-from engine.attention.masks import Causal, DocumentsOfBatch, parse_mask
+from engine.attention.masks import Causal, DocumentsOfBatch, SlidingWindow, parse_mask
 
 
 def test_the_setting_is_the_placeholder() -> None:
     assert parse_mask("documents") == DocumentsOfBatch()
     assert str(DocumentsOfBatch()) == "documents"
+    assert parse_mask("documents:left-4") == DocumentsOfBatch(4)
+    assert str(DocumentsOfBatch(4)) == "documents:left-4"
     assert DocumentsOfBatch().area(40) == Causal().area(40)
+    assert DocumentsOfBatch(4).area(40) == SlidingWindow(4).area(40)
 
 
 def test_attention_refuses_it_and_names_the_mask_to_pass() -> None:
