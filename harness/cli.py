@@ -140,7 +140,9 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
         _list_verbs(parser, verbs)
     arguments, unknown = parser.parse_known_args(rest, argparse.Namespace(typed=typed))
     if unknown:
-        parser.error(f"{' '.join(unknown)} is not known")
+        near = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
+        hint = f" ({near})" if near.startswith("did you mean") else ""
+        parser.error(f"{' '.join(unknown)} is not known{hint}")
     return command, arguments
 
 

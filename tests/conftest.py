@@ -5,11 +5,15 @@ A run that fails is then the change's fault, not the seed's. `--hypothesis-profi
 
 import os
 import signal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 
 from cluster.files import progress
+from harness.launch import supervisor
+from harness.launch.forkserver import ForkServer
 
 # Read when torch is loaded, so it stands before every import of it. OpenMP's threads otherwise spin while they wait for
 # one that has no core: on a busy machine small tensors took seven times the processor time.
@@ -29,3 +33,39 @@ def no_lines_by_the_clock(monkeypatch):
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
+
+
+class _KeptServer(ForkServer):
+    """A fork server that the next command of this process with the same environment gets, unless it is in use."""
+
+    idle: ClassVar[list[ForkServer]] = []
+
+    def close(self) -> None:
+        if not self._ready or self.closed or self.ended or self.pids or self in self.idle:
+            super().close()
+            return
+        self.idle.append(self)
+        if len(self.idle) > supervisor.MAX_SERVERS:
+            ForkServer.close(self.idle.pop(0))
+
+
+def _server(environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+    if preload != supervisor.ENGINE_PRELOAD:
+        return ForkServer(environment, preload)
+    of_pytest = {"PYTEST_CURRENT_TEST": ""}
+    for server in _KeptServer.idle:
+        if server.environment | of_pytest == {**environment, **of_pytest} and not server.ended:
+            _KeptServer.idle.remove(server)
+            return server
+    return _KeptServer(environment, preload)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_fork_servers() -> Iterator[None]:
+    """Of commands that tests run in their own process: each server takes seconds of processor time to load torch, and
+    forks the ranks of every trial anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "ForkServer", _server)
+        yield
+    while _KeptServer.idle:
+        ForkServer.close(_KeptServer.idle.pop())

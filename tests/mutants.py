@@ -277,11 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="ID", help="try these faults")
     parser.add_argument("--before", action="store_true", help="record the results as those before the tests were cut")
     parser.add_argument("--after", action="store_true", help="record them as those after (default)")
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="write the table of all results into the note",
-    )
+    parser.add_argument("--table", action="store_true", help="write the table of all results into the note")
     parser.add_argument("--commit", default="HEAD", metavar="REV", help="the code and its tests (default: HEAD)")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="faults at a time, each in its copy (default: 1)"

@@ -10,6 +10,7 @@ import pytest
 
 from tests.command_help import burst_help
 from tests.patience import AMPLE
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -122,7 +123,9 @@ def test_the_readme_is_a_first_screen():
     assert len(tables) == 3, "the methods beside others, the steps measured, and the pages to read on"
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [*slow(([],)), ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]]
+)
 def test_the_lines_of_code_on_the_first_screen_give_dense_attention_alone_and_under_torchrun(launcher, tmp_path):
     [code] = [block for language, block in FENCE.findall(README.read_text("utf-8")) if language == "python"]
     assert len([line for line in code.splitlines() if line]) <= 6

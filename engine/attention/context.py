@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -30,6 +31,7 @@ _MESH_DIM = "cp"  # of a mesh of several dimensions
 Plan = TypeVar("Plan")
 
 _numbers = itertools.count()
+_contexts: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
 
 
 class ContextParallel:
@@ -90,6 +92,7 @@ class ContextParallel:
         self.traffic = self.comms.traffic  # bytes that this rank has sent
         self.collective = self.comms.collective  # around steps that all ranks take together
         self.name = f"context {next(_numbers)}"  # of this process alone
+        _contexts[self.name] = self
         self.plans: PlanCache[Any] = PlanCache()  # `AttentionPlan`s among these ranks, of a higher layer
         self.plan_number = 0  # of the plan that this context is part of
 
@@ -108,7 +111,7 @@ class ContextParallel:
     def under(self, mask: Mask) -> ContextParallel:
         """These ranks as they share a sequence of this mask: where the layout deals documents, it deals those of the
         mask, with plans of their own."""
-        if not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
+        if self.size == 1 or not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
             return self
         other = copy.copy(self)
         other.plans = PlanCache()
@@ -221,6 +224,14 @@ class ContextParallel:
         with self.comms.collective(), peers_needed(self.group, "all other ranks"):
             dist.all_to_all_single(received, sent, group=self.group)
         return received.to(accumulation_dtype(whole.dtype)).sum(dim=0).to(whole.dtype)
+
+
+def context_named(name: str) -> ContextParallel:
+    """The context of this name. Raises ValueError where it no longer exists."""
+    found = _contexts.get(name)
+    if found is None:
+        raise ValueError(f"the ContextParallel {name!r} no longer exists; keep it with what uses it")
+    return found
 
 
 class PlanCache(Generic[Plan]):

@@ -22,10 +22,11 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.collectives import TokenRun, token_runs_in_order
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
+from engine.attention.geometry.tile_table import TileTable
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Documents, Mask
-from engine.attention.masks.pairs import pair_table, tiles_of_all_keys
+from engine.attention.masks.pairs import PairTable, pair_table, tiles_of_all_keys
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
 from engine.cuda.alternate import streams_of
@@ -163,9 +164,9 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
     """The kernel for a rank's part of the heads, and the bands that any rank's tiles have: the same on every rank."""
     problem, division, choices, part = choice.problem, choice.division, choice.choices, choice.shards
     if choice.schedule == ALL_GATHER:
-        bands = tiles_of_all_keys(problem.mask, problem.layout, problem.seq_len, problem.cp_size).kinds
+        table: TileTable | PairTable = tiles_of_all_keys(problem.mask, problem.layout, problem.seq_len, problem.cp_size)
     else:
-        bands = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size).kinds
+        table = pair_table(problem.mask, division.layout, problem.seq_len, division.ring.cp_size)
     return choose_kernel(
         choices.kernel,
         KernelProblem(
@@ -174,7 +175,8 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
             heads=part.heads,
             kv_heads=part.kv_heads,
             head_dim=problem.head_dim,
-            bands=bands,
+            bands=table.kinds,
+            sequences=table.has_sequences,
             deterministic=choices.deterministic,
             softcap=choices.softcap,
             any_delta=choices.lse_gradient,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.compiled import compiled_attention, registered
-from engine.attention.context import ContextParallel
+from engine.attention.context import ContextParallel, context_named
 from engine.attention.inputs import (
     Result,
     check_inputs,
@@ -29,11 +29,14 @@ from engine.attention.inputs import (
     to_bshd,
 )
 from engine.attention.masks import Causal, Mask
+from engine.attention.masks.mask import mask_named
 from engine.attention.op import run_attention
 from engine.attention.plan import Bounds, cached_plan, mask_of
 from engine.attention.resolve import Choices
 
 _CAUSAL = Causal()
+_Constant = tuple[str, int]  # name and id of a mask
+torch.compiler.assume_constant_result(Mask.name_in_programs)  # marked here because masks do not import torch
 
 
 @lru_cache(maxsize=1)
@@ -159,7 +162,8 @@ def burst_attention(
         _refuse(error, cp, q_BLND, k_BLKD, v_BLKD)
     if torch.compiler.is_compiling():
         bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
-        name = _traced(mask, known, bounds is not None, max_seqlen, cp, *choices)
+        context = None if cp is None else cp.name
+        name = _traced(_constant(mask), known, bounds is not None, max_seqlen, context, *choices)
         out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
         found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
@@ -261,7 +265,7 @@ class PreparedAttention:
                 check_sinks(sinks_N, q_BLND)
         if torch.compiler.is_compiling():
             bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
-            name = _traced_prepared(self, mask, known, bounds is not None, max_seqlen)
+            name = self._traced(id(self), _constant(mask), known, bounds is not None, max_seqlen)
             out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
         if cu_seqlens is not None or max_seqlen is not None:
@@ -279,6 +283,19 @@ class PreparedAttention:
             return_lse=self._return_lse,
         )
         return found if self._layout == "BSHD" else from_bshd(found, self._layout)
+
+    @torch.compiler.assume_constant_result
+    def _traced(
+        self,
+        _guarded: int,
+        mask: _Constant | None,
+        cu_seqlens: Sequence[int] | None,
+        has_bounds: bool,
+        max_seqlen: int | None,
+    ) -> str:
+        """As the function `_traced`. `_guarded` is this object's id: the program is for this attention alone."""
+        given = _given(mask, cu_seqlens, has_bounds, max_seqlen)
+        return registered(given or self.mask, self.cp, self._choices, max_seqlen)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the prepared mask."""
@@ -346,38 +363,32 @@ def prepare_attention(
     return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)
 
 
+def _constant(mask: Mask | None) -> _Constant | None:
+    """A mask as what every torch takes as a constant while it traces. Its id makes torch guard the program: it is for
+    this mask alone."""
+    return (mask.name_in_programs(), id(mask)) if isinstance(mask, Mask) else mask
+
+
 @torch.compiler.assume_constant_result
 def _traced(
-    mask: Mask | None,
+    mask: _Constant | None,
     cu_seqlens: Sequence[int] | None,
     has_bounds: bool,
     max_seqlen: int | None,
-    cp: ContextParallel | None,
+    context: str | None,
     *choices: Any,
 ) -> str:
     """The name under which a compiled program finds mask, context and choices. `has_bounds`: the mask is that of a
     tensor which the program has."""
-    given = _given(mask, cu_seqlens, has_bounds, max_seqlen)
-    return registered(given or _CAUSAL, cp or _alone(), Choices(*choices), max_seqlen)
-
-
-@torch.compiler.assume_constant_result
-def _traced_prepared(
-    attend: PreparedAttention,
-    mask: Mask | None,
-    cu_seqlens: Sequence[int] | None,
-    has_bounds: bool,
-    max_seqlen: int | None,
-) -> str:
-    """The same of a prepared attention."""
-    given = _given(mask, cu_seqlens, has_bounds, max_seqlen)
-    return registered(given or attend.mask, attend.cp, attend._choices, max_seqlen)
+    cp = _alone() if context is None else context_named(context)
+    return registered(_given(mask, cu_seqlens, has_bounds, max_seqlen) or _CAUSAL, cp, Choices(*choices), max_seqlen)
 
 
 def _given(
-    mask: Mask | None, cu_seqlens: Sequence[int] | None, has_bounds: bool, max_seqlen: int | None
+    constant: _Constant | None, cu_seqlens: Sequence[int] | None, has_bounds: bool, max_seqlen: int | None
 ) -> Mask | None:
     """As `mask_of`; boundaries in a tensor are read when the program runs."""
+    mask = mask_named(constant[0]) if isinstance(constant, tuple) else constant
     if not has_bounds:
         return mask_of(mask, cu_seqlens, max_seqlen)
     if mask is not None:

@@ -42,7 +42,15 @@ from engine.attention.cost import (
 )
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, as_layout, split_unsupported_reason, tail_cut
-from engine.attention.masks import Documents, Full, Mask, TooManyTiles, imbalance, kept_share, parse_mask
+from engine.attention.masks import (
+    Documents,
+    Full,
+    Mask,
+    TooManyTiles,
+    imbalance,
+    kept_share,
+    parse_mask,
+)
 from engine.attention.masks.mask import FirstRows
 from engine.attention.masks.pairs import pair_tiles
 from engine.attention.problem import (

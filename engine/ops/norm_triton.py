@@ -46,12 +46,10 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     within = column < features
     w = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, rows, programs):
-        row = start + program
-        live = within & (row < rows)
+    for row in range(program, rows, programs):
         at = row * features + column
-        value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-        gradient = tl.load(dnormed + at, mask=live, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=within, other=0.0).to(tl.float32)
+        gradient = tl.load(dnormed + at, mask=within, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / features + eps)
         unit = value * scale
         weighted = gradient * w
@@ -59,8 +57,8 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         result = scale * (weighted - unit * along)
         dweight += gradient * unit
         if ADD:
-            result += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=live)
+            result += tl.load(residual + at, mask=within, other=0.0).to(tl.float32)
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=within)
     tl.store(partial + program * features + column, dweight, mask=within)
 
 

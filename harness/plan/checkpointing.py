@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.cost import GpuSpeeds
@@ -20,6 +21,10 @@ from harness.records.forecasts import NO_CORRECTION, Correction
 _CONTEXT_GIB = 1.5
 
 
+# A search takes a tenth of a second, and a command may ask for the same one again: for a plan and for its forecasts.
+_planned = lru_cache(maxsize=256)(planned)
+
+
 def with_plan(
     settings: TrialSettings,
     machine: Machine,
@@ -35,7 +40,7 @@ def with_plan(
     if parse_mask(settings.mask).unsupported_reason(settings.seq_len) is not None:
         return settings, None
     hardware = hardware or hardware_for(machine.gpu_name)
-    chosen, forecast = planned(
+    chosen, forecast = _planned(
         settings,
         budget_of(settings, machine, hardware),
         planner_speeds(settings.kernel, hardware),

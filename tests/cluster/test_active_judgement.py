@@ -128,9 +128,7 @@ def outcomes(nodes: str, *failed: str) -> dict[Pair, bool]:
         (outcomes("ab", "ab"), ["a", "b"], []),
     ],
 )
-def test_those_that_explain_the_failures_are_tried_with_those_beyond_doubt(
-    worked: dict[Pair, bool], doubted: list[str], second: list[list[Pair]]
-) -> None:
+def test_those_that_explain_the_failures_are_tried_with_those_beyond_doubt(worked, doubted, second):
     assert suspects(worked) == doubted
     assert second_pass(worked) == second
 

@@ -120,9 +120,7 @@ def test_rails_of_other_names_face_each_other_in_order() -> None:
     assert (ours_left, [rail.port for rail in theirs_left]) == ([], ["roce2:1"])
 
 
-def test_a_node_without_the_program_or_without_adapters_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_the_program_or_without_adapters_is_no_fault(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     if node_rails.unavailable() == "":
         pytest.skip("perftest is installed here")

@@ -151,9 +151,7 @@ def test_the_interface_towards_this_machine_is_loopback() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_adds_what_was_measured_to_its_page(
-    tmp_path: Path, roomy_site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_adds_what_was_measured_to_its_page(tmp_path, roomy_site, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     page = tmp_path / "page.html"
     code = main(["--active", "cpu", "--only", "disk", "--site", str(roomy_site), "--json", "--html", str(page)])

@@ -14,6 +14,7 @@ import pytest
 from cluster.files import archive as archives
 from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError
+from tests.slow import slow
 
 LINK, HARD = tarfile.SYMTYPE, tarfile.LNKTYPE
 BLOCK = 512
@@ -89,7 +90,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[".tar", ".tar.gz"])
+@pytest.fixture(params=[".tar.gz", *slow(".tar")])
 def hostile(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
     def made(name: str) -> Path:
         path = tmp_path / f"hostile{request.param}"

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ def state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def test_this_machine_is_ok_without_gpus(
-    roomy_site: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine_is_ok_without_gpus(roomy_site, install_nvidia_smi, capsys):
     install_nvidia_smi("echo 'No devices were found'; exit 6")
     assert main(["--site", str(roomy_site), *QUIET]) == 0
     printed = capsys.readouterr().out
@@ -41,9 +38,7 @@ def test_this_machine_is_ok_without_gpus(
     assert "1 node: 1 ok; 1 usable" in printed
 
 
-def test_a_busy_machine_is_a_warning_and_not_free(
-    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_a_warning_and_not_free(tmp_path, install_nvidia_smi, capsys):
     install_nvidia_smi(
         'case $1 in *memory.used) echo "0, GPU-1, 5000";; *compute-apps*) echo "GPU-1, $$, 4990, python3";; '
         '*) echo "0, GPU-1, 0:6, NVIDIA H200, 580.1, 143771";; esac'
@@ -59,9 +54,7 @@ def test_a_busy_machine_is_a_warning_and_not_free(
     assert "busy: 5000 MiB of GPU memory in use on GPU 0" in printed.err
 
 
-def test_a_site_with_gpus_fails_a_machine_without(
-    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_site_with_gpus_fails_a_machine_without(tmp_path, install_nvidia_smi, capsys):
     install_nvidia_smi("echo 'No devices were found'; exit 6")
     site = tmp_path / "site.yaml"
     site.write_text("gpus: {count: 8}\n")
@@ -96,9 +89,7 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["gpu01", "--key", "/absent"], "/absent is no file"),
     ],
 )
-def test_bad_usage_is_one_sentence_and_exit_code_three(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_usage_is_one_sentence_and_exit_code_three(arguments, sentence, capsys):
     assert main(arguments) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -135,11 +126,7 @@ def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
     assert b"exit codes: 0 all ok" in done.stdout
 
 
-def test_a_node_over_ssh_gets_every_check(
-    sshd: LoopbackSshd,
-    roomy_site: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_node_over_ssh_gets_every_check(sshd, roomy_site, capsys):
     code = main([sshd.target(), *sshd.arguments(), "--site", str(roomy_site), "--json", *QUIET])
     report = json.loads(capsys.readouterr().out)
     assert set(report["checks"]) == set(discover()) - set(QUIET[1].split(",")) | {"reachability", "clock", "history"}
@@ -148,9 +135,7 @@ def test_a_node_over_ssh_gets_every_check(
     assert (code, report["verdict"], report["node"]) == (0, "ok", "127.0.0.1")
 
 
-def test_an_unknown_host_key_is_refused_and_not_learned(
-    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_host_key_is_refused_and_not_learned(sshd, tmp_path, capsys):
     known_hosts = tmp_path / "known_hosts"
     assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts)]) == 3
     printed = capsys.readouterr().out
@@ -159,9 +144,7 @@ def test_an_unknown_host_key_is_refused_and_not_learned(
     assert not known_hosts.exists()
 
 
-def test_an_accepted_host_key_is_kept_for_the_next_time(
-    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_accepted_host_key_is_kept_for_the_next_time(sshd, tmp_path, roomy_site, capsys):
     known_hosts = tmp_path / "new" / "known_hosts"
     arguments = [
         sshd.target(),
@@ -178,9 +161,7 @@ def test_an_accepted_host_key_is_kept_for_the_next_time(
     assert main(arguments) == 0
 
 
-def test_accepting_a_new_key_leaves_the_rest_of_the_file_alone(
-    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepting_a_new_key_leaves_the_rest_of_the_file_alone(sshd, tmp_path, roomy_site, capsys):
     known_hosts = tmp_path / "known_hosts"
     known_hosts.write_text("# ours\n# no line break")
     arguments = ["--key", str(sshd.key), "--known-hosts", str(known_hosts), "--site", str(roomy_site), *QUIET]
@@ -188,9 +169,7 @@ def test_accepting_a_new_key_leaves_the_rest_of_the_file_alone(
     assert known_hosts.read_text() == f"# ours\n# no line break\n[127.0.0.1]:{sshd.port} {sshd.host_key}\n"
 
 
-def test_a_broken_line_of_known_hosts_is_named(
-    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_line_of_known_hosts_is_named(sshd, tmp_path, capsys):
     known_hosts = tmp_path / "known_hosts"
     known_hosts.write_text(f"[127.0.0.1]:{sshd.port} ssh-ed25519 AAA\n")
     assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts)]) == 3
@@ -198,9 +177,7 @@ def test_a_broken_line_of_known_hosts_is_named(
 
 
 @pytest.mark.parametrize("extra", [[], ["--accept-new-host-keys"]])
-def test_a_changed_host_key_is_unknown_whatever_is_accepted(
-    sshd: LoopbackSshd, tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_host_key_is_unknown_whatever_is_accepted(sshd, tmp_path, extra, capsys):
     known_hosts = tmp_path / "known_hosts"
     before = f"[127.0.0.1]:{sshd.port} {make_key(tmp_path / 'other')}\n"
     known_hosts.write_text(before)
@@ -211,9 +188,7 @@ def test_a_changed_host_key_is_unknown_whatever_is_accepted(
     assert known_hosts.read_text() == before
 
 
-def test_a_key_the_node_does_not_know_is_unknown_and_names_the_user(
-    sshd: LoopbackSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_the_node_does_not_know_is_unknown_and_names_the_user(sshd, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     make_key(tmp_path / "no_profile")
     arguments = ["--key", str(tmp_path / "no_profile"), "--known-hosts", str(sshd.known_hosts)]
@@ -228,18 +203,14 @@ def test_a_closed_port_is_unknown_and_never_free(sshd: LoopbackSshd, capsys: pyt
     assert "cannot be reached" in printed.err
 
 
-def test_a_node_that_accepts_but_never_answers_is_unknown(
-    sshd: LoopbackSshd, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_accepts_but_never_answers_is_unknown(sshd, capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         assert main([target, *sshd.arguments(), "--timeout", "1"]) == 3
     assert "unknown" in capsys.readouterr().out
 
 
-def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
-    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(sshd, tmp_path, roomy_site, capsys):
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{sshd.target('127.0.0.3')}  # no server listens there\n{sshd.target('127.0.0.[1-2]')}\n")
     arguments = [str(hosts), *sshd.arguments(), "--site", str(roomy_site), *QUIET]
@@ -247,10 +218,7 @@ def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
     assert capsys.readouterr().out == "127.0.0.1\n127.0.0.2\n"
     assert main(arguments) == 3
     table = capsys.readouterr().out
-    assert [line.split()[0] for line in table.splitlines() if line.startswith("127.")] == [
-        "127.0.0.3",
-        "127.0.0.[1-2]",
-    ]
+    assert [line.split()[0] for line in table.splitlines() if line.startswith("127.")] == ["127.0.0.3", "127.0.0.[1-2]"]
     assert "3 nodes: 2 ok, 1 unknown; 2 usable" in table
     assert main([*arguments, "--json"]) == 3
     names = [json.loads(line)["node"] for line in capsys.readouterr().out.splitlines()]
@@ -260,9 +228,7 @@ def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
     assert (faulty["node"], set(faulty["checks"])) == ("127.0.0.3", {"reachability"})
 
 
-def test_an_inventory_judges_each_node_by_its_own_expectations(
-    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_inventory_judges_each_node_by_its_own_expectations(sshd, tmp_path, capsys):
     inventory = tmp_path / "lab.yaml"
     inventory.write_text(
         f"ssh: {{port: {sshd.port}, key: {sshd.key}}}\n"
@@ -289,18 +255,14 @@ def test_an_inventory_judges_each_node_by_its_own_expectations(
         (["--only", "drift", "--no-history"], {"reachability", "clock", "drift", *READS}),
     ],
 )
-def test_every_name_of_the_check_column_can_be_chosen(
-    arguments: list[str], names: set[str], sshd: LoopbackSshd, roomy_site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_name_of_the_check_column_can_be_chosen(arguments, names, sshd, roomy_site, capsys):
     nodes = [sshd.target("127.0.0.1"), sshd.target("127.0.0.2")]
     main([*nodes, *sshd.arguments(), "--site", str(roomy_site), "--json", *arguments])
     lines = capsys.readouterr().out.splitlines()
     assert [set(json.loads(line)["checks"]) for line in lines] == [names] * 2
 
 
-def test_a_counter_that_rose_since_the_last_look_is_told(
-    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_counter_that_rose_since_the_last_look_is_told(tmp_path, install_nvidia_smi, capsys):
     state = install_nvidia_smi(f"[ $1 = -q ] && sed \"s/DRAM Correctable .*/DRAM Correctable : $(cat $STATE/count)/\" "
                                f"{ROOT}/tests/cluster/outputs/h200_q.txt")  # fmt: skip
     arguments = ["--only", "gpu_ecc", "--history", str(tmp_path / "kept"), "--json"]
@@ -315,9 +277,7 @@ def test_a_counter_that_rose_since_the_last_look_is_told(
     assert "history" not in json.loads(capsys.readouterr().out)["checks"]
 
 
-def test_nagios_and_html_come_from_one_look(
-    tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nagios_and_html_come_from_one_look(tmp_path, roomy_site, capsys):
     page = tmp_path / "nodes.html"
     assert main(["--nagios", "--html", str(page), "--site", str(roomy_site), *QUIET]) == 0
     printed = capsys.readouterr().out

@@ -114,10 +114,7 @@ def test_the_sites_own_interface_wins_and_is_checked():
     )
     choice = choose_interface(facts, wanted="ens1", mtu=1500)
     assert (choice.name, choice.origin, choice.reason) == ("ens1", "site", "named by the site file")
-    assert choice.warnings == (
-        "interface ens1 is down",
-        "interface ens1 has an MTU of 9000, but the site expects 1500",
-    )
+    assert choice.warnings == ("interface ens1 is down", "interface ens1 has an MTU of 9000, but the site expects 1500")
     absent = choose_interface(facts, wanted="eth7").warnings
     assert absent == ("interface eth7 is not on this node, which has ens1, eth0",)
 

@@ -64,9 +64,7 @@ def test_only_nodes_with_the_same_gpus_are_compared() -> None:
         ("pkey", "pkeys", ["0x8001 0xffff"], ["0xffff"], "partition keys 0xffff, but 2 of 3 nodes have 0x8001 0xffff"),
     ],
 )
-def test_whatever_must_match_between_nodes_is_compared(
-    check: str, fact: str, usual: object, other: object, words: str
-) -> None:
+def test_whatever_must_match_between_nodes_is_compared(check, fact, usual, other, words):
     nodes = dict([node("a"), node("b"), node("c")])
     for name, value in (("a", usual), ("b", other), ("c", usual)):
         nodes[name][check] = Verdict(level="ok", summary="", facts={fact: value})

@@ -16,7 +16,6 @@ from cluster.checks import conclude
 from cluster.checks.gpu import gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
-from cluster.probing.verdict import Verdict
 from cluster.profiles import Board
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
@@ -38,33 +37,28 @@ def rows(count: int, row: str = H200) -> str:
     return "\n".join(f"{index}{row[1:]}" for index in range(count))
 
 
-@pytest.mark.parametrize("site", [EIGHT_H200, ANYTHING])
-def test_eight_healthy_gpus_are_ok(site: Site) -> None:
-    verdict = gpus.judge(Output(text=rows(8)), site)
-    assert (verdict.level, verdict.action) == ("ok", "none")
-    assert verdict.summary == "8 x NVIDIA H200, driver 580.159.04"
-    assert verdict.facts["count"] == 8
+SOUND = "8 x NVIDIA H200, driver 580.159.04"
+SEVEN = "7 x NVIDIA H200, but the site expects 8 GPUs; GPUs that answer: 0, 1, 2, 3, 4, 5, 6"
+TWO_MODELS = rows(1) + "\n" + H200.replace("0, ", "1, ", 1).replace("H200", "H100 PCIe")
 
 
-def test_a_missing_gpu_fails_and_the_ones_that_answer_are_named() -> None:
-    verdict = gpus.judge(Output(text=rows(7)), EIGHT_H200)
-    assert (verdict.level, verdict.action) == ("fail", "reboot")
-    assert verdict.summary == "7 x NVIDIA H200, but the site expects 8 GPUs; GPUs that answer: 0, 1, 2, 3, 4, 5, 6"
-
-
-def test_a_gpu_where_none_is_expected_fails() -> None:
-    assert gpus.judge(Output(text=rows(1)), NO_GPUS).level == "fail"
-
-
-def test_another_model_than_the_sites_fails() -> None:
-    verdict = gpus.judge(Output(text=rows(8, H200.replace("H200", "H100 80GB HBM3"))), EIGHT_H200)
-    assert (verdict.level, verdict.action) == ("fail", "isolate")
-    assert "expects H200" in verdict.summary
-
-
-def test_two_models_in_one_node_are_a_warning() -> None:
-    text = rows(1) + "\n" + H200.replace("0, ", "1, ", 1).replace("H200", "H100 PCIe")
-    assert gpus.judge(Output(text=text), ANYTHING).level == "warn"
+@pytest.mark.parametrize(
+    ("text", "site", "level", "action", "words"),
+    [
+        (rows(8), EIGHT_H200, "ok", "none", SOUND),
+        (rows(8), ANYTHING, "ok", "none", SOUND),
+        (rows(7), EIGHT_H200, "fail", "reboot", SEVEN),
+        (rows(1), NO_GPUS, "fail", "isolate", ""),
+        (rows(8, H200.replace("H200", "H100 80GB HBM3")), EIGHT_H200, "fail", "isolate", "expects H200"),
+        (TWO_MODELS, ANYTHING, "warn", "monitor", ""),
+        ("Segmentation fault", ANYTHING, "unknown", "none", ""),
+    ],
+)
+def test_the_gpus_that_answer_are_counted_and_compared_with_the_site(text, site, level, action, words):
+    verdict = gpus.judge(Output(text=text), site)
+    assert (verdict.level, verdict.action) == (level, action)
+    assert words in verdict.summary
+    assert "count" not in verdict.facts or verdict.facts["count"] == text.count("NVIDIA")
 
 
 @pytest.mark.parametrize("judge", [gpus.judge, gpu_memory.judge])
@@ -72,9 +66,7 @@ def test_two_models_in_one_node_are_a_warning() -> None:
 @pytest.mark.parametrize(
     "output", [Output(text="", exit_status=127), Output(text="No devices were found", exit_status=6)]
 )
-def test_no_gpu_is_ok_where_none_is_expected(
-    judge: Callable[[Output, Site], Verdict], site: Site, output: Output
-) -> None:
+def test_no_gpu_is_ok_where_none_is_expected(judge, site, output):
     assert judge(output, site).level == "ok"
 
 
@@ -101,16 +93,9 @@ def test_no_driver_program_fails_where_gpus_are_expected() -> None:
         (4, "Insufficient Permissions", "unknown", "none"),
     ],
 )
-def test_what_nvidia_smi_complains_about_is_the_verdict(
-    judge: Callable[[Output, Site], Verdict], status: int, text: str, level: str, action: str
-) -> None:
+def test_what_nvidia_smi_complains_about_is_the_verdict(judge, status, text, level, action):
     verdict = judge(Output(text=text, exit_status=status), EIGHT_H200)
     assert (verdict.level, verdict.action) == (level, action)
-
-
-def test_output_that_is_no_list_of_gpus_is_unknown() -> None:
-    assert gpus.judge(Output(text="Segmentation fault"), ANYTHING).level == "unknown"
-    assert gpu_memory.judge(Output(text="Segmentation fault"), ANYTHING).level == "unknown"
 
 
 @pytest.mark.parametrize("output", [Output(text=rows(8), exit_status=124), Output(text="", exit_status=None), None])
@@ -119,41 +104,28 @@ def test_a_probe_that_hangs_or_never_ran_is_unknown(output: Output | None) -> No
     assert verdict.level == "unknown"
 
 
-def test_idle_gpus_are_free() -> None:
-    text = "\n".join(f"gpu {index}, GPU-{index}, 4" for index in range(8))
-    verdict = gpu_memory.judge(Output(text=text), EIGHT_H200)
-    assert (verdict.level, verdict.busy) == ("ok", False)
+BY_ROOT = "busy: 1643 MiB of GPU memory in use on GPU 0 by root: python3 (pid 608, GPU 0, 1634 MiB)"
 
 
-def test_a_gpu_in_use_is_busy_and_says_by_whom() -> None:
-    verdict = gpu_memory.judge(Output(text=BUSY), ANYTHING)
-    assert (verdict.level, verdict.busy) == ("warn", True)
-    assert verdict.summary == (
-        "busy: 1643 MiB of GPU memory in use on GPU 0 by root: python3 (pid 608, GPU 0, 1634 MiB)"
-    )
-
-
-def test_a_little_on_every_gpu_is_busy_too() -> None:
-    text = "\n".join(f"gpu {index}, GPU-{index}, 14" for index in range(8))
-    verdict = gpu_memory.judge(Output(text=text), EIGHT_H200)
-    assert verdict.busy
-    assert "112 MiB of GPU memory in use over 8 GPUs" in verdict.summary
-
-
-def test_memory_held_by_an_invisible_process_is_still_busy() -> None:
-    text = f"gpu 0, {UUID}, 1643\nprocess {UUID}, 608, 1634, python3"
+@pytest.mark.parametrize(
+    ("text", "level", "busy", "words"),
+    [
+        ("\n".join(f"gpu {index}, GPU-{index}, 4" for index in range(8)), "ok", False, ""),
+        (BUSY, "warn", True, BY_ROOT),
+        (
+            "\n".join(f"gpu {index}, GPU-{index}, 14" for index in range(8)),
+            "warn", True, "112 MiB of GPU memory in use over 8 GPUs",
+        ),
+        (BUSY.partition("\nowner")[0], "warn", True, "a process this user cannot see"),
+        (f"gpu 0, {UUID}, 0\nprocess {UUID}, 608, 1634, python3", "ok", False, ""),  # which vanished
+        (f"gpu 0, {UUID}, [N/A]", "unknown", False, ""),  # the device does not report it
+        ("Segmentation fault", "unknown", False, ""),
+    ],
+)  # fmt: skip
+def test_memory_in_use_makes_a_node_busy_and_says_whose_it_is(text, level, busy, words):
     verdict = gpu_memory.judge(Output(text=text), ANYTHING)
-    assert verdict.busy
-    assert "a process this user cannot see" in verdict.summary
-
-
-def test_a_process_that_vanished_makes_nothing_busy() -> None:
-    text = f"gpu 0, {UUID}, 0\nprocess {UUID}, 608, 1634, python3"
-    assert not gpu_memory.judge(Output(text=text), ANYTHING).busy
-
-
-def test_memory_the_device_does_not_report_is_unknown() -> None:
-    assert gpu_memory.judge(Output(text=f"gpu 0, {UUID}, [N/A]"), ANYTHING).level == "unknown"
+    assert (verdict.level, verdict.busy) == (level, busy)
+    assert words in verdict.summary
 
 
 FAKE = """
@@ -181,9 +153,7 @@ def test_a_busy_node_is_sampled_again_before_it_is_called_busy(install_nvidia_sm
     assert (state / "samples").read_text().count("x") == 3
 
 
-def test_memory_of_a_process_that_has_just_ended_does_not_make_the_node_busy(
-    install_nvidia_smi: Callable[[str], Path],
-) -> None:
+def test_memory_of_a_process_that_has_just_ended_does_not_make_the_node_busy(install_nvidia_smi):
     memory = f'[ $(wc -l < $STATE/samples) -gt 1 ] && echo "0, {UUID}, 0" || echo "0, {UUID}, 1643"'
     state = install_nvidia_smi(FAKE.format(uuid=UUID, memory=memory))
     verdict = gpu_memory.judge(run_memory_probe(PATIENT), PATIENT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from cluster.checks import Check
@@ -51,9 +49,7 @@ BROKEN = [
 
 @EVERY_MODEL
 @pytest.mark.parametrize(("check", "path", "value", "level", "action", "words"), BROKEN)
-def test_one_broken_gpu_is_found_and_named(
-    check: Check, path: str, value: str, level: str, action: str, words: str, model: str
-) -> None:
+def test_one_broken_gpu_is_found_and_named(check, path, value, level, action, words, model):
     verdict = judge(check, report(model, setting(path, value)), EIGHT, board(model))
     assert (verdict.level, verdict.action) == (level, action)
     assert verdict.summary.startswith("GPU 2 ")
@@ -200,9 +196,7 @@ def test_counters_of_every_gpu_are_kept() -> None:
 
 
 @EVERY_MODEL
-def test_the_probe_keeps_all_that_the_checks_read_and_little_else(
-    model: str, install_nvidia_smi: Callable[[str], object]
-) -> None:
+def test_the_probe_keeps_all_that_the_checks_read_and_little_else(model, install_nvidia_smi):
     whole = (OUTPUTS / f"{model}_q.txt").read_text()
     install_nvidia_smi(f"[ $1 = -q ] && cat {OUTPUTS}/{model}_q.txt")
     done = LocalRunner().run(["sh", "-s"], stdin=render_script({"report": REPORT}, "abc"), deadline_seconds=AMPLE)

@@ -122,9 +122,7 @@ def test_a_probe_that_is_slow_once_is_asked_once_more(tmp_path: Path) -> None:
     assert (only.verdicts["slow"].level, only.verdicts["slow"].summary) == ("ok", "fine")
 
 
-def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(monkeypatch):
     never = threading.Event()
 
     @contextmanager

@@ -41,10 +41,7 @@ def inventory(servers, tmp_path):
         {"hosts": f"node{number}", "address": "127.0.0.1", "ssh": {"port": server.port, "key": str(server.key)}}
         for number, (server, _) in enumerate(servers, start=1)
     ]
-    content = {
-        "nodes": nodes,
-        "container": {"engine": "docker", "image": NAME},
-    }
+    content = {"nodes": nodes, "container": {"engine": "docker", "image": NAME}}
     for _, docker in servers:
         docker.empty()
     path = tmp_path / "lab.yaml"
@@ -159,11 +156,7 @@ def test_an_image_arrives_where_it_lacks_and_nothing_else_stays(docker, servers,
     ("how", "text", "said"),
     [
         ("refuse", "", "docker did not take it (no space left on device); check its disk there"),
-        (
-            "damage",
-            NAME.replace("/", "_"),
-            "docker has sha256:e00000000000 as lab/burst:1, expected sha256:",
-        ),
+        ("damage", NAME.replace("/", "_"), "docker has sha256:e00000000000 as lab/burst:1, expected sha256:"),
         ("down", "", "docker does not answer (Cannot connect to the Docker daemon)"),
     ],
 )

@@ -173,9 +173,7 @@ def test_the_catalogue_has_the_numbers_that_matter_with_meaning_and_cure() -> No
 
 
 @pytest.mark.parametrize("journal", [True, False])
-def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(
-    journal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(journal, tmp_path, monkeypatch):
     line = "[    1.500000] {}NVRM: Xid (PCI:0000:47:00): 79, GPU has fallen off the bus."
     asked = 'case "$*" in *"-n 1 "*) echo entry ;; *) echo "' + line.format("gpu01 kernel: ") + '" ;; esac'
     entries = asked if journal else "exit 1"

@@ -143,6 +143,7 @@ def guests() -> set[Path]:
     return set(Path("/tmp").glob("burst-guest-*"))
 
 
+@pytest.mark.hosts
 def test_two_hosts_become_a_cluster_run_a_trial_of_two_ranks_and_are_left_as_they_were(tmp_path):
     with opened_site(2, tmp_path) as site:
         code, said = site.up()

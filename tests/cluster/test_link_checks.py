@@ -99,9 +99,7 @@ def test_one_gpu_of_which_no_links_are_listed_is_sound_and_more_are_unknown() ->
     assert nvlink.judge(Output(text="gpus 8\nerrors\n"), Site(), board("h200")).level == "unknown"
 
 
-def test_the_probe_tells_how_many_gpus_there_are_where_no_link_is_listed(
-    install_nvidia_smi: Callable[[str], object],
-) -> None:
+def test_the_probe_tells_how_many_gpus_there_are_where_no_link_is_listed(install_nvidia_smi):
     install_nvidia_smi('case $1 in -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)" ;; esac')
     verdict = nvlink.judge(look(nvlink), Site(), board("h200", 1))
     assert (verdict.level, verdict.summary) == ("ok", "one GPU, of which no links are listed")
@@ -111,9 +109,7 @@ def test_links_of_an_unknown_model_are_unknown() -> None:
     assert nvlink.judge(links("h100"), EIGHT, STRANGER).level == "unknown"
 
 
-def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counters(
-    install_nvidia_smi: Callable[[str], object],
-) -> None:
+def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counters(install_nvidia_smi):
     install_nvidia_smi(f'case $2 in -s) cat {OUTPUTS}/h200_nvlink_s.txt ;; -e) echo "not supported"; exit 3 ;; esac')
     output = look(nvlink)
     assert output.exit_status == 0
@@ -143,9 +139,7 @@ def devices(width: str, highest_width: str, speed: str, highest: str) -> Output:
         ("h100", ("?", "?", "?", "?"), "unknown", "cannot be read"),
     ],
 )
-def test_lanes_and_generation_are_those_of_the_model(
-    model: str, row: tuple[str, str, str, str], level: str, words: str
-) -> None:
+def test_lanes_and_generation_are_those_of_the_model(model, row, level, words):
     verdict = pcie.judge(devices(*row), EIGHT, board(model))
     assert verdict.level == level
     assert words in verdict.summary
@@ -230,9 +224,7 @@ def test_access_control_above_a_gpu_and_its_adapter_is_a_warning(tree: Path, mon
     assert pcie_acs.judge(look_at(pcie_acs, tree, "virtual"), Site()).level == "ok"
 
 
-def test_access_control_that_is_off_is_ok_and_one_that_was_not_read_says_so(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_access_control_that_is_off_is_ok_and_one_that_was_not_read_says_so(tree, monkeypatch):
     install_lspci(tree, monkeypatch, f"sed '/ACSCtl/s/+/-/g' {OUTPUTS}/lspci_bridge.txt")
     verdict = pcie_acs.judge(look_at(pcie_acs, tree), Site())
     assert (verdict.level, verdict.summary) == ("ok", "access control is off at 2 bridges above GPUs and adapters")

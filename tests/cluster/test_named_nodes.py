@@ -53,25 +53,15 @@ def test_a_file_behind_hosts_is_refused(lab: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["cluster", "check"],
-        ["cluster", "env"],
-        ["cluster", "nodes"],
-        ["cluster", "up"],
-        ["setup", "image", "push"],
-    ],
+    [["cluster", "check"], ["cluster", "env"], ["cluster", "nodes"], ["cluster", "up"], ["setup", "image", "push"]],
 )
-def test_every_command_refuses_a_name_that_is_no_node_of_the_inventory(
-    command: list[str], lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_refuses_a_name_that_is_no_node_of_the_inventory(command, lab, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert main([*command, str(lab), "gpu05"]) == (3 if command[-1] == "check" else 2)
     assert "gpu05 is no node of the inventory lab; did you mean gpu0" in capsys.readouterr().err
 
 
-def test_the_key_given_by_hand_opens_the_jump_host_too(
-    sshd: LoopbackSshd, lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_given_by_hand_opens_the_jump_host_too(sshd, lab, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # holds no key
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     login = f"ssh: {{port: {sshd.port}, jump: '{sshd.target('127.0.0.1')}'}}"

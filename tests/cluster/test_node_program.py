@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cluster.active.rails import free_ports
 from cluster.inventory.site import RayPorts
 from cluster.ray_cluster import commands
 from cluster.ray_cluster.node import NodeError, ask, on_all
@@ -24,7 +22,6 @@ from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
 from harness.launch.ray.host import host_environment
 from tests.patience import AMPLE, running, scaled, wait_until
-from tests.processes import all_pids, content
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
 # as Ray's agents do with their titles, and returns.
@@ -133,6 +130,7 @@ def test_a_start_that_fails_is_a_sentence_of_ours_with_rays_log_and_leaves_nothi
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.slow
 def test_rays_own_refusal_is_in_the_log_without_the_token(tmp_path):
     pytest.importorskip("ray")
     own = tmp_path / ("long" * 25)  # Ray refuses paths of sockets that are too long
@@ -147,32 +145,6 @@ def test_rays_own_refusal_is_in_the_log_without_the_token(tmp_path):
     assert "validate_socket_filename failed" in caught.value.log
     assert "s3cret" not in caught.value.log
     assert not own.exists()
-
-
-def test_a_head_runs_without_ray_client_whose_port_ray_would_open_where_grpc_is_installed():
-    pytest.importorskip("ray")
-    pytest.importorskip("grpc")
-    folder = Path(tempfile.mkdtemp(prefix="burst-", dir="/tmp"))
-    own = str(folder / "own")
-    port = free_ports(1)[0]
-    command = commands.start_command(
-        sys.executable, RayPorts(head_port=port, object_store_gib=0.1),
-        address="127.0.0.1", directory=own, head="",
-    )  # fmt: skip
-    mark = {"BURST_RAY_NODE=test/12"}
-    try:
-        request(
-            "start", mark="test/12", directory=own, token="s3cret" * 8, command=command,
-            environment=dict(commands.SETTINGS), wait_seconds=AMPLE,
-        )  # fmt: skip
-        found = request("status", mark="test/12", head=f"127.0.0.1:{port}")
-        assert (found["raylet"], found["gcs"], found["reaches_head"]) == (True, True, True)
-        ours = [pid for pid in all_pids() if mark & set(content(pid, "environ").decode(errors="replace").split("\0"))]
-        assert len(ours) == found["processes"]
-        assert not any(b"ray.util.client.server" in content(pid, "cmdline") for pid in ours)
-    finally:
-        stop(folder, "test/12")
-        folder.rmdir()
 
 
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):

@@ -63,11 +63,7 @@ def test_a_folder_of_ones_own_adds_and_replaces(tmp_path: Path) -> None:
             "pcie lacks source",
         ),
         ("source: leptonai/gpud and Azure/azurehpc-health-checks, 400 Gb/s\n", "source: ' '\n", "source is empty"),
-        (
-            "gemm:",
-            "xids: {reset: [48, 79], monitor: [79], source: ours}\ngemm:",
-            "names 79 under two actions",
-        ),
+        ("gemm:", "xids: {reset: [48, 79], monitor: [79], source: ours}\ngemm:", "names 79 under two actions"),
         ("[NVIDIA H200]", "[]", "has no names"),
     ],
 )

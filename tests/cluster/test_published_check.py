@@ -66,8 +66,7 @@ def test_the_records_found_a_real_gpu_that_is_sound() -> None:
 
 def test_the_speeds_on_the_page_are_those_of_the_record() -> None:
     found = re.search(
-        r"([\d.]+) TFLOP/s or more.*published is ([\d.]+)\n.*device memory (\S+) GB/s.*from host (\d+)\.\d GB/s",
-        ACTIVE,
+        r"([\d.]+) TFLOP/s or more.*published is ([\d.]+)\n.*device memory (\S+) GB/s.*from host (\d+)\.\d GB/s", ACTIVE
     )
     assert found is not None
     gemm, published, device, host = map(float, found.groups())

@@ -104,8 +104,7 @@ def test_a_difference_in_versions_names_what_and_where():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said", "expected"),
-    [(8, None, 8), (8, 4, 4), (0, 2, 2), (0, None, 1), (4, 8, "has 4 GPUs")],
+    ("gpus", "said", "expected"), [(8, None, 8), (8, 4, 4), (0, 2, 2), (0, None, 1), (4, 8, "has 4 GPUs")]
 )
 def test_ranks_of_a_node_are_its_gpus_or_what_the_site_says(gpus, said, expected):
     machine = Machine(hostname="n", device="cuda" if gpus else "cpu", cores=8, memory_gib=64, gpu_count=gpus)

@@ -23,7 +23,6 @@ from cluster.probing.verdict import ACTIONS, LEVELS, Verdict
 from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
 from cluster.render.text import SCHEMA, headline, json_line, nagios_line, table, why_not
-from tests.browser import Browser, chromium
 
 RENDER = Path(__file__).parents[2] / "cluster" / "render"
 OK = Verdict(level="ok", summary="fine")
@@ -207,26 +206,6 @@ def test_the_page_is_whole_self_contained_and_escaped() -> None:
     part = html_page(FLEET, only_faults=True)
     assert "<th>gpu03</th>" in part
     assert "gpu01" not in part
-
-
-def test_a_page_fits_a_phone_and_shows_faults_until_asked_for_all(tmp_path: Path) -> None:
-    program, reason = chromium()
-    if program is None:
-        pytest.skip(reason)
-    page = tmp_path / "page.html"
-    long = Verdict(level="fail", summary="/a/path/without/any/space" * 12)
-    speeds = {frozenset((f"gpu{one:02}", f"gpu{other:02}")): 40.0 for one in range(20) for other in range(one)}
-    matrix = heat_map("GB/s", [f"gpu{number:02}" for number in range(20)], speeds, 40.0)
-    page.write_text(html_page([*many(64), report("gpu99", disk=long, xid=OK)], [matrix]))
-    with Browser(program) as browser:
-        for width in (360, 1280):
-            browser.open(page, width=width, height=800, script=False)
-            assert browser.value("document.documentElement.scrollWidth") <= width
-            assert browser.value("document.documentElement.innerText.includes('gpu[01-64]')")
-            assert not browser.value("document.querySelector('main').innerText.includes('gpu33')")
-            browser.value("document.getElementById('faults').click()")
-            assert browser.value("document.querySelector('main').innerText.includes('gpu33')")
-        assert browser.complaints == []
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -33,11 +33,7 @@ def told(folder: Path, code: int, state: str) -> list[str]:
     }
     for name, body in programs.items():
         shell_program(folder / "bin" / name, body)
-    environment = {
-        "PATH": f"{folder}/bin:/usr/bin:/bin",
-        "BURST": f"{folder}/bin/burst",
-        "SLURMD_NODENAME": "gpu01",
-    }
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "BURST": f"{folder}/bin/burst", "SLURMD_NODENAME": "gpu01"}
     subprocess.run([PROGRAM], env=environment, check=True)
     found = folder / "told"
     return found.read_text().splitlines() if found.exists() else []

@@ -139,9 +139,7 @@ def test_a_site_without_docker_never_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_the_docker_probe_reads_a_real_command_line(
-    running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_docker_probe_reads_a_real_command_line(running, tmp_path, monkeypatch):
     answer = (
         'case $1 in info) printf "engine 28.2.2\\nruntimes nvidia runc \\n" ;; '
         f'image) [ "$6" = registry.lab/burst:2.1 ] && echo {IMAGE_ID} ;; esac'

@@ -83,9 +83,7 @@ def test_a_full_path_fails_below_the_free_space_the_site_requires(tmp_path: Path
     assert "requires 1e+06 GiB" in verdict.summary
 
 
-def test_a_hanging_server_costs_its_own_time_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_server_costs_its_own_time_and_leaves_nothing_behind(tmp_path, monkeypatch):
     programs, hangs, well = tmp_path / "bin", tmp_path / "hangs", tmp_path / "well"
     for folder in (programs, hangs, well):
         folder.mkdir()

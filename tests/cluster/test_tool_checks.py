@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,9 +95,7 @@ def test_gcm_is_taken_at_its_word(text: str, level: Level, words: str) -> None:
     assert words in verdict.summary
 
 
-def test_the_probes_ask_the_tools_where_they_are_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probes_ask_the_tools_where_they_are_and_leave_nothing(tmp_path, monkeypatch):
     programs, folder = tmp_path / "bin", tmp_path / "tmp"
     folder.mkdir()
     programs.mkdir()

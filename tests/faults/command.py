@@ -151,11 +151,7 @@ def wait_for_hold(hold: Path, process: subprocess.Popen[Any], said: Callable[[],
 
 @contextlib.contextmanager
 def started(
-    folder: Path,
-    arguments: Sequence[str],
-    point: Point | None,
-    prefix: Sequence[str] = (),
-    ray_port: int | None = None,
+    folder: Path, arguments: Sequence[str], point: Point | None, prefix: Sequence[str] = (), ray_port: int | None = None
 ) -> Iterator[Command]:
     """`ray_port`: a Ray cluster of this machine alone is up meanwhile, with its head at this port."""
     command = Command(folder, arguments, point, prefix, ray_port)

@@ -1,7 +1,7 @@
 """A fault at every point of a trial's life: nothing finished is lost, no number is wrong, nothing goes on running, and
 the next command says what to do.
 
-The matrix is data (matrix.py). `make test` tries two of its pairs, `make test-faults` all of them.
+The matrix is data (matrix.py). `make test` tries one of its pairs, `make test-faults` all of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def test_the_matrix_has_an_end_or_a_reason_for_every_pair():
 
 
 @pytest.mark.parametrize(("fault", "point", "ends"), pairs())
-def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
-    fault: Fault, point: str, ends: str, tmp_path, monkeypatch
-):
+def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(fault, point, ends, tmp_path, monkeypatch):
     if reason := inject.unavailable(fault):
         pytest.skip(reason)
     if fault.launcher == "ray" and importlib.util.find_spec("ray") is None:

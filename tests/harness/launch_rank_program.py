@@ -114,12 +114,6 @@ def main() -> None:
         own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
         note(f"grandchildren{rank}", str(own_session.pid))
         time.sleep(600)
-    elif behaviour == "rendezvous":
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.barrier()
-        dist.destroy_process_group()
     else:
         raise AssertionError(behaviour)
 

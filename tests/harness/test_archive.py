@@ -66,9 +66,7 @@ def test_an_archive_holds_on_another_machine(packed: Path, tmp_path: Path, capsy
     assert checked.returncode == 0
 
 
-def test_the_command_of_its_readme_draws_it_again(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_of_its_readme_draws_it_again(packed, tmp_path, capsys):
     folder = unpack(packed, tmp_path)
     assert main(["report", str(folder), "--out", str(tmp_path / "again")]) == 0
     for name in ("results.csv", "tables/results.md", "tables/comparison.csv", "figures/speed.png"):
@@ -87,9 +85,7 @@ def test_the_same_records_give_the_same_bytes(run: Path, packed: Path, tmp_path:
     assert {(member.mtime, member.uid, member.uname, member.mode) for member in members} == {(0, 0, "", 0o644)}
 
 
-def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(
-    run: Path, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(run, packed, capsys):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     content = packed.read_bytes()
     assert main(["verify", "pack", str(run), "--out", str(packed)]) == 2
@@ -130,9 +126,7 @@ SHIFTED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", SHIFTED)
-def test_a_change_after_packing_is_found(
-    name: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_change_after_packing_is_found(name, packed, tmp_path, capsys):
     folder = unpack(packed, tmp_path)
     SHIFTED[name](folder)
     code, text = verified(capsys, pack_again(folder, tmp_path / "changed.tar.gz"))
@@ -141,9 +135,7 @@ def test_a_change_after_packing_is_found(
 
 
 @pytest.mark.parametrize("name", ["a step in a record", "a number in results.csv", "a record less"])
-def test_new_sums_do_not_hide_a_changed_number(
-    name: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_sums_do_not_hide_a_changed_number(name, packed, tmp_path, capsys):
     folder = unpack(packed, tmp_path)
     SHIFTED[name](folder)
     (folder / SUMS_FILE).write_text(sums_of(folder))
@@ -161,9 +153,7 @@ def test_new_sums_do_not_hide_a_changed_number(
         (lambda one: one["environment"].update(PROXY="http://ada:pass@proxy"), "a password in an address"),
     ],
 )
-def test_private_values_are_never_packed_and_never_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], Any], kind: str
-) -> None:
+def test_private_values_are_never_packed_and_never_shown(tmp_path, capsys, change, kind):
     run = reported(tmp_path / "demo", [record()])
     [path] = run.glob("trials/*/record.json")
     edited(path, change)
@@ -188,9 +178,7 @@ def test_a_home_directory_that_is_stated_may_be_seen(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("place", ["empty", "gone", "several", "linked"])
-def test_what_cannot_be_packed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_what_cannot_be_packed_is_refused(tmp_path, capsys, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     reported(tmp_path / "several" / "demo", [record()])
@@ -201,9 +189,7 @@ def test_what_cannot_be_packed_is_refused(
     assert list(tmp_path.glob("*.tar.gz")) == []
 
 
-def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refused(run, tmp_path, capsys):
     assert main(["verify", "pack", str(run), "--out", str(tmp_path / "new" / "deep" / "demo.tar.gz")]) == 0
     assert [path.name for path in (tmp_path / "new" / "deep").iterdir()] == ["demo.tar.gz"]
     (tmp_path / "file").touch()
@@ -254,9 +240,7 @@ HOSTILE: dict[str, tuple[list[tarfile.TarInfo], str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_and_leaves_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_archive_is_refused_and_leaves_nothing(name, tmp_path, capsys, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -272,9 +256,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(unpacking, "MAX_BYTES", 1 << 20)
     for name, sizes in (("one", [2 << 20]), ("many", [600 << 10, 600 << 10])):
         archive = tmp_path / f"{name}.tar.gz"
@@ -286,9 +268,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
         assert (code, "1 MiB" in text) == (2, True), text
 
 
-def test_an_archive_of_too_many_files_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_of_too_many_files_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(unpacking, "MAX_FILES", 3)
     archive = tmp_path / "many.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -300,9 +280,7 @@ def test_an_archive_of_too_many_files_is_refused(
 
 @pytest.mark.parametrize("option", [[], ["--reference"]])
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "gone", "x" * 5000])
-def test_what_is_no_file_is_no_archive(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: list[str]
-) -> None:
+def test_what_is_no_file_is_no_archive(run, tmp_path, capsys, name, option):
     os.mkfifo(tmp_path / "pipe")
     arguments = [str(run), *option] if option else []
     assert main(["verify", *arguments, str(tmp_path / name)]) == 2
@@ -312,9 +290,7 @@ def test_what_is_no_file_is_no_archive(
 
 
 @pytest.mark.parametrize("cut", [0, 10, 1000, -1])
-def test_half_an_archive_is_not_readable(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cut: int
-) -> None:
+def test_half_an_archive_is_not_readable(packed, tmp_path, capsys, cut):
     half = tmp_path / "half.tar.gz"
     half.write_bytes(packed.read_bytes()[:cut])
     code, text = verified(capsys, half)

@@ -19,7 +19,8 @@ from harness.report.results import row_of
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
 from tests.harness import synthetic_records
-from tests.harness.measure_bookkeeping import leave_record
+from tests.harness.synthetic_records import leave_record
+from tests.harness.test_run_experiment import ScriptedLauncher
 from tests.published import stored_records
 
 EXPERIMENT = """\
@@ -256,7 +257,8 @@ def test_a_report_sets_bad_records_aside_and_goes_on(finished, capsys):
     assert finished[0].with_name("bad-2-record.json").read_text() == "[]"
 
 
-def test_a_resumed_run_sets_bad_records_aside_and_runs_their_trials_again(finished, capsys):
+def test_a_resumed_run_sets_bad_records_aside_and_runs_their_trials_again(finished, monkeypatch, capsys):
+    monkeypatch.setattr("harness.launch.supervisor.LocalLauncher", lambda: ScriptedLauncher({}))
     finished[0].write_text("{}")
     arguments = ["run", "exp.yaml", "--out", "run", "--launcher", "local", "--set-aside-bad", "--mix"]
     assert main(arguments) == 0

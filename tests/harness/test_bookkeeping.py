@@ -13,9 +13,17 @@ from harness.machine.this_machine import Machine
 from harness.plan.matrix import MAX_TRIALS, plan
 from harness.run.directory import RunDirectory, next_attempt
 from harness.spec.experiment import load_experiment
-from tests.harness.measure_bookkeeping import EXPERIMENT, leave_record
+from tests.harness.synthetic_records import leave_record
 from tests.harness.test_run_experiment import Runner, trial
 
+EXPERIMENT = """\
+title: Many small trials
+task: attention
+model: {layers: 2, hidden: 128, ffn: 256, heads: 8, kv_heads: 8, head_dim: 16, vocab: 256}
+sweep: {mask: [causal, full], seq_len: [1024, 2048, 4096, 8192, 16384], cp_size: [1, 2]}
+fixed: {method: burst, dtype: fp32}
+steps: {warmup: 0, measured: 3}
+"""
 LAPTOP = Machine(hostname="here", device="cpu", cores=8, memory_gib=8.0)
 
 
@@ -42,9 +50,12 @@ def opened(monkeypatch):
     return counts
 
 
-def test_a_resumed_run_of_finished_trials_reads_each_record_once(tmp_path, monkeypatch, opened):
+def test_a_resumed_run_of_many_finished_trials_reads_each_once_and_prints_the_first(
+    tmp_path, monkeypatch, opened, capsys
+):
     monkeypatch.chdir(tmp_path)
-    Path("exp.yaml").write_text(EXPERIMENT.format(seeds="0"))
+    monkeypatch.setattr("harness.commands.run.PRINTED_TRIALS", 3)
+    Path("exp.yaml").write_text(EXPERIMENT)
     trials = plan(load_experiment("exp.yaml"), LAPTOP)
     directory = RunDirectory(Path("run"))
     for one in trials:
@@ -54,22 +65,9 @@ def test_a_resumed_run_of_finished_trials_reads_each_record_once(tmp_path, monke
     assert main(["run", "exp.yaml", "--out", "run", "--resume", "--launcher", "local"]) == 0
     assert {one.id: opened[f"{one.id}/record.json"] for one in trials} == {one.id: 1 for one in trials}
     assert len(Path("run/results.csv").read_text().splitlines()) == 1 + len(trials)
-
-
-def test_a_terminal_gets_the_first_trials_of_many_and_is_told_where_all_are(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.commands.run.PRINTED_TRIALS", 3)
-    Path("exp.yaml").write_text(EXPERIMENT.format(seeds="0"))
-    trials = plan(load_experiment("exp.yaml"), LAPTOP)
-    directory = RunDirectory(Path("run"))
-    for one in trials:
-        leave_record(directory, one)
-    directory.describe(experiment="exp", title="", trials=[], started_at="2026-01-02")
-    assert main(["run", "exp.yaml", "--out", "run", "--resume", "--launcher", "local"]) == 0
     printed = capsys.readouterr().out
     assert f"The first 3 of {len(trials)} trials; results.csv and the report have all of them." in printed
     assert printed.count("attention") == 3
-    assert len(Path("run/results.csv").read_text().splitlines()) == 1 + len(trials)
 
 
 def test_finished_trials_are_added_to_what_was_read_and_results_are_written_at_the_end(tmp_path, opened):

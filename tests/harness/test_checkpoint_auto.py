@@ -163,9 +163,7 @@ def test_a_peak_above_the_prediction_corrects_the_next_plan_of_that_machine_and_
     assert planned_again(other_model, H200, [seen]) is other_model
 
 
-def test_a_new_run_and_a_training_run_plan_with_what_other_runs_of_this_machine_showed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_and_a_training_run_plan_with_what_other_runs_of_this_machine_showed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = TEXT.replace("model: 1b", "model: tiny").replace("64k", "1k").replace("bf16, memory: 40GiB", "fp32")
     path = tmp_path / "question.yaml"

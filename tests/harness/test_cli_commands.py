@@ -45,14 +45,8 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
-        (
-            ["plan", "exp.yaml", "--hardware", "h20"],
-            "hardware 'h20' has no file in",
-        ),
-        (
-            ["plan", "exp.yaml", "--hardware", ""],
-            "--hardware names nothing; expected a100, a100_40gb",
-        ),
+        (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' has no file in"),
+        (["plan", "exp.yaml", "--hardware", ""], "--hardware names nothing; expected a100, a100_40gb"),
         (["plan", "exp.yaml", "--hardware", "H200", "--set", "fixed.world_size=999999"], "choose at most 65536"),
         (
             [
@@ -105,7 +99,11 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
     [
         (["run"], "burst run: the following arguments are required: EXP.yaml"),
         (["run", "exp.yaml", "--launcher", "slurm"], "burst run: argument --launcher: invalid choice: 'slurm'"),
-        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known"),
+        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known; `burst run --help`"),
+        (
+            ["run", "exp.yaml", "--resme"],
+            "burst run: --resme is not known (did you mean --resume?); `burst run --help`",
+        ),
         (["plan", "exp.yaml", "more.yaml"], "burst plan: more.yaml is not known"),
     ],
 )

@@ -1,21 +1,15 @@
-"""From an experiment file to a report in real processes, and what Ctrl-C leaves."""
+"""From an experiment file to a report, with real ranks."""
 
 import csv
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness.cli import main
-from tests.patience import AMPLE, wait_until
+from tests.harness.test_run_experiment import ScriptedLauncher
 
-BURST = [sys.executable, "-m", "harness"]
 PROJECT = Path(__file__).parents[2]
 EXPERIMENT = """\
 title: Two ways to share a short sequence
@@ -36,21 +30,14 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(
-        [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def rows(workplace: Path) -> list[dict[str, str]]:
     with open(workplace / "results" / "runs" / "exp" / "results.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_an_experiment_becomes_records_results_and_a_report(workplace, capfd):
-    done = burst(workplace, "run", "exp.yaml", "--launcher", "local")
-    assert done.returncode == 0, done.stderr
+    assert main(["run", "exp.yaml", "--launcher", "local"]) == 0
+    printed = capfd.readouterr().out
     found = rows(workplace)
     assert {(row["method"], row["cp_size"], row["status"]) for row in found} == {
         ("burst", "1", "ok"),
@@ -60,8 +47,13 @@ def test_an_experiment_becomes_records_results_and_a_report(workplace, capfd):
     losses = [float(row["loss"]) for row in found]
     assert max(losses) - min(losses) < 1e-4 * min(losses)
     run_dir = workplace / "results" / "runs" / "exp"
-    assert f"Report: {run_dir.relative_to(workplace) / 'report.html'}" in done.stdout
-    assert (run_dir / "report.html").stat().st_size > 1000
+    assert f"Report: {run_dir.relative_to(workplace) / 'report.html'}" in printed
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert len(page) > 1000
+    assert not list(run_dir.rglob("trace*"))  # nothing of --profile
+    assert not any(name.startswith("extra_profile") for name in found[0])
+    assert not list((run_dir / "tables").glob("breakdown.*"))
+    assert "step&#39;s time goes" not in page
 
     assert main(["run", "exp.yaml", "--launcher", "local", "--resume"]) == 0
     assert capfd.readouterr().err.count("kept from before") == 3
@@ -91,6 +83,8 @@ def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale
         "no GPU was found on this machine, so the ranks are CPU processes; gpu.yaml has a scale for CPUs: --scale smoke"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ScriptedLauncher, "name", "local")
+    monkeypatch.setattr("harness.launch.supervisor.LocalLauncher", lambda: ScriptedLauncher({}))
 
     def said(*arguments: str) -> list[str]:
         only = ["--only", "attention-burst-s64-cp1"]
@@ -105,15 +99,16 @@ def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_real_text_and_every_method_and_cp_size_computes_the_same(workplace):
+def test_the_quickstart_trains_real_text_and_every_method_and_cp_size_computes_the_same(workplace, capfd):
     quickstart = PROJECT / "experiments" / "quickstart.yaml"
     shorter = ("--set", "task=train", "--set", "sweep.seq_len=[256]", "--set", "steps.measured=2")
-    done = burst(workplace, "run", str(quickstart), "--launcher", "local", "--out", "out", *shorter)
-    assert done.returncode == 0, done.stderr
+    assert main(["run", str(quickstart), "--launcher", "local", "--out", "out", *shorter]) == 0
     records = [json.loads(path.read_text()) for path in (workplace / "out" / "trials").glob("*/record.json")]
     points = {(record["settings"]["method"], record["settings"]["cp_size"]): record for record in records}
     assert points.keys() == {(method, cp) for method in ("burst", "megatron_cp", "ulysses") for cp in (1, 2, 4)}
-    assert len(re.findall(r"^\[\d/9\] train-", done.stderr, re.MULTILINE)) == 9  # a line of progress per trial
+    assert (
+        len(re.findall(r"^\[\d/9\] train-", capfd.readouterr().err, re.MULTILINE)) == 9
+    )  # a line of progress per trial
     reference = points["burst", 1]["measurement"]
     assert reference["loss"] == sorted(reference["loss"], reverse=True)
     for point, record in points.items():
@@ -126,52 +121,3 @@ def test_the_quickstart_trains_real_text_and_every_method_and_cp_size_computes_t
         assert measured["chosen"]["kernel"] == "cpu"
         assert (record["launcher"], len(record["hosts"])) == ("local", 1)
         assert "OMP_NUM_THREADS" in record["environment"]
-
-
-def test_ctrl_c_leaves_an_interrupted_record_and_no_process(workplace):
-    program = subprocess.Popen(
-        [*BURST, "run", "exp.yaml", "--launcher", "local", "--set", "steps.measured=100000"],
-        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    progress = workplace / "results" / "runs" / "exp" / "trials"
-    wait_until(lambda: list(progress.glob("*/progress.jsonl")), "no trial has made a step")
-    program.send_signal(signal.SIGTERM)  # as good as Ctrl-C
-    _, said = program.communicate(timeout=AMPLE)
-    assert program.returncode == 1
-    assert "go on with: burst run exp.yaml --launcher local --set steps.measured=100000 --resume" in said
-    assert [row["status"] for row in rows(workplace)] == ["interrupted"]
-    trial_dir = str(next(progress.iterdir()))
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [command for command in commands if trial_dir.encode() in command]
-
-
-def test_a_directory_that_becomes_unwritable_ends_the_run_in_one_sentence_and_what_is_finished_stays(workplace):
-    if shutil.which("setpriv") is None:
-        pytest.skip("needs setpriv, to run without the right to write anywhere")
-    (workplace / "exp.yaml").write_text(
-        "task: train\nmodel: tiny\nsweep: {seq_len: [64, 128]}\n"
-        "fixed: {method: burst, cp_size: 1, dtype: fp32}\nsteps: {warmup: 1, measured: 200}\n"
-    )
-    # Root, too, is then refused what the mode forbids.
-    refusable = ["setpriv", "--inh-caps=-dac_override", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
-    program = subprocess.Popen(
-        [*refusable, *BURST, "run", "exp.yaml", "--out", "out"],
-        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    trials = workplace / "out" / "trials"
-    wait_until(
-        lambda: list(trials.glob("*/progress.jsonl")) or program.poll() is not None, "the first trial has made no step"
-    )
-    assert program.poll() is None, program.communicate()
-    trials.chmod(0o555)  # the second trial's directory cannot be made
-    _, said = program.communicate(timeout=AMPLE)
-    trials.chmod(0o755)
-    assert program.returncode == 1, said
-    assert "Traceback" not in said, said
-    assert "Permission denied; see to that file or its file system, then repeat the command" in said
-    (finished,) = trials.glob("*/record.json")
-    before = finished.read_bytes()
-    again = burst(workplace, "run", "exp.yaml", "--launcher", "local", "--out", "out", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("kept from before") == 1
-    assert finished.read_bytes() == before

@@ -38,10 +38,7 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         (["no.txt"], "data 'no.txt' is no file; give python_docs or the path of a UTF-8 text file"),
         (["a.txt", "empty.txt"], "data 'empty.txt' is empty; give a text of at least one byte"),
         (["a.txt", "binary.txt"], "data 'binary.txt' is not UTF-8 at byte 3; give a text file"),
-        (
-            ["a.txt", "my.jsonl"],
-            "data 'my.jsonl' looks like JSON Lines, whose syntax would be learnt as text",
-        ),
+        (["a.txt", "my.jsonl"], "data 'my.jsonl' looks like JSON Lines, whose syntax would be learnt as text"),
         (["my.txt.gz"], "data 'my.txt.gz' is a gzip file; unpack it and give the UTF-8 text files that it holds"),
         (["a.txt", "--tokenizer", "no.json"], "tokenizer 'no.json' cannot be read (No such file or directory)"),
         (["a.txt", "--tokenizer", "a.txt"], "tokenizer 'a.txt' is no Hugging Face tokenizer"),
@@ -83,9 +80,7 @@ def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, a
 
 
 @pytest.mark.parametrize("part", ["1", "-0.1", "half"])
-def test_a_part_that_is_none_is_refused_by_its_option(
-    here: Path, capsys: pytest.CaptureFixture[str], part: str
-) -> None:
+def test_a_part_that_is_none_is_refused_by_its_option(here, capsys, part):
     with pytest.raises(SystemExit) as ended:
         main(["train", "data", "a.txt", "--out", "store", f"--validation={part}"])
     assert ended.value.code == 2

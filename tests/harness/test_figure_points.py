@@ -92,18 +92,14 @@ def many_rows(count: int) -> list[Row]:
     rows = []
     for number in range(count):
         row, round_trip = dict(one_of_each[number % len(one_of_each)]), number // len(one_of_each)
-        changes = {
-            "seed": round_trip,
-            "mlp_tiles": 1 + round_trip,
-            "world_size": row["cp_size"] * (1 + round_trip % 8),
-        }
+        changes = {"seed": round_trip, "mlp_tiles": 1 + round_trip, "world_size": row["cp_size"] * (1 + round_trip % 8)}
         rows.append({**row, **changes})
     return rows
 
 
-def test_ten_thousand_trials_make_figures_of_a_readable_size() -> None:
+def test_thousands_of_trials_make_figures_of_a_readable_size() -> None:
     """Counted, not timed: what is drawn depends on series, panels and lengths, not on the number of records."""
-    rows = many_rows(10_000)
+    rows = many_rows(3_000)
     shown = {name: one for name, one in shown_of(rows).items() if isinstance(one, Sheet)}
     assert {"speed", "speed_memory"} <= set(shown)
     for name, sheet in shown.items():

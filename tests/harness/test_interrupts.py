@@ -27,6 +27,7 @@ from harness.base.interrupts import (
     look,
 )
 from tests.patience import AMPLE, wait_until
+from tests.slow import slow
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENT = """\
@@ -187,7 +188,7 @@ sys.exit(main({arguments!r}))
 """
 
 
-@pytest.mark.parametrize("where", ["destructor", "import", "except"])
+@pytest.mark.parametrize("where", ["destructor", *slow("import", "except")])
 def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "optional.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
@@ -211,7 +212,8 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
 
 def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--out", "out"]
+    words = "--out out --set steps.measured=50000"
+    command = [sys.executable, "-m", "harness", "run", "exp.yaml", *words.split()]
     program = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -222,11 +224,13 @@ def test_ctrl_c_until_the_end_leaves_record_and_report_and_no_traceback(tmp_path
     wait_until(lambda: program.poll() is not None or os.killpg(program.pid, signal.SIGINT), "the run has not ended")
     _, said = program.communicate(timeout=AMPLE)
     assert "Traceback" not in said, said
-    assert "go on with: burst run exp.yaml" in said
+    assert f"go on with: burst run exp.yaml {words} --resume" in said
     assert program.returncode == 1
     with open(tmp_path / "out" / "results.csv", newline="") as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["interrupted"]
     assert (tmp_path / "out" / "report.html").exists()
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(trials).encode() in command]
 
 
 def test_a_command_under_nohup_does_not_heed_a_closed_terminal() -> None:

@@ -174,9 +174,7 @@ def job_on(machine: Machine, trial: Trial) -> Job:
         (UNKNOWN, ("limits.trial_seconds=3600",), "the default", SET),
     ],
 )
-def test_limits_that_nobody_set_follow_the_predicted_time_of_a_step(
-    tmp_path, task, machine, overrides, hang, whole
-) -> None:
+def test_limits_that_nobody_set_follow_the_predicted_time_of_a_step(tmp_path, task, machine, overrides, hang, whole):
     if task == "attention" and machine is H200 and "fixed.seq_len=4k" not in overrides:
         overrides = (*overrides, "fixed.seq_len=8192k")  # where a call takes minutes
     trial = the_trial(tmp_path, overrides, machine, task)

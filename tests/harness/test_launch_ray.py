@@ -19,6 +19,7 @@ from harness.launch.ray.launcher import RayLauncher
 from tests.patience import AMPLE, wait_for_end, wait_until
 from tests.processes import parent_of
 from tests.ray_head import RayHead, ray_head
+from tests.slow import slow
 
 PROJECT = Path(__file__).parents[2]
 
@@ -117,7 +118,7 @@ def hangs() -> None:
         launcher.close()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 77), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 77), *slow((signal.SIGKILL, -signal.SIGKILL))])
 def test_a_run_has_its_hosts_alone_and_interrupted_or_killed_it_leaves_no_ranks(head, tmp_path, number, code):
     program = subprocess.Popen(
         [
@@ -140,6 +141,7 @@ def test_a_run_has_its_hosts_alone_and_interrupted_or_killed_it_leaves_no_ranks(
     wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
 
 
+@pytest.mark.slow
 def test_a_host_with_other_software_is_left_out_with_the_difference(head):
     done = joined(head, "takes_a_host_of_another", head.address, f"{AMPLE}", "differs")
     assert done.returncode == 1

@@ -98,16 +98,23 @@ def test_a_program_that_does_not_exist_fails_with_its_name(supervisor, tmp_path)
     assert "no-such-program cannot be executed (No such file or directory)" in outcome.reason
 
 
-def test_a_killed_rank_is_named_with_its_signal(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "rank1_killed"))
-    assert outcome.status == "failed"
-    assert "rank 1 was killed by SIGKILL before its first step (see logs/rank1.log)" in outcome.reason
+@pytest.mark.parametrize(
+    ("behaviour", "ranks", "status", "reason"),
+    [
+        ("rank1_killed", 2, "failed", "rank 1 was killed by SIGKILL before its first step (see logs/rank1.log)"),
+        ("rank1_killed_peer_complains", 2, "failed", "rank 1 was killed by SIGKILL before its first step"),
+        ("rank1_oom", 3, "oom", "rank 1: CUDA out of memory: tried to allocate 3 GiB"),
+        ("refuses", 2, "refused", "8 heads do not divide over 3 ranks; choose cp_size 1, 2, 4 or 8"),
+        ("error_then_hangs", 2, "failed", "rank 0: shapes differ (see logs/rank0.log)"),
+    ],
+)
+def test_the_first_rank_that_ends_badly_gives_status_and_reason_and_ends_the_others(
+    supervisor, tmp_path, behaviour, ranks, status, reason
+):
+    """At once: neither the deadline nor the grace of a job that may save is waited for."""
+    outcome = supervisor.run(replace(job(tmp_path, behaviour, ranks=ranks), grace_seconds=AMPLE))
+    assert (outcome.status, reason in outcome.reason) == (status, True), outcome.reason
     wait_for_end(pids(tmp_path))
-
-
-def test_a_killed_rank_counts_before_what_its_peers_say_about_it(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "rank1_killed_peer_complains"))
-    assert (outcome.status, "rank 1 was killed by SIGKILL" in outcome.reason) == ("failed", True)
 
 
 def test_the_first_failure_is_the_reason_and_the_others_get_time_to_write_theirs(supervisor, tmp_path):
@@ -124,24 +131,6 @@ def test_a_deaf_rank_past_its_deadline_is_a_timeout_and_is_killed(supervisor, tm
     assert f"not finished within its {deadline:g} s before its first step" in outcome.reason
     assert len(pids(tmp_path)) == 2
     assert len(list(tmp_path.glob("deaf*"))) == 2
-    wait_for_end(pids(tmp_path))
-
-
-def test_out_of_memory_on_one_rank_is_oom_and_ends_the_waiting_ones(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "rank1_oom", ranks=3))
-    assert (outcome.status, outcome.reason) == ("oom", "rank 1: CUDA out of memory: tried to allocate 3 GiB")
-    wait_for_end(pids(tmp_path))
-
-
-def test_a_refusal_by_the_worker_keeps_its_sentence(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "refuses"))
-    assert outcome.status == "refused"
-    assert outcome.reason == "8 heads do not divide over 3 ranks; choose cp_size 1, 2, 4 or 8"
-
-
-def test_a_rank_that_reports_an_error_and_then_hangs_does_not_wait_for_the_deadline(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "error_then_hangs"))
-    assert (outcome.status, outcome.reason) == ("failed", "rank 0: shapes differ (see logs/rank0.log)")
     wait_for_end(pids(tmp_path))
 
 
@@ -209,11 +198,6 @@ def test_a_job_with_a_grace_of_its_own_may_finish_what_it_does_when_asked_to_sto
     assert outcome.status == "interrupted"
     assert len(list(tmp_path.glob("saved*"))) == saved
     wait_for_end(pids(tmp_path))
-
-
-def test_no_grace_is_given_once_a_rank_has_failed(supervisor, tmp_path):
-    outcome = supervisor.run(replace(job(tmp_path, "error_then_hangs"), grace_seconds=AMPLE))
-    assert outcome.status == "failed"
 
 
 LAUNCH = """
@@ -300,18 +284,6 @@ def test_a_fork_server_that_still_imports_ends_with_its_launcher(tmp_path, numbe
     launcher.send_signal(number)
     assert launcher.wait(AMPLE) == -number
     wait_for_end(pids(tmp_path, "server"))
-
-
-def test_ranks_forked_with_torch_meet_at_the_reserved_port(tmp_path):
-    supervisor = Supervisor(
-        {**os.environ, "PYTHONPATH": str(HERE), "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        preload=("torch",),
-    )
-    try:
-        outcome = supervisor.run(job(tmp_path, "rendezvous", OMP_NUM_THREADS="1"))
-    finally:
-        supervisor.close()
-    assert (outcome.status, outcome.reason) == ("ok", "")
 
 
 def test_a_preload_that_cannot_be_forked_leaves_the_ranks_to_run_by_themselves(tmp_path):

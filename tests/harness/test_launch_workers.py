@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 from dataclasses import replace
@@ -26,7 +25,7 @@ from tests.harness.unruly_method import (
     RANK1_REFUSES,
     WELL,
 )
-from tests.patience import AMPLE, running, scaled, wait_for_end, wait_until
+from tests.patience import AMPLE, running, scaled, wait_until
 from tests.processes import listens_on
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -116,46 +115,24 @@ def test_ranks_wait_for_connections_on_loopback_or_on_the_address_of_their_host_
     assert set().union(*found) <= {"127.0.0.1", address}
 
 
-@pytest.mark.parametrize(
-    ("seed", "status", "reason"),
-    [
-        (RANK1_RAISES, "failed", "rank 1: RuntimeError: planned"),
-        (RANK1_OUT_OF_MEMORY, "oom", "rank 1: MemoryError: planned"),
-        (RANK1_KILLED, "failed", "rank 1 was killed by SIGKILL before its first step"),
-        (RANK1_REFUSES, "refused", "refused as planned"),
-        (ALL_REFUSE, "refused", "refused as planned"),
-        (HANGS, "timeout", "not finished within its {deadline:g} s before its first step"),
-    ],
-)
-def test_a_trial_that_goes_wrong_among_others_costs_them_nothing(supervisor, trials, seed, status, reason):
-    deadline = scaled(3.0) if seed == HANGS else AMPLE
-    jobs = [trials(WELL), trials(seed, deadline=deadline), trials(WELL)]
+ENDS = {
+    RANK1_RAISES: ("failed", "rank 1: RuntimeError: planned"),
+    RANK1_OUT_OF_MEMORY: ("oom", "rank 1: MemoryError: planned"),
+    RANK1_KILLED: ("failed", "rank 1 was killed by SIGKILL before its first step"),
+    RANK1_REFUSES: ("refused", "refused as planned"),
+    ALL_REFUSE: ("refused", "refused as planned"),
+    HANGS: ("timeout", "not finished within its {deadline:g} s before its first step"),
+}
+
+
+def test_trials_that_go_wrong_one_after_another_cost_the_others_nothing(supervisor, trials):
+    deadline = scaled(3.0)
+    jobs = [trials(WELL), *(trials(seed, deadline=deadline if seed == HANGS else AMPLE) for seed in ENDS), trials(WELL)]
     outcomes = [supervisor.run(job) for job in jobs]
-    assert [outcome.status for outcome in outcomes] == ["ok", status, "ok"]
-    assert reason.format(deadline=deadline) in outcomes[1].reason
-    assert not any(map(running, processes(jobs[1])))
-    if status == "timeout":  # the log says where each rank was
-        logs = [path.read_text() for path in sorted((jobs[1].trial_dir / "logs").glob("rank*.log"))]
-        assert len(logs) == 2
-        assert all("most recent call first" in log for log in logs)
-
-
-def test_a_fork_server_that_dies_between_trials_costs_none(supervisor, trials):
-    first, second = trials(HANGS), trials(WELL)
-    server: list[int] = []
-
-    def cancel() -> None:
-        log = first.trial_dir / "logs" / "rank0.log"
-        wait_until(lambda: log.exists() and "runs seed" in log.read_text(), "the trial has not begun")
-        status = Path(f"/proc/{processes(first)[0]}/status").read_text()
-        server.append(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid")))
-        supervisor.cancel()
-
-    canceller = threading.Thread(target=cancel)
-    canceller.start()
-    assert supervisor.run(first).status == "interrupted"
-    canceller.join()
-    assert not any(map(running, processes(first)))
-    os.kill(server[0], signal.SIGKILL)
-    wait_for_end(server)
-    assert supervisor.run(second).status == "ok"
+    assert [outcome.status for outcome in outcomes] == ["ok", *(status for status, _ in ENDS.values()), "ok"]
+    for job, outcome, (_, reason) in zip(jobs[1:], outcomes[1:], ENDS.values(), strict=False):
+        assert reason.format(deadline=deadline) in outcome.reason
+        assert not any(map(running, processes(job)))
+    logs = [path.read_text() for path in sorted((jobs[-2].trial_dir / "logs").glob("rank*.log"))]
+    assert len(logs) == 2
+    assert all("most recent call first" in log for log in logs)  # of the one that hung: where each rank was

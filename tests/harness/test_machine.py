@@ -36,9 +36,7 @@ def test_a_broken_driver_is_reported_and_the_cpu_used(tmp_path: Path, monkeypatc
     assert "exited with 18 (Failed to initialize NVML" in machine.gpu_problem
 
 
-def test_a_machine_without_driver_is_a_cpu_machine_without_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_driver_is_a_cpu_machine_without_problem(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     machine = discover()
     assert (machine.device, machine.gpu_count, machine.gpu_problem) == ("cpu", 0, "")

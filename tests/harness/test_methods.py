@@ -13,7 +13,6 @@ from harness.base.errors import UsageError
 from harness.spec.methods import all_methods, method_module, method_named
 
 BASELINES = Path(__file__).parents[2] / "baselines"
-QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
 ADDED = """
 from baselines.ring_baseline import KeyValueRing
 
@@ -65,19 +64,3 @@ def test_an_unknown_method_names_its_nearest_neighbour() -> None:
         method_named("megatron_cpp")
     with pytest.raises(UsageError, match=r"unknown method xyzzy; expected burst, .* or \w+"):
         method_module("xyzzy")
-
-
-def test_listing_and_planning_import_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys\n"
-        "from harness.machine.this_machine import discover\n"
-        "from harness.spec.methods import all_methods\n"
-        "from harness.plan.matrix import plan\n"
-        "from harness.spec.experiment import load_experiment\n"
-        "import harness.metrics.hardware as hardware\n"
-        "plan(load_experiment(sys.argv[1]), discover())\n"
-        "hardware.all_hardware(), all_methods()\n"
-        "print(*{'torch', 'ray', 'pandas', 'matplotlib'} & set(sys.modules))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from harness.metrics.flops import (
-    seconds_at_kernel_speed,
-    tokens_per_step,
-    visible_pairs,
-    work_of,
-)
+from harness.metrics.flops import seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 
 # hidden 4, 2 query heads and 1 KV head of 2, gated MLP of 3, vocabulary 5, 2 layers.
@@ -122,9 +117,7 @@ def last_matrices(trial: TrialSettings) -> float:
     ("every", "tail", "layers_again", "attention_again"),
     [(0, 1.0, 0, 0), (0, 0.0, 0, 0), (1, 1.0, 1, 0), (1, 0.0, 1, 1)],
 )
-def test_recomputation_counts_in_hardware_flops_only(
-    every: int, tail: float, layers_again: int, attention_again: int
-) -> None:
+def test_recomputation_counts_in_hardware_flops_only(every, tail, layers_again, attention_again):
     work = work_of(settings(model=SMALL, checkpoint=Checkpoint(every=every, tail=tail)))
     again = layers_again * (work.layers - last_matrices(settings(model=SMALL))) + attention_again * work.attention
     assert work.hardware - work.kernel == again

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.hardware import hardware_for, hardware_named
@@ -18,6 +17,7 @@ from harness.plan.own_records import (
     TABLE_FILE,
     TODAY,
     WITHIN,
+    RecordPrediction,
     compared_records,
     median_error,
     settings_that_ran,
@@ -31,13 +31,18 @@ from harness.spec.models import named_model
 from tests.published import stored_records
 
 
+@cache
+def of_today() -> list[RecordPrediction]:
+    return compared_records()
+
+
 def stored_named(name: str) -> StoredRecord:
     """A published record by the name that predicted.csv gives it."""
     return next(one for run, one in stored_records() if f"{run}/{one.trial}" == name)
 
 
 def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
-    judged = [row for row in compared_records() if row.judged]
+    judged = [row for row in of_today() if row.judged]
     assert {row.settings.kernel for row in judged} >= {"fa4", "cudnn"}
     for figure, aim in WITHIN.items():
         of = [row for row in judged if figure != "seconds" or row.timed]
@@ -51,7 +56,7 @@ def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
 
 
 def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
-    listed = {row.record for row in compared_records()}
+    listed = {row.record for row in of_today()}
     for run, one in stored_records():
         record = one.record()
         if (
@@ -63,10 +68,8 @@ def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
             assert f"{run}/{one.trial}" in listed
 
 
-def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = next(row.record for row in compared_records() if row.record.startswith("h200x4/"))
+def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(tmp_path, monkeypatch):
+    found = next(row.record for row in of_today() if row.record.startswith("h200x4/"))
     record = stored_named(found).data
     for name, start in (("before", "2026-11-22T03:59:59+00:00"), ("after", "2026-11-22T04:00:00+00:00")):
         folder = tmp_path / "h200x4" / "same_run" / "trials" / name
@@ -78,10 +81,8 @@ def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
-def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = next(row.record for row in compared_records() if row.judged)
+def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(tmp_path, monkeypatch):
+    found = next(row.record for row in of_today() if row.judged)
     for name in ("alone", "beside_others"):
         folder = tmp_path / "h200x1" / "same_run" / "trials" / name
         folder.mkdir(parents=True)

@@ -62,9 +62,7 @@ def test_a_report_of_a_packed_run_is_that_of_its_directory_and_lies_beside_it(wh
     assert not [link for link in links(out / "report.html") if "trials" in link]
 
 
-def test_a_packed_run_holds_as_its_directory_does(
-    whole: Path, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_packed_run_holds_as_its_directory_does(whole, packed, capsys):
     assert main(["verify", str(whole / "there" / "demo")]) == 0
     directory = capsys.readouterr().out
     assert main(["verify", str(packed), "--reference", str(whole / "there" / "demo")]) == 0
@@ -97,9 +95,7 @@ FOUND: dict[str, tuple[int, Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_verify_finds_what_does_not_hold_in_a_packed_run(
-    name: str, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_what_does_not_hold_in_a_packed_run(name, packed, capsys):
     line, change, words = FOUND[name]
     edited(packed, line, change)
     assert main(["verify", str(packed)]) == 1
@@ -159,9 +155,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("change", "words"), [*HEADER.values(), *LINES.values(), *FILES.values()],
                          ids=[*HEADER, *LINES, *FILES])  # fmt: skip
-def test_no_damage_ends_in_a_traceback_or_goes_unnoticed(
-    change: Callable[[Path], object], words: str, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_damage_ends_in_a_traceback_or_goes_unnoticed(change, words, packed, capsys):
     change(packed)
     methods, out = ["--methods", "burst", "ring"], ["--out", "x.jsonl"]
     for command in (["report"], ["compare", *methods], ["verify", "pack", *out]):
@@ -209,9 +203,7 @@ def test_an_archive_of_a_packed_run_holds(packed: Path, tmp_path: Path, capsys: 
     assert "demo: 3 records" in capsys.readouterr().out
 
 
-def test_a_packed_run_is_overwritten_only_where_that_was_asked_for(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_packed_run_is_overwritten_only_where_that_was_asked_for(packed, tmp_path, capsys):
     other = reported(tmp_path / "other", [record()])
     before = packed.read_bytes()
     pack = ["verify", "pack", str(other), "--out", str(packed)]
@@ -234,9 +226,7 @@ def test_a_packed_run_is_overwritten_only_where_that_was_asked_for(
         (lambda run: next((run / "trials").iterdir()).rename(run / "trials" / "x"), [], "not the name of its dir"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_packed_leaves_no_file(
-    change: Callable[[Path], object], options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_packed_leaves_no_file(change, options, words, tmp_path, capsys):
     run, out = reported(tmp_path / "run", [record()]), tmp_path / "out.jsonl"
     change(run)
     assert main(["verify", "pack", str(run), "--out", str(out), *options]) == 2
@@ -260,9 +250,7 @@ def test_a_site_has_a_page_for_each_packed_run_and_takes_no_other_lines_for_one(
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_a_directory_and_a_file_of_one_name_are_not_both_taken(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_and_a_file_of_one_name_are_not_both_taken(packed, tmp_path, capsys):
     reported(tmp_path / "demo", [record()])
     for command in (["report", str(tmp_path)], ["report", str(packed), str(tmp_path / "demo")]):
         assert main(command) == 2

@@ -164,9 +164,7 @@ def test_more_ranks_than_the_machine_holds_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_setting_to_make_smaller_is_the_one_that_asks_for_the_ranks(
-    tmp_path: Path, overrides: list[str], setting: str
-) -> None:
+def test_the_setting_to_make_smaller_is_the_one_that_asks_for_the_ranks(tmp_path, overrides, setting):
     assert _only_unsupported_reason(tmp_path, *overrides).endswith(f"; use GPUs or a {setting} of at most 8")
     assert _only_unsupported_reason(tmp_path, *overrides, machine=NODE).endswith(
         f"; use more GPUs or a smaller {setting}"

@@ -34,9 +34,7 @@ def test_what_a_plan_predicts_is_what_burst_predict_says_of_the_same_trial() -> 
         assert cost.seconds == pytest.approx(START_SECONDS + steps * found.time.seconds)
 
 
-def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(tmp_path, capsys):
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     [experiment] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "budgets.yaml").write_text(experiment, encoding="utf-8")

@@ -60,9 +60,7 @@ OWN_METHOD = "METHOD = None\n"
         ("harness/deep/down/fast.py", "deep/\n"),
     ],
 )
-def test_a_file_of_the_packages_that_git_does_not_track_changes_the_tree(
-    checkout: Path, path: str, ignored: str
-) -> None:
+def test_a_file_of_the_packages_that_git_does_not_track_changes_the_tree(checkout, path, ignored):
     (checkout / ".git" / "info" / "exclude").write_text(ignored)
     assert commit(checkout, {}) == (head := git(checkout, "rev-parse", "HEAD"))
     (checkout / path).parent.mkdir(parents=True)
@@ -74,9 +72,7 @@ def test_a_file_of_the_packages_that_git_does_not_track_changes_the_tree(
 
 
 @pytest.mark.parametrize("how", ["repository", "link"])
-def test_a_method_in_a_repository_of_its_own_or_behind_a_link_changes_the_tree(
-    checkout: Path, tmp_path_factory: pytest.TempPathFactory, how: str
-) -> None:
+def test_a_method_in_a_repository_of_its_own_or_behind_a_link_changes_the_tree(checkout, tmp_path_factory, how):
     (checkout / "baselines").mkdir()
     folder = checkout / "baselines" / "own"
     if how == "link":

@@ -102,9 +102,7 @@ def test_a_table_may_leave_out_lines_that_lack_a_record(checkout: Path) -> None:
     assert Quotes(checkout).text("complete").split("\n")[3:] == ["| 1024 | 1024 |", ""]
 
 
-def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(checkout, capsys):
     page = checkout / "README.md"
     page.write_text("Takes <!--step-->99<!--/--> ms.\n\n<!--steps-->\n<!--/-->\n", encoding="utf-8")
     write_pages(Quotes(checkout))

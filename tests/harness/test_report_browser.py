@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from cluster.probing.verdict import Verdict
+from cluster.render.html import heat_map, html_page
 from harness.report.page import write_report
 from harness.report.site import write_site
 from tests.browser import Browser, chromium
+from tests.cluster.test_report_forms import OK, many, report
 from tests.harness.synthetic_records import gpu_sweep, record
 from tests.harness.test_report import run_of
+from tests.slow import slow
 
 HOSTILE = "<img src=x onerror=console.log(1)><script>console.log(2)</script>"
 TABLE = "document.querySelector('#results table')"
@@ -60,9 +64,7 @@ def press_header(browser: Browser, header: str) -> str | None:
     return direction
 
 
-def test_the_keyboard_sorts_numbers_by_value_and_the_third_press_restores_the_order(
-    browser: Browser, site: Path
-) -> None:
+def test_the_keyboard_sorts_numbers_by_value_and_the_third_press_restores_the_order(browser, site):
     browser.open(site / "sweep" / "report.html")
     before = column(browser, "step ms")
     assert press_header(browser, "step ms") == "ascending"
@@ -134,9 +136,7 @@ def test_a_command_is_copied_and_shown_where_there_is_no_clipboard(browser: Brow
     assert browser.value("getSelection().toString()").startswith("burst run quickstart.yaml --only ")
 
 
-def test_text_of_records_runs_no_script_and_the_policy_holds_back_what_is_injected(
-    browser: Browser, site: Path
-) -> None:
+def test_text_of_records_runs_no_script_and_the_policy_holds_back_what_is_injected(browser, site):
     for page in (site / "sweep" / "report.html", site / "index.html"):
         browser.open(page)
         assert browser.complaints == []
@@ -145,13 +145,29 @@ def test_text_of_records_runs_no_script_and_the_policy_holds_back_what_is_inject
     assert browser.value("window.ran === undefined")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, *slow(1280)])
 @pytest.mark.parametrize("page", ["index.html", "sweep/report.html", "other/report.html"])
 def test_no_page_scrolls_sideways(browser: Browser, site: Path, page: str, width: int) -> None:
     browser.open(site / page, width=width, height=844)
     assert browser.value(OVERFLOW) == 0
     browser.value("for (const part of document.querySelectorAll('details')) part.open = true")
     assert browser.value(OVERFLOW) == 0
+
+
+def test_the_page_of_nodes_fits_a_phone_and_shows_faults_until_asked_for_all(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    long = Verdict(level="fail", summary="/a/path/without/any/space" * 12)
+    speeds = {frozenset((f"gpu{one:02}", f"gpu{other:02}")): 40.0 for one in range(20) for other in range(one)}
+    matrix = heat_map("GB/s", [f"gpu{number:02}" for number in range(20)], speeds, 40.0)
+    page.write_text(html_page([*many(64), report("gpu99", disk=long, xid=OK)], [matrix]))
+    for width in (360, 1280):
+        browser.open(page, width=width, height=800, script=False)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value("document.documentElement.innerText.includes('gpu[01-64]')")
+        assert not browser.value("document.querySelector('main').innerText.includes('gpu33')")
+        browser.value("document.getElementById('faults').click()")
+        assert browser.value("document.querySelector('main').innerText.includes('gpu33')")
+    assert browser.complaints == []
 
 
 def test_the_contents_stay_beside_the_page_on_a_laptop_and_fold_on_a_phone(browser: Browser, site: Path) -> None:
@@ -193,10 +209,8 @@ def test_the_dark_theme_is_dark_and_so_are_figures(browser: Browser, site: Path)
     assert seen[1][2] in ("rgb(228, 231, 235)", "rgb(162, 171, 182)")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_first_screen_is_the_verdict_and_the_plot_with_every_verdict_beside_its_dot(
-    browser: Browser, site: Path, width: int
-) -> None:
+@pytest.mark.parametrize("width", [390, *slow(1280)])
+def test_the_first_screen_is_the_verdict_and_the_plot_with_every_verdict_beside_its_dot(browser, site, width):
     browser.open(site / "sweep" / "report.html", width=width)
     rows = "[...document.querySelectorAll('.dots tbody tr')]"
     boxes = browser.value(

@@ -62,9 +62,7 @@ def test_the_policy_allows_the_pages_own_script_and_style_by_their_digests(tmp_p
     assert not re.search(r"\son\w+=|\sstyle=", re.sub(r"<script.*</script>", "", text, flags=re.DOTALL))
 
 
-def test_without_the_package_that_sorts_tables_the_page_has_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_that_sorts_tables_the_page_has_every_row(tmp_path, monkeypatch):
     monkeypatch.setattr(html, "find_spec", lambda _: None)
     html._assets.cache_clear()
     try:

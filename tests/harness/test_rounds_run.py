@@ -383,6 +383,7 @@ def test_only_means_ids_beginnings_and_patterns_and_names_the_nearest(tmp_path, 
 
 def test_a_run_leaves_an_experiment_that_plans_its_very_trials(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.launch.supervisor.LocalLauncher", lambda: Scripted(lambda seed, number: "ok"))
     Path("exp.yaml").write_text(
         EXPERIMENT + "scales: {one: {sweep: {cp_size: [1]}, steps: {rounds: 1}, task: train}}\n"
     )

@@ -74,10 +74,7 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path):
 
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with (
-        pytest.raises(UsageError, match="holds files that are not a run"),
-        opened_for_writing(tmp_path, resume=False),
-    ):
+    with pytest.raises(UsageError, match="holds files that are not a run"), opened_for_writing(tmp_path, resume=False):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

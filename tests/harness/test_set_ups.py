@@ -18,6 +18,7 @@ from harness.report.speedup import contested_points
 from harness.report.tables.particular import set_ups_table
 from harness.report.variants import series_of, setup_name, varying_settings
 from tests.harness.synthetic_records import H200, LARGE, around, record
+from tests.harness.test_run_experiment import ScriptedLauncher
 
 MEGATRON = {"checkpoint": Checkpoint(tail=0.0), "lm_head_fusion": False}
 BURST = {"checkpoint": Checkpoint(tail=0.5), "schedule": "double_ring"}
@@ -145,7 +146,8 @@ def test_compare_pairs_methods_as_published() -> None:
     assert [round(pair.times.value, 2) for pair in pairs if pair.times] == [1.3]
 
 
-def test_a_run_leaves_what_the_table_gave_in_record_results_and_report(tmp_path: Path) -> None:
+def test_a_run_leaves_what_the_table_gave_in_record_results_and_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.launch.supervisor.LocalLauncher", lambda: ScriptedLauncher({}))
     path, out = tmp_path / "question.yaml", tmp_path / "run"
     path.write_text(
         "task: attention\nmodel: tiny\nsteps: {warmup: 0, measured: 1}\n"

@@ -74,9 +74,7 @@ def test_every_method_has_an_entry_for_every_value_of_settings() -> None:
 
 @pytest.mark.parametrize("variant", FILLED)
 @pytest.mark.parametrize("method", list(settings_table()))
-def test_an_entry_names_where_it_comes_from_and_every_value_its_reason_and_source(
-    method: str, variant: SettingsFrom
-) -> None:
+def test_an_entry_names_where_it_comes_from_and_every_value_its_reason_and_source(method, variant):
     entry = method_settings_of(method, variant)
     assert entry is not None
     assert entry.source
@@ -106,9 +104,7 @@ def test_burst_as_published_is_the_artifacts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", FILLED)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_accepts_what_the_table_gives_it_for_the_papers_7b(
-    method: str, variant: SettingsFrom, tmp_path: Path
-) -> None:
+def test_a_method_accepts_what_the_table_gives_it_for_the_papers_7b(method, variant, tmp_path):
     trial = papers_trial(tmp_path, method, variant)
     assert method_named(method).refuse(trial.settings) is None
     if method in NATIVE:
@@ -117,9 +113,7 @@ def test_a_method_accepts_what_the_table_gives_it_for_the_papers_7b(
 
 @pytest.mark.parametrize("variant", FILLED)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_table_changes_the_settings_it_names_and_no_other(
-    method: str, variant: SettingsFrom, tmp_path: Path
-) -> None:
+def test_the_table_changes_the_settings_it_names_and_no_other(method, variant, tmp_path):
     equal, trial = (papers_trial(tmp_path, method, each) for each in (EQUAL, variant))
     entry = method_settings_of(method, variant)
     assert entry is not None

@@ -39,9 +39,7 @@ def reached(site: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_the_site_of_the_published_records_has_a_page_for_each_run_and_no_dead_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_site_of_the_published_records_has_a_page_for_each_run_and_no_dead_link(tmp_path, capsys):
     site = tmp_path / "site"
     assert main(["report", str(PUBLISHED), "--out", str(site)]) == 0
     assert capsys.readouterr().out == f"Report: {site / 'index.html'}\n"
@@ -113,9 +111,7 @@ def test_a_site_made_twice_is_the_same(runs: Path, tmp_path: Path) -> None:
     assert one == two
 
 
-def test_a_run_whose_records_cannot_be_read_is_said_and_the_others_have_their_pages(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_records_cannot_be_read_is_said_and_the_others_have_their_pages(runs, capsys):
     bad = runs / "monday" / "trials" / "bad"
     bad.mkdir()
     (bad / "record.json").write_text("{")
@@ -144,13 +140,7 @@ def test_a_run_itself_is_no_site_and_its_report_has_no_index(runs: Path) -> None
         (["runs", "--out", "runs/notes/a.txt"], "a.txt is a file; give --out a directory"),
     ],
 )
-def test_what_cannot_become_a_site_is_one_sentence(
-    runs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_what_cannot_become_a_site_is_one_sentence(runs, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(runs.parent)
     assert main(["report", *arguments]) == 2
     said = capsys.readouterr().err

@@ -150,9 +150,7 @@ def test_a_folder_with_a_configuration_is_a_model_named_after_it(tmp_path: Path)
         ({"architectures": ["Other"]}, r"architectures is \['Other'\]; expected a list of one of .*LlamaForCausalLM"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused_with_its_key_and_both_values(
-    tmp_path: Path, change: dict[str, object], words: str
-) -> None:
+def test_a_configuration_that_does_not_fit_is_refused_with_its_key_and_both_values(tmp_path, change, words):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps(CONFIG | change), encoding="utf-8")
     with pytest.raises(UsageError, match=words):
@@ -241,11 +239,7 @@ def test_every_measured_figure_of_the_shipped_files_says_when_and_where() -> Non
         ("kernel_ceilings: {when", "gemm_tflops: {when", r"gpu.yaml:7: unknown key gemm_tflops in measured; "),
         ("what: ", "size: ", r"gpu.yaml:7: unknown key measured.kernel_ceilings.size; "),
         (", what: 64K tokens", "", r"gpu.yaml:7: measured.kernel_ceilings lacks what; add what is missing"),
-        (
-            '"2026-11-20"',
-            "last week",
-            r"gpu.yaml:7: when is last week; expected a day such as",
-        ),
+        ('"2026-11-20"', "last week", r"gpu.yaml:7: when is last week; expected a day such as"),
         ('"2026-11-20"', "2026", r"gpu.yaml:7: measured.kernel_ceilings.when is 2026; expected text"),
     ],
 )

@@ -1,22 +1,24 @@
-"""`burst train` with its `data` and `export` in real processes: stopped by signals, gone on, exported."""
+"""`burst train` with its `data` and `export`: stopped by signals, gone on, exported."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from harness.cli import main
 from tests.patience import AMPLE, running, scaled, wait_until
 from tests.processes import all_pids, stat_of
 from tests.programs import shell_program
 
-BURST = [sys.executable, "-m", "harness"]
 PROJECT = Path(__file__).parents[2]
 CONFIG = """\
 model: {layers: 1, hidden: 16, ffn: 24, heads: 2, kv_heads: 2, head_dim: 8, vocab: 256}
@@ -39,22 +41,23 @@ def workplace(tmp_path_factory) -> Path:
     return folder
 
 
-def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")}
-    return subprocess.Popen(
-        [*BURST, *arguments], cwd=workplace, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
 def burst(workplace: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code, and everything printed."""
-    process = start(workplace, *arguments)
-    out, error = process.communicate(timeout=AMPLE)
-    return process.returncode, out + error
+    """Exit code, and everything printed, of a command in this process."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        patch.chdir(workplace)
+        patch.setenv("BURST_CACHE", str(workplace / "cache"))
+        code = main(arguments)
+    return code, said.getvalue()
 
 
 def train(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
-    return start(workplace, "train", "train.yaml", "--launcher", "local", *arguments)
+    """A run in a process of its own, for signals."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness", "train", "train.yaml", "--launcher", "local", *arguments],
+        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def metrics(run: Path) -> list[dict]:
@@ -79,12 +82,30 @@ def store(workplace: Path) -> str:
 
 @pytest.fixture(scope="module")
 def stopped(workplace: Path, store: str) -> tuple[int, str]:
-    """A run of far too many steps that gets SIGTERM during its third or a later one: exit code and what it said."""
-    process = train(workplace, "--out", "run")
+    """A run of far too many steps that gets Slurm's signal after its third step or a later one, and another one ahead
+    of the same end while it cannot save yet, as a run that knows the end sends itself one: exit code and its words."""
+    process = train(workplace, "--out", "run", "--set", f"save.grace_seconds={10 * AMPLE:g}")
     wait_for_step(process, workplace / "run", 3)
-    process.send_signal(signal.SIGTERM)
-    out, error = process.communicate(timeout=AMPLE)
-    return process.returncode, out + error
+    ranks = grandchildren(process.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGUSR1)
+    said = words_until_stopping(process)
+    process.send_signal(signal.SIGUSR1)
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    _, error = process.communicate(timeout=AMPLE)
+    return process.returncode, said + error
+
+
+def words_until_stopping(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    said = ""
+    while "stopping:" not in said:
+        line = process.stderr.readline()
+        assert line, "ended without a word"
+        said += line
+    return said
 
 
 def test_a_store_says_what_it_holds_and_is_not_overwritten(workplace: Path, store: str) -> None:
@@ -93,7 +114,7 @@ def test_a_store_says_what_it_holds_and_is_not_overwritten(workplace: Path, stor
     assert (code, "holds a token store; give --out another path, or --replace" in said) == (2, True)
 
 
-def test_sigterm_saves_and_says_how_to_go_on(workplace: Path, stopped: tuple[int, str]) -> None:
+def test_a_signal_saves_and_says_how_to_go_on_and_slurms_second_one_breaks_nothing_off(workplace, stopped):
     code, said = stopped
     assert code == 1, said
     last = metrics(workplace / "run")[-1]["step"]
@@ -105,10 +126,9 @@ def test_sigterm_saves_and_says_how_to_go_on(workplace: Path, stopped: tuple[int
 
 def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: tuple[int, str]) -> None:
     last = metrics(workplace / "run")[-1]["step"]
-    process = train(workplace, "--out", "run", "--resume", "--set", f"steps={last + 2}")
-    out, error = process.communicate(timeout=AMPLE)
-    assert process.returncode == 0, error
-    assert out == "Trained: run\n"
+    more = ["--launcher", "local", "--out", "run", "--resume", "--set", f"steps={last + 2}"]
+    code, said = burst(workplace, "train", "train.yaml", *more)
+    assert (code, "Trained: run\n" in said) == (0, True), said
     lines = metrics(workplace / "run")
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, last + 3))
     losses = [line["loss"] for line in lines if line["kind"] == "evaluation"]
@@ -130,9 +150,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str
     for rank in ranks:  # they can neither step nor save any more; only SIGKILL still ends them
         os.kill(rank, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    assert process.stderr is not None
-    while "stopping:" not in (line := process.stderr.readline()):
-        assert line, "ended without a word"
+    words_until_stopping(process)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=AMPLE)  # less than saving may take
     assert process.returncode == 1
@@ -141,9 +159,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str
 
 
 @pytest.mark.slow
-def test_a_run_in_a_slurm_job_saves_before_the_job_ends(
-    workplace: Path, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_slurm_job_saves_before_the_job_ends(workplace, store, tmp_path, monkeypatch):
     end, variables = job_that_ends_soon(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -155,24 +171,6 @@ def test_a_run_in_a_slurm_job_saves_before_the_job_ends(
     assert f"stopped; the state after step {last} is saved, go on with: burst train train.yaml" in error
 
 
-def test_slurms_signal_does_not_break_off_the_saving_that_it_asks_for(workplace: Path, store: str) -> None:
-    process = train(workplace, "--out", "slurm", "--set", f"save.grace_seconds={10 * AMPLE:g}")
-    wait_for_step(process, workplace / "slurm", 1)
-    ranks = grandchildren(process.pid)
-    for rank in ranks:
-        os.kill(rank, signal.SIGSTOP)
-    process.send_signal(signal.SIGUSR1)
-    assert process.stderr is not None
-    while "stopping:" not in (line := process.stderr.readline()):
-        assert line, "ended without a word"
-    process.send_signal(signal.SIGUSR1)  # ahead of the same end, as a run that knows the end sends itself one
-    for rank in ranks:
-        os.kill(rank, signal.SIGCONT)
-    _, error = process.communicate(timeout=AMPLE)
-    assert process.returncode == 1
-    assert f"stopped; the state after step {metrics(workplace / 'slurm')[-1]['step']} is saved" in error
-
-
 def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> None:
     before = sorted(path.name for path in workplace.iterdir())
     for arguments, words in {
@@ -182,9 +180,8 @@ def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> Non
         ("--set", "cp_size=64", "--set", "seq_len=1k"): "this run cannot start: 64 ranks are more than",
         ("--set", "model=no_such"): "unknown model no_such",
     }.items():
-        process = train(workplace, "--out", "nowhere", *arguments)
-        _, error = process.communicate(timeout=AMPLE)
-        assert (process.returncode, words in error, error.count("\n")) == (2, True, 1), error
+        code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", "--out", "nowhere", *arguments)
+        assert (code, words in said, said.count("\n")) == (2, True, 1), said
     assert sorted(path.name for path in workplace.iterdir()) == before
 
 

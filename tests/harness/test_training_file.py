@@ -50,10 +50,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "learning_rat: 1",
-            r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?",
-        ),
+        ("learning_rat: 1", r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?"),
         ("lr: 1", ":4: unknown key lr; write it as learning_rate"),
         ("task: train", ":4: task is a key of experiments, .*; give an experiment to burst run, or leave task out"),
         ("optimizer: {lr: 1}", r":4: unknown key optimizer\.lr; write it as learning_rate"),

@@ -115,10 +115,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda: weights(replace(MODEL, hidden=32)), "holds a model with hidden 32, but model m has 16"),
         (lambda: weights(replace(MODEL, vocab=320)), "holds a model with vocab 320, but model m has 256"),
         (lambda: weights(replace(MODEL, kv_heads=2)), "holds a model with kv_heads 2, but model m has 1"),
-        (
-            lambda: weights(replace(MODEL, rope_base=5e5)),
-            "holds a model with rope_base 500000.0, but model m has",
-        ),
+        (lambda: weights(replace(MODEL, rope_base=5e5)), "holds a model with rope_base 500000.0, but model m has"),
         (
             lambda: weights(replace(MODEL, qk_norm=True, architecture="qwen3")),
             "holds a model with qk_norm True, but model m has False",
@@ -204,9 +201,7 @@ def test_weights_that_fit_are_started_from(place: Path, tied: bool, tokens: int)
         ('{"text": "a"}\n{"text": "b"}\n', {}, "data 'text.txt' looks like JSON Lines"),
     ],
 )
-def test_data_that_cannot_be_learnt_from_is_refused_and_nothing_is_left(
-    place: Path, text: str, changes: dict[str, Any], words: str
-) -> None:
+def test_data_that_cannot_be_learnt_from_is_refused_and_nothing_is_left(place, text, changes, words):
     Path("text.txt").write_text(text, errors="surrogateescape")
     before = tree(place)
     assert words in refused(config(**changes))

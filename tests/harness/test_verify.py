@@ -125,9 +125,7 @@ def test_task_attention_times_its_forward_by_itself_so_that_may_be_the_longer_on
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_record_that_contradicts_itself_is_found(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_contradicts_itself_is_found(name, tmp_path, capsys):
     run = reported(tmp_path / "run", [record()])
     change, words = RECORDS[name]
     [path] = run.glob("trials/*/record.json")
@@ -174,9 +172,7 @@ def test_several_rounds_hold_and_are_no_gap(tmp_path: Path, capsys: pytest.Captu
         ({"started_at": "noon"}, "round 2 started_at 'noon'"),
     ],
 )
-def test_rounds_that_contradict_the_measurement_are_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
-) -> None:
+def test_rounds_that_contradict_the_measurement_are_found(tmp_path, capsys, changes, words):
     run = reported(tmp_path / "run", [with_rounds(rounds("2026-01-02T03:04:05Z", "2026-01-02T03:05:05Z"))])
     [path] = run.glob("trials/*/record.json")
     edited(path, lambda one: one["rounds"][1].update(changes))
@@ -190,9 +186,7 @@ def replaced(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-def test_a_number_of_results_that_was_changed_is_found_with_the_one_that_the_record_gives(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_of_results_that_was_changed_is_found_with_the_one_that_the_record_gives(run, capsys):
     text = (run / "results.csv").read_text()
     header, *lines = (line.split(",") for line in text.splitlines()[:2])
     true = lines[0][header.index("step_seconds_median")]
@@ -239,9 +233,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_a_report_would_not_leave_so_is_found(
-    name: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_a_report_would_not_leave_so_is_found(name, run, capsys):
     change, words = FILES[name]
     change(run)
     code, text = verified(capsys, run)
@@ -256,9 +248,7 @@ def test_a_file_that_a_report_would_not_leave_so_is_found(
         ("  - {about: lost_commit, says: made up for a test}\n", "lost_commit: found 0123"),
     ],
 )
-def test_provenance_is_there_or_a_reason_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str, words: str
-) -> None:
+def test_provenance_is_there_or_a_reason_is(tmp_path, capsys, lost, words):
     one = record(gpu=H200, dtype="bf16")
     one.commit = "0123456789" * 4
     run = reported(tmp_path / "run", [one])
@@ -327,9 +317,7 @@ def test_without_a_whole_history_commits_are_not_judged_and_it_is_said(repositor
     assert verdict.holds
 
 
-def test_all_runs_below_a_directory_have_a_line_each(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_runs_below_a_directory_have_a_line_each(run, tmp_path, capsys):
     reported(tmp_path / "deep" / "er", [record()])
     (tmp_path / "deep" / "er" / "results.csv").unlink()
     code, text = verified(capsys, tmp_path)

@@ -27,9 +27,7 @@ def test_every_published_run_holds(verdicts: list[RunVerification]) -> None:
     assert [f"{one.run}: {failure}" for one in verdicts for failure in one.failures] == []
 
 
-def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_numbers(
-    verdicts: list[RunVerification],
-) -> None:
+def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_numbers(verdicts):
     for verdict in verdicts:
         rows = {row["trial_id"]: row for row in read_runs([run_named(PUBLISHED, verdict.run)])[1]}
         commands = ("burst run experiments/", "burst reproduce ")
@@ -40,12 +38,8 @@ def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_
 
 # What a reader has to know of a run, in words of its provenance, and the runs that it holds for.
 _CONDITIONS = {
-    "times on shared CPU cores": [
-        "cpu/attention_precision",
-    ],
-    "other programs on the host": [
-        "cpu/checkpoint_tail",
-    ],
+    "times on shared CPU cores": ["cpu/attention_precision"],
+    "other programs on the host": ["cpu/checkpoint_tail"],
     "at the same time|had a GPU of their own": [
         "h200x1/checkpointing_memory_analytic",
         "h200x1/cp_scaling",
@@ -59,21 +53,10 @@ _CONDITIONS = {
         "h200x4/longest_sequence",
         "h200x4/memory_levers",
     ],
-    "ended by the clock": [
-        "h200x1/cp_scaling",
-    ],
-    "another build": [
-        "h200x1/one_gpu_systems",
-        "h200x2/node_systems_two_megatron",
-        "h200x2/two_nodes_systems",
-    ],
-    "the first machine of (two|three)": [
-        "h200x1/one_gpu_systems",
-        "h200x1/one_gpu_systems_8b",
-    ],
-    "125 GiB of host memory": [
-        "h200x1/one_gpu_systems_8b",
-    ],
+    "ended by the clock": ["h200x1/cp_scaling"],
+    "another build": ["h200x1/one_gpu_systems", "h200x2/node_systems_two_megatron", "h200x2/two_nodes_systems"],
+    "the first machine of (two|three)": ["h200x1/one_gpu_systems", "h200x1/one_gpu_systems_8b"],
+    "125 GiB of host memory": ["h200x1/one_gpu_systems_8b"],
     "ended by the clock|time was over": [
         "h200x1/one_gpu_systems_long",
         "h200x2/node_systems_two_megatron",
@@ -86,37 +69,19 @@ _CONDITIONS = {
         "h200x2/two_nodes_flash",
         "h200x2/two_nodes_systems",
     ],
-    "FlashAttention-4": [
-        "h200x2/training_node_small_ring",
-        "h200x2/two_nodes_systems",
-    ],
-    "locked host memory": [
-        "h200x2/training_node_two_longest",
-    ],
-    "trials of a setting that was removed later": [
-        "h200x2/attention_short",
-        "h200x2/two_nodes_overlap",
-    ],
+    "FlashAttention-4": ["h200x2/training_node_small_ring", "h200x2/two_nodes_systems"],
+    "locked host memory": ["h200x2/training_node_two_longest"],
+    "trials of a setting that was removed later": ["h200x2/attention_short", "h200x2/two_nodes_overlap"],
     "the nodes are GPUs of one host": [
         "h200x2/two_nodes_overlap",
         "h200x2/two_nodes_systems",
         "h200x4/attention_two_nodes",
         "h200x4/attention_two_nodes_grouped",
     ],
-    "measured once per trial": [
-        "h200x4/attention_two_nodes",
-        "h200x4/attention_two_nodes_grouped",
-    ],
-    "the warm-up step had 16K tokens": [
-        "h200x4/million_tokens",
-        "h200x4/training_8b",
-    ],
-    "projections were whole": [
-        "h200x4/million_tokens",
-    ],
-    "one of three runs": [
-        "h200x4/quickstart",
-    ],
+    "measured once per trial": ["h200x4/attention_two_nodes", "h200x4/attention_two_nodes_grouped"],
+    "the warm-up step had 16K tokens": ["h200x4/million_tokens", "h200x4/training_8b"],
+    "projections were whole": ["h200x4/million_tokens"],
+    "one of three runs": ["h200x4/quickstart"],
 }
 
 

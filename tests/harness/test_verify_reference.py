@@ -42,17 +42,13 @@ def test_equal_runs_pass_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("seconds", "tolerance", "code"), [
     (0.209, "5%", 0), (0.23, "5%", 1), (0.23, "0.2", 0), (0.18, "5%", 1),
 ])  # fmt: skip
-def test_a_time_outside_of_the_tolerance_fails_whether_slower_or_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: float, tolerance: str, code: int
-) -> None:
+def test_a_time_outside_of_the_tolerance_fails_whether_slower_or_faster(tmp_path, capsys, seconds, tolerance, code):
     found, text = compared(tmp_path, [record(seconds=seconds)], [record(seconds=0.2)], capsys, "--tolerance", tolerance)
     assert found == code, text
     assert ("fail: " in text) == bool(code)
 
 
-def test_an_interval_that_reaches_the_tolerance_passes_and_one_beyond_it_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interval_that_reaches_the_tolerance_passes_and_one_beyond_it_fails(tmp_path, capsys):
     noisy, steady = (0.18, 0.21, 0.26), (0.2, 0.2001, 0.1999)
     code, text = compared(tmp_path / "a", [in_rounds(record(), *noisy)], [in_rounds(record(), *steady)], capsys)
     assert code == 0, text
@@ -86,9 +82,7 @@ def test_rows_without_a_partner_are_listed_and_fail_nothing(tmp_path: Path, caps
     assert f"no partner: {theirs[1].trial_id}: only in the reference" in text
 
 
-def test_runs_below_a_directory_have_partners_in_the_same_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_below_a_directory_have_partners_in_the_same_place(tmp_path, capsys):
     for root, second in (("here", 0.2), ("there", 0.3)):
         reported(tmp_path / root / "one", [record()])
         reported(tmp_path / root / "two", [record(seconds=second)])

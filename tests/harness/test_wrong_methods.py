@@ -26,6 +26,9 @@ sweep:
   method: [{RIGHT}, {NO_TILE}, {SCALED}, {SHIFTED}]
   seq_len: [{SHORT}, {LONG}]
   dtype: [fp32, bf16]
+exclude:
+  - {{method: [{NO_TILE}, {SCALED}, {SHIFTED}], seq_len: {SHORT}, dtype: bf16}}
+  - {{method: [{NO_TILE}, {SCALED}, {SHIFTED}], seq_len: {LONG}, dtype: fp32}}
 fixed: {{cp_size: 2, mask: causal}}
 steps: {{warmup: 0, measured: 1}}
 """
@@ -51,7 +54,7 @@ def records(run_dir: Path) -> list[Record]:
 
 def of(records: list[Record], method: str) -> list[Record]:
     found = [record for record in records if record.settings.method == method]
-    assert len(found) == 4
+    assert len(found) == (4 if method == RIGHT else 2)
     return found
 
 
@@ -71,9 +74,7 @@ def test_a_right_method_is_ok_in_every_dtype_and_at_every_length(records: list[R
         (SHIFTED, "out|dq|dk|dv", r"rank [01], tokens? \d+( to \d+)?"),
     ],
 )
-def test_a_wrong_method_is_wrong_with_tensor_bound_rank_and_tokens(
-    records: list[Record], method: str, tensors: str, place: str
-) -> None:
+def test_a_wrong_method_is_wrong_with_tensor_bound_rank_and_tokens(records, method, tensors, place):
     for record in of(records, method):
         assert record.status == "wrong", (record.trial_id, record.measurement and record.measurement.extra)
         bound = "1e-05|4e-05" if record.settings.dtype == "fp32" else r"0\.008|0\.032"
@@ -97,39 +98,39 @@ def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: P
         assert row["extra_error.out"] is not None
     told = " ".join(headline_of(rows).sentences)
     assert not any(method in told for method in (NO_TILE, SCALED, SHIFTED))
-    assert "12 wrong" in told
+    assert "6 wrong" in told
     assert "Attention and its gradients differ from a dense float64 run by at most" in told
-    assert len(wrong_sentences(rows)) == 8 + 1
+    assert len(wrong_sentences(rows)) == 6
     plots, _ = figures_of(rows)
     assert plots
     for plot in plots:
         assert not any(method in said(plot.figure) for method in (NO_TILE, SCALED, SHIFTED, "wrong"))
     tables = {table.name: table for table in report_tables(rows)}
-    assert len(tables["problems"].rows) == 12
+    assert len(tables["problems"].rows) == 6
     assert all("differs from float64" in str(line) for line in tables["problems"].rows)
     assert len(tables["accuracy"].rows) == 4
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert 'class="wrong-trials"' in page
     with open(run_dir / "results.csv", newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["status"] == "wrong"]
-    assert len(lines) == 12
+    assert len(lines) == 6
     assert not any(line["step_seconds_median"] for line in lines)
 
 
 def test_every_command_that_reads_the_run_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run_dir)]) == 1
     said = capsys.readouterr().out
-    assert said.count("expected no wrong trial") == 12
+    assert said.count("expected no wrong trial") == 6
     assert main(["compare", str(run_dir), "--methods", RIGHT, SCALED]) == 1
     said = capsys.readouterr().out
-    assert said.count("Wrong in B: ") == 4
+    assert said.count("Wrong in B: ") == 2
     assert f"{SCALED}: dk differs from float64" in said
     assert main(["compare", str(run_dir), "--methods", SCALED, RIGHT]) == 1  # a wrong reference is no reference
     assert "Wrong in A: " in capsys.readouterr().out
     assert main(["compare", str(run_dir), "--methods", NO_TILE, SCALED, "--json"]) == 1
-    assert [one["side"] for one in json.loads(capsys.readouterr().out)["wrong"]] == ["A"] * 4 + ["B"] * 4
+    assert [one["side"] for one in json.loads(capsys.readouterr().out)["wrong"]] == ["A"] * 2 + ["B"] * 2
     main(["status", str(run_dir)])
     said = capsys.readouterr().out
-    assert "12 wrong" in said
+    assert "6 wrong" in said
     assert f"{SCALED}: dk differs from float64" in said
     assert "--retry-failed" in said

@@ -140,6 +140,14 @@ class TileTable:
         return call_count(self.corners[:, own], self.lo[own], self.hi[own])
 
     @cached_property
+    def has_sequences(self) -> bool:
+        """The pair with most tiles has fewer calls than tiles."""
+        if not len(self.pair):
+            return False
+        most = int(self.counts.argmax())
+        return self.call_count(most) < int(self.counts[most])
+
+    @cached_property
     def areas(self) -> Integers:
         """Visible (query, key) pairs of each pair of shards."""
         top, bottom, left, right = self.corners

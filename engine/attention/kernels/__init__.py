@@ -41,6 +41,7 @@ class KernelProblem:
     bands: frozenset[str] = frozenset({"full"})  # kinds of band in its tiles: full, causal, band
     deterministic: bool = False
     softcap: float | None = None  # bound of the scores' size; None: scores as they are
+    sequences: bool = False  # some calls are of several sequences
     any_delta: bool = False  # delta may be any number; else only a rowsum(dO * O), as where the LSE has no gradient
 
 
@@ -104,6 +105,7 @@ class Kernel:
 
     name: ClassVar[str]
     writes_input_dtype: ClassVar[bool]  # gradients are in the inputs' dtype; else in fp32 or wider
+    takes_sequences: ClassVar[bool] = False  # in one call; else one after another
     # `backward_of_whole` exists: where one call is the whole problem, backward reads O and needs no delta.
     takes_output: ClassVar[bool] = False
 
@@ -156,7 +158,8 @@ def unsupported_reason(kernel: Kernel, problem: KernelProblem) -> str | None:
 
 
 def choose_kernel(name: str, problem: KernelProblem) -> Kernel:
-    """The named kernel, or for `auto` the first of `KERNELS` that can run the problem.
+    """The named kernel, or for `auto` the first of `KERNELS` that can run the problem; for a problem of several
+    sequences the first that takes them in one call, if one can.
 
     It is made for the problem: with its soft-capping. Raises ValueError with the kernel's own sentence when it cannot
     run: there is no silent fallback.
@@ -168,7 +171,7 @@ def choose_kernel(name: str, problem: KernelProblem) -> Kernel:
             raise ValueError(reason)
         return kernel.made_for(problem)
     candidates = [kernel_named(candidate) for candidate in KERNELS]
-    for kernel in candidates:
+    for kernel in sorted(candidates, key=lambda kernel: problem.sequences and not kernel.takes_sequences):
         if unsupported_reason(kernel, problem) is None:
             return kernel.made_for(problem)
     raise ValueError("; ".join(f"{kernel.name}: {unsupported_reason(kernel, problem)}" for kernel in candidates))

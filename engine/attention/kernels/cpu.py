@@ -175,6 +175,7 @@ class CpuKernel(StandInKernel):
     """aten::_scaled_dot_product_flash_attention_for_cpu, forward and backward."""
 
     name = "cpu"
+    takes_sequences = True
     writes_input_dtype = False
 
     def refuse(self, problem: KernelProblem) -> str | None:

@@ -38,6 +38,7 @@ class FlashAttention2Kernel(StandInKernel):
     """aten::_scaled_dot_product_flash_attention, forward and backward."""
 
     name = "fa2"
+    takes_sequences = True
     writes_input_dtype = True
 
     def unsupported_reason(self) -> str | None:

@@ -133,6 +133,7 @@ class FlashAttention4Kernel(Kernel):
     """flash_attn.cute, forward and backward on one tile."""
 
     name = "fa4"
+    takes_sequences = True
     writes_input_dtype = True
     takes_output = True
 

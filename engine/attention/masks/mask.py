@@ -6,6 +6,7 @@ from them under every layout: `engine.attention.geometry.tile_table`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,10 @@ import numpy as np
 from engine.attention.geometry.layout import Segment
 from engine.attention.geometry.tile_table import Integers, Region, ShardSegments, region_areas, tile_table
 from engine.attention.geometry.tiles import Tile
+
+_names: dict[Mask, str] = {}
+_named: dict[str, Mask] = {}
+_numbers = itertools.count()
 
 
 class Mask:
@@ -39,6 +44,13 @@ class Mask:
         """One sentence why the mask does not describe a sequence of this length, or None."""
         return None
 
+    def name_in_programs(self) -> str:
+        """What compiled programs have in place of the mask (`engine.attention.compiled`): the same for equal masks."""
+        if self not in _names:
+            _names[self] = f"mask {next(_numbers)}"
+            _named[_names[self]] = self
+        return _names[self]
+
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
         check_length(self, seq_len)
@@ -52,6 +64,11 @@ class Mask:
         ends = [segment.start + (segment.count - 1) * segment.step for segment in (*q, *k) if segment.count]
         regions = regions_of(self, max(ends, default=-1) + 1)
         return tile_table(regions, ShardSegments((q,)), ShardSegments((k,)), self.merges).tiles(0)
+
+
+def mask_named(name: str) -> Mask:
+    """The mask that has given this as its `name_in_programs`."""
+    return _named[name]
 
 
 def check_length(mask: Mask, seq_len: int) -> None:

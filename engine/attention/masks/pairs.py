@@ -60,6 +60,11 @@ class PairTable:
             return pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
         return self._tiles.call_count(int(self._kind_of[q_rank, k_rank]))
 
+    @property
+    def has_sequences(self) -> bool:
+        """Some calls are of several sequences, judged by one pair."""
+        return (pair_tiles(*self._problem, 0, 0) if self._tiles is None else self._tiles).has_sequences
+
     def area(self, q_rank: int, k_rank: int) -> int:
         """Visible (query, key) pairs of one pair of ranks."""
         if self._tiles is None:

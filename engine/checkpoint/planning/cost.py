@@ -16,7 +16,7 @@ from engine.checkpoint.counts import (
 )
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
-from engine.settings import BYTES_OF, TrialSettings
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
@@ -59,6 +59,7 @@ class CostModel:
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}
+        self._repeated: dict[tuple[Checkpoint, int, int], float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
@@ -90,7 +91,13 @@ class CostModel:
         return added
 
     def repeated(self, choice: MemorySettings) -> float:
-        """Of it, repeated work, and the copies of what is offloaded."""
+        """Of it, repeated work, and the copies of what is offloaded: equal for choices that differ in nothing else."""
+        key = (choice.checkpoint, choice.projection_tiles, choice.mlp_tiles)
+        if key not in self._repeated:
+            self._repeated[key] = self._repeat(choice)
+        return self._repeated[key]
+
+    def _repeat(self, choice: MemorySettings) -> float:
         checkpoint, model = choice.checkpoint, self._settings.model
         products = repeated_products(
             model,

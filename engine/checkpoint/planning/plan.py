@@ -176,7 +176,7 @@ class PlanningProblem:
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
             tail, offload, replay = self.compared.tail[0], self.compared.offload[0], self.compared.replay[0]
         kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
-        return replace(frame, checkpoint=kept)
+        return MemorySettings(checkpoint=kept, **{name: getattr(frame, name) for name in BESIDE_CHECKPOINT})
 
 
 def cheapest(problem: PlanningProblem) -> MemorySettings | None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import kernels
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.geometry.tiles import CAUSAL, FULL, NO_LIMIT, Band, Call, Sequences, calls_of, trim
-from engine.attention.kernels import KERNELS, BackwardInputs, WholeInputs, kernel_named
+from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, WholeInputs, choose_kernel, kernel_named
 from engine.attention.masks import Documents
 from engine.attention.masks.pairs import pair_table
 from tests.engine.attention.kernels.flash_attention import flash_attention
@@ -152,6 +153,19 @@ def test_far_apart_tiles_stay_calls_of_their_own() -> None:
     assert len(calls_of(corners, np.full(2, -NO_LIMIT), np.zeros(2, dtype=np.int64))) == 2
     near = np.array([(0, 90, 0, 90), (91, 190, 91, 190)]).T
     assert len(calls_of(near, np.full(2, -NO_LIMIT), np.zeros(2, dtype=np.int64))) == 1
+
+
+def test_auto_takes_a_kernel_that_computes_documents_in_one_call(monkeypatch) -> None:
+    able = {"cudnn": None, "fa2": None}
+    monkeypatch.setattr(kernels, "unsupported_reason", lambda kernel, problem: able.get(kernel.name, "absent"))
+    facts = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "heads": 4, "kv_heads": 4, "head_dim": 64}
+    for sequences, name in ((False, "cudnn"), (True, "fa2")):
+        assert choose_kernel("auto", KernelProblem(**facts, sequences=sequences)).name == name
+    able.pop("fa2")
+    assert choose_kernel("auto", KernelProblem(**facts, sequences=True)).name == "cudnn"
+    table = pair_table(Documents((10, 10, 44)), LAYOUTS["contiguous"], 64, 2)
+    assert table.has_sequences
+    assert not pair_table(Documents((64,)), LAYOUTS["contiguous"], 64, 2).has_sequences
 
 
 def test_every_kernel_is_compared() -> None:

@@ -15,7 +15,7 @@ from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.context import PlanCache
 from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
 from tests.ranks import run_on_ranks
-from tests.slow import combinations
+from tests.slow import slow
 
 TOKENS = 32
 MASKS: tuple[Mask | None, ...] = (
@@ -38,11 +38,11 @@ def results(model: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-def compiled_and_eager(world: str, backend: str) -> list[str]:
+def compiled_and_eager(world: str, backend: str, masks: tuple[Mask | None, ...]) -> list[str]:
     """Cases in which a compiled program differs from the eager one in some bit."""
     cp = ContextParallel.single() if world == "one" else ContextParallel()
     wrong = []
-    for mask in MASKS:
+    for mask in masks:
         attend = prepare_attention(*leaves(cp)[:2], mask=mask, cp=cp, return_lse=True)
 
         def direct(q, k, v, mask=mask):
@@ -70,9 +70,16 @@ def compiled_and_eager(world: str, backend: str) -> list[str]:
     return wrong
 
 
-@combinations({"world, world_size": [("one", 1), ("all", 2)], "backend": ["eager", "aot_eager"]})
-def test_a_compiled_program_has_no_graph_break_and_the_bits_of_an_eager_one(world, world_size, backend) -> None:
-    assert run_on_ranks(world_size, compiled_and_eager, world, backend) == [[]] * world_size
+@pytest.mark.parametrize(
+    ("world", "world_size", "backend", "masks"),
+    [
+        ("one", 1, "eager", MASKS),
+        ("all", 2, "aot_eager", MASKS[2:3]),
+        *slow(("one", 1, "aot_eager", MASKS), ("all", 2, "eager", MASKS), ("all", 2, "aot_eager", MASKS)),
+    ],
+)
+def test_a_compiled_program_has_no_graph_break_and_the_bits_of_an_eager_one(world, world_size, backend, masks) -> None:
+    assert run_on_ranks(world_size, compiled_and_eager, world, backend, masks) == [[]] * world_size
 
 
 def ulysses() -> float:
@@ -98,6 +105,19 @@ def test_another_mask_is_another_program_and_the_first_one_comes_back() -> None:
     q, k, v = (t.detach() for t in leaves(cp))
     for mask in [Documents((8, 24)), Documents((9, 23)), Documents((8, 24)), SlidingWindow(3), SlidingWindow(4)]:
         assert torch.equal(program(q, k, v, mask), burst_attention(q, k, v, mask=mask, cp=cp)), mask
+
+
+def test_another_context_or_prepared_attention_is_another_program() -> None:
+    q, k, v = (t.detach() for t in leaves(ContextParallel.single()))
+    contexts = [ContextParallel.single(layout) for layout in ("zigzag", "contiguous")]
+    prepared = [prepare_attention(q, k, mask=mask, cp=contexts[0]) for mask in (SlidingWindow(3), SlidingWindow(4))]
+    program = torch.compile(lambda attend: attend(q, k, v), backend="eager", fullgraph=True)
+    for attend in (*prepared, *prepared):
+        assert torch.equal(program(attend), attend(q, k, v)), attend.mask
+    program = torch.compile(lambda cp: burst_attention(q, k, v, cp=cp), backend="eager", fullgraph=True)
+    for cp in contexts:
+        program(cp)
+        assert compiled._calls[list(compiled._calls)[-1]].cp() is cp
 
 
 @pytest.mark.parametrize("tail", [1.0, 0.5])
@@ -137,11 +157,11 @@ def test_the_operations_agree_with_their_fakes(operation: str) -> None:
     if operation == "attention":
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
         for sinks in (None, torch.randn(4).requires_grad_()):
-            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, 0))
+            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, None, 0))
         return
     out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
     for sinks in (None, torch.randn(4)):
-        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name)
+        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name, None)
         torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
 
 
@@ -153,7 +173,7 @@ def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> No
     del cp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.burst.attention(q, k, v, None, name, None, None, 0)
+        torch.ops.burst.attention(q, k, v, None, name, None, None, None, 0)
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:

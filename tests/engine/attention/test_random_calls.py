@@ -109,7 +109,14 @@ def _mask(chance: random.Random, seq_len: int) -> str:
     if kind == "documents":
         cuts = sorted(chance.sample(range(1, seq_len), chance.randrange(1, min(12, seq_len - 1))))
         lengths = [after - before for before, after in zip([0, *cuts], [*cuts, seq_len], strict=True)]
-        return f"documents:{','.join(map(str, lengths))}{chance.choice(('', ':full'))}"
+        start = chance.choice([0, *cuts])
+        ends = (
+            "",
+            ":full",
+            f":left-{reach}",
+            f":spans-{start}-{min(each for each in (*cuts, seq_len) if each > start)}",
+        )
+        return f"documents:{','.join(map(str, lengths))}{chance.choice(ends)}"
     size = max(1, seq_len // chance.choice((4, 7, 16)))
     pattern = chance.choice(("strided-3", "local_global-2-1", "local_global-3-2"))
     return f"block_sparse:{size}:{pattern}{chance.choice(('', ':causal'))}"

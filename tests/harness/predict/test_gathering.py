@@ -128,9 +128,7 @@ def test_short_tiles_of_a_ring_are_slower_where_the_hardware_file_says_so() -> N
         ({"fa4": {"tokens": [1024], "forward": [0], "backward": [1.0]}}, "expected a number above 0"),
     ],
 )
-def test_tiles_that_cannot_be_meant_are_one_sentence(
-    tiles: dict[str, object], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tiles_that_cannot_be_meant_are_one_sentence(tiles, sentence, tmp_path, capsys):
     path = tmp_path / "own.yaml"
     document = {
         "title": "own", "gpu_names": ["own"], "peak_bf16_tflops": 100, "memory_gib": 80, "kernel_tiles": tiles,

@@ -41,9 +41,7 @@ def test_methods_differ_where_their_schedules_do(capsys: pytest.CaptureFixture[s
         assert row["schedule"] in row["schedule_reason"]
 
 
-def test_gradients_take_the_width_that_the_method_states_or_the_setting_gives(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_gradients_take_the_width_that_the_method_states_or_the_setting_gives(capsys):
     words = ["--method", "megatron_cp", "--seq-len", "256k", "--cp-size", "16", "--model", "7b"]
     [own] = predicted(capsys, *words)
     [same] = predicted(capsys, *words, "--set", "grad_comm_dtype=input")
@@ -58,9 +56,7 @@ def test_memory_is_predicted_of_the_engines_own_methods_alone(capsys: pytest.Cap
     assert "torchtitan_upstream" in foreign["reason"]
 
 
-def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_fitted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_fitted(capsys):
     words = ("--model", "14b", "--seq-len", "1M", "--cp-size", "32", "--set", "checkpoint.every=1")
     rows = predicted(capsys, *words, "--method", "burst,megatron_cp,loongtrain_usp")
     burst, megatron, loongtrain = (float(str(row["system_gib"])) for row in rows)
@@ -110,9 +106,7 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
         (["--cp-size", ",".join(["1"] * 1001)], "more than 1000 combinations"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_meant_is_one_sentence(words, sentence, capsys):
     assert main(["plan", "--phases", "--hardware", "a800", *words]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -135,18 +129,19 @@ def test_what_is_computed_again_is_planned_for_the_gpus_memory(capsys: pytest.Ca
 
 # (hardware, model, settings as `--set` gives them), each asked at all lengths, numbers of GPUs and methods below.
 QUESTIONS = [
-    *slow(("h200", "llama3_8b", []), ("h100", "14b", [])),
     ("a800", "7b", ["settings=as_published"]),
     ("h200", "1b", ["memory=40GiB", "optimizer_offload=true"]),
-    ("h100", "llama3_8b", ["checkpoint.tail=0.5", "schedule=double_ring", "deterministic=true"]),
-    ("a100", "13b", ["settings=tuned", "kernel=fa2"]),
+    *slow(
+        ("h200", "llama3_8b", []),
+        ("h100", "14b", []),
+        ("h100", "llama3_8b", ["checkpoint.tail=0.5", "schedule=double_ring", "deterministic=true"]),
+        ("a100", "13b", ["settings=tuned", "kernel=fa2"]),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("hardware", "model", "changes"), QUESTIONS)
-def test_plan_gives_one_answer_by_file_by_options_and_in_detail(
-    hardware: str, model: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_gives_one_answer_by_file_by_options_and_in_detail(hardware, model, changes, tmp_path, capsys):
     """Settings, seconds, GiB and whether it fits, of 18 trials each: on one GPU, on a node and on several."""
     lengths, gpus, methods = "32k,1M", "1,8,16", "burst,megatron_cp,loongtrain_usp"
     path = tmp_path / "question.yaml"
@@ -254,9 +249,7 @@ def test_a_combination_without_a_longest_sequence_is_a_row_with_the_reason(capsy
     [(), ("checkpoint.every=0",), ("checkpoint.whole_layers=3", "checkpoint.every=4"), ("optimizer_offload=true",)],
 )
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_the_fullest_moment_is_the_memory_of_a_trial(
-    levers: tuple[str, ...], ranks: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fullest_moment_is_the_memory_of_a_trial(levers, ranks, capsys):
     words = ["--model", "1b", "--seq-len", "128k", "--cp-size", str(ranks)]
     [row] = predicted(capsys, *words, *(word for lever in levers for word in ("--set", lever)))
     moments = row["gib_by_moment"]
@@ -311,9 +304,12 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
 
 
-def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+SPEED = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
+
+
+def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(tmp_path, monkeypatch, capsys):
+    found = Calibrated(device="Other GPU", ranks=1, torch="2.13", figures={"gemm 1b": SPEED})
+    monkeypatch.setattr("harness.predict.calibration.measure", lambda *_, **__: found)
     path, run = tmp_path / "here.yaml", tmp_path / "over_nodes"
     for number, (link, latency) in enumerate(((4.0, 2e-5), (6.0, 4e-5))):
         one = record(method="burst", cp_size=2, seq_len=1024 + number)
@@ -345,8 +341,7 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
 
 
 def test_what_a_calibration_does_not_measure_comes_from_the_shipped_file_of_that_gpu() -> None:
-    speed = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
-    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": speed})
+    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": SPEED})
     document = hardware_document(found, memory_gib=139.0, gpus_per_node=1)
     shipped = hardware_named("h200")
     assert document["speeds"] == shipped.speeds | {"gemm_tflops": 700.0}
@@ -357,9 +352,7 @@ def test_what_a_calibration_does_not_measure_comes_from_the_shipped_file_of_that
     assert unknown["speeds"] == {"gemm_tflops": 700.0}
 
 
-def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(tmp_path, capsys):
     path = tmp_path / "here.yaml"
     assert main(["setup", "calibrate", "--out", str(path), "--ranks", "1", "--timeout", "0.01"]) == 2
     assert "was not finished after 0.01 s" in capsys.readouterr().err

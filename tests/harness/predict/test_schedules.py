@@ -59,9 +59,7 @@ def causal(calls: list[MeasuredCall]) -> list[MeasuredCall]:
     return [call for call in calls if call.problem.mask == "causal"]
 
 
-def test_a_problem_is_on_one_side_and_both_sides_have_every_group_size_and_head_count(
-    calls: list[MeasuredCall],
-) -> None:
+def test_a_problem_is_on_one_side_and_both_sides_have_every_group_size_and_head_count(calls):
     split = [call for call in causal(calls) if call.side != "another host"]
     groups = {(call.problem.cp_size, call.problem.kv_heads) for call in split}
     assert {cp_size for cp_size, _ in groups} >= {1, 2, 4}
@@ -89,9 +87,7 @@ def test_held_out_calls_change_no_constant(calls: list[MeasuredCall]) -> None:
     assert fitted_model(all_changed) != fitted_model(calls)
 
 
-def test_the_fit_finds_the_constants_that_calls_were_made_with_and_one_bad_call_moves_them_little(
-    calls: list[MeasuredCall],
-) -> None:
+def test_the_fit_finds_the_constants_that_calls_were_made_with_and_one_bad_call_moves_them_little(calls):
     made_with = replace(HardwareModel(), forward_tflops=500.0, backward_tflops=480.0, together_share=0.05)
     exact = [replace(call, rounds=[[estimated(call, made_with)]]) for call in causal(calls)]
     names = ("forward_tflops", "backward_tflops", "together_share")
@@ -125,9 +121,7 @@ def test_held_out_calls_are_estimated_within_the_aims(calls: list[MeasuredCall])
         assert median_error(of_size, HardwareModel()) < aim, cp_size
 
 
-def test_auto_takes_the_fastest_schedule_of_held_out_problems_or_one_within_the_spread_of_its_steps(
-    calls: list[MeasuredCall],
-) -> None:
+def test_auto_takes_the_fastest_schedule_of_held_out_problems_or_one_within_the_spread_of_its_steps(calls):
     found = comparisons(calls, HardwareModel())
     held_out = [choice for choice in found if choice.side == "held out"]
     for cp_size in (2, 4):

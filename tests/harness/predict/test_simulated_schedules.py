@@ -109,9 +109,7 @@ def test_defaults_of_nccl_are_slower_where_the_machine_says_so() -> None:
     step=st.floats(1e-6, 1e-2),
 )
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_ever_faster_on_a_slower_machine(
-    schedule: str, side: str, inside: float, across: float, step: float
-) -> None:
+def test_nothing_is_ever_faster_on_a_slower_machine(schedule, side, inside, across, step):
     speeds = dataclasses.replace(FAST, inside_gib=inside, across_gib=min(inside, across), ring_step_seconds=step)
     found = attention(problem(), schedule, side)
     before = attention_passes(found, speeds)

@@ -254,9 +254,7 @@ def kept(tail: float, seconds: float, gib: float):
 @pytest.mark.parametrize(
     ("half_seconds", "half_gib", "verdict"), [(9.0, 20.0, "reproduced"), (9.0, 26.0, "not"), (11.0, 20.0, "not")]
 )
-def test_kept_outputs_lower_memory_and_save_time_or_the_claim_is_not_reproduced(
-    half_seconds: float, half_gib: float, verdict: str
-) -> None:
+def test_kept_outputs_lower_memory_and_save_time_or_the_claim_is_not_reproduced(half_seconds, half_gib, verdict):
     rows = rows_of(kept(0.0, 10.0, 18.0), kept(0.5, half_seconds, half_gib), kept(1.0, 8.0, 25.0))
     found = check("kept_outputs", ClaimedNumber(value=None), rows)
     assert found.verdict == verdict
@@ -284,9 +282,7 @@ def test_a_flat_ring_that_is_faster_contradicts_the_double_ring() -> None:
     assert faster.verdict == "partly"
 
 
-def test_the_page_of_the_paper_gives_the_verdicts_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_the_paper_gives_the_verdicts_of_the_command(tmp_path, monkeypatch, capsys):
     """The command judges the published records of this checkout alone: `results/runs` is not below its directory."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"(?s)<!--claims-->(.*?)<!--/-->", page)

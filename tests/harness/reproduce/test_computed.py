@@ -9,15 +9,7 @@ import pytest
 from engine.settings import ModelShape
 from harness.metrics.flops import work_of
 from harness.predict.published import published_rows
-from harness.reproduce.computed import (
-    BF16,
-    FP32,
-    ComputedNumber,
-    backward_bytes,
-    digits_of,
-    settings_of,
-    shape,
-)
+from harness.reproduce.computed import BF16, FP32, ComputedNumber, backward_bytes, digits_of, settings_of, shape
 from harness.reproduce.figures import paper_figures
 
 SLIP = 1.024  # 1024 tokens per k over 1000

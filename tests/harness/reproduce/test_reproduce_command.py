@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,6 @@ from harness.reproduce.page import write_all
 from harness.reproduce.points import runs_in
 
 PROJECT = Path(__file__).parents[3]
-BURST = [sys.executable, "-m", "harness"]
-
-
-def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(
-        [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path, monkeypatch, capfd) -> None:
@@ -50,9 +39,9 @@ def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(paper_figures()))
-def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path: Path, name: str) -> None:
-    done = burst(tmp_path, "reproduce", name, "--scale", "smoke", "--launcher", "local")
-    assert done.returncode == 0, done.stderr
+def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path, monkeypatch, name) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", name, "--scale", "smoke", "--launcher", "local"]) == 0
     with open(tmp_path / "results" / "runs" / name / "results.csv", newline="", encoding="utf-8") as file:
         assert {row["status"] for row in csv.DictReader(file)} == {"ok"}
 

@@ -27,7 +27,7 @@ MASKS = [
     Documents((100, 300, 57), causal=False, repeat=True),
 ]
 KERNELS = ["cpu", "reference"]
-SEQ_LEN, HEADS, HEAD_DIM = 2048, 2, 8
+SEQ_LEN, HEADS, HEAD_DIM = 1024, 1, 4
 GRANULARITY = 128  # tokens: scores beyond the visible ones that a query may cost on each side
 FORWARD, BACKWARD = 2, 5  # matrix products over all scores
 
@@ -56,7 +56,7 @@ class Scores(TorchDispatchMode):
     def _of(q_BNLD: torch.Tensor, k_BNMD: torch.Tensor, *, causal: bool) -> int:
         """Scores of one call of the op, which skips what lies beyond its own diagonal and nothing else."""
         rows, columns = q_BNLD.shape[2], k_BNMD.shape[2]
-        return HEADS * Tile(slice(0, rows), slice(0, columns), CAUSAL if causal else FULL).area()
+        return len(q_BNLD) * HEADS * Tile(slice(0, rows), slice(0, columns), CAUSAL if causal else FULL).area()
 
 
 def attend(mask, kernel: str, seq_len: int) -> None:

@@ -71,6 +71,13 @@ def test_a_schedule_with_an_all_to_all_gets_no_striped_layout() -> None:
     assert METHOD.layout(replace(settings, schedule="ulysses")).name != "striped"
 
 
+def test_documents_that_a_batch_brings_are_dealt_where_several_ranks_share_them() -> None:
+    settings = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents")
+    assert METHOD.layout(settings).name == "balanced"
+    assert METHOD.layout(replace(settings, cp_size=1)).name == "contiguous"
+    assert METHOD.layout(replace(settings, layout="zigzag")) == "zigzag"
+
+
 def test_a_layout_that_leaves_too_many_pieces_is_passed_over() -> None:
     chequered = [[48 <= row < 96 and (row + column) % 2 == 0 for column in range(192)] for row in range(192)]
     mask = BlockSparse(chequered, 4)
