@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "full",
         "sliding_window:9:2",
         "documents:7,17,5,...",
+        "documents",
         "block_sparse:6:strided-3:causal",
     ),
     "every": (1, 0, 3),
