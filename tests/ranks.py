@@ -1,13 +1,14 @@
 """Run a function on several ranks in real processes, gloo or NCCL, and hand back what each returned.
 
 A fork server with torch and the engine preloaded starts the ranks, so a test pays for the imports once and no rank
-inherits threads.
+inherits threads. A rank has the environment of its test.
 """
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -29,8 +30,16 @@ _context.set_forkserver_preload(
 
 
 def _rank_main(
-    rank: int, world_size: int, backend: str, store: str, results: Any, fn: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    backend: str,
+    environment: dict[str, str],
+    store: str,
+    results: Any,
+    fn: Callable[..., Any],
+    args: tuple,
 ) -> None:
+    os.environ |= environment  # that of the test, which the fork server began without
     import torch
     import torch.distributed as dist
 
@@ -64,7 +73,7 @@ def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: s
         processes = [
             _context.Process(
                 target=_rank_main,
-                args=(rank, world_size, backend, str(Path(folder, "store")), results, fn, args),
+                args=(rank, world_size, backend, dict(os.environ), str(Path(folder, "store")), results, fn, args),
                 daemon=True,
             )
             for rank in range(world_size)

@@ -10,32 +10,33 @@ from harness.spec.methods import method_module, method_named
 from tests.baselines.attention_runs import SHAPE, AttentionRun, run_attention, settings_for
 from tests.ranks import run_on_ranks
 
-
-def runs_on_four(name: str, node_size: int | None = None) -> list[AttentionRun]:
-    return run_on_ranks(4, run_attention, method_module(name), settings_for(name, 4), False, node_size)
-
-
-@pytest.mark.parametrize(("name", "schedule"), [("loongtrain_double_ring", "double_ring"), ("loongtrain_usp", "usp")])
-def test_over_two_nodes_a_baseline_is_what_it_is_named_for(name: str, schedule: str) -> None:
-    for run in runs_on_four(name, node_size=2):
-        assert run.error < 1e-10
-        assert run.resolved["schedule"] == schedule
-        assert "key_value" in run.resolved["backward"]
+SCHEDULES = {  # of each method over two nodes of two ranks
+    "loongtrain_double_ring": ("double_ring",),
+    "loongtrain_usp": ("usp", "usp_transposed"),
+    "megatron_cp": ("ring", "all_gather", "ulysses", "usp"),
+}
 
 
-def test_ulysses_sends_a_fixed_share_of_every_tensor() -> None:
-    world_size, tokens, batch, head_dim, item = 4, 8, 2, 8, 8
-    per_head = batch * tokens * head_dim * item
-    # Forward q, k, v, out; backward dout, dq, dk, dv; LSE there and delta back for every row and query head.
-    heads, rows = (8 + 4 + 4 + 8) + (8 + 8 + 4 + 4), 1 + 1
-    expected = (per_head * heads + rows * batch * tokens * 8 * item) * (world_size - 1) // world_size
-    assert {run.sent_bytes for run in runs_on_four("ulysses")} == {expected}
+def runs_of_all() -> list[AttentionRun]:
+    return [
+        run_attention(method_module(name), settings_for(name, 4, **given_of(name, schedule)), False, 2)
+        for name, schedules in SCHEDULES.items()
+        for schedule in schedules
+    ]
 
 
-@pytest.mark.parametrize("name", ["ring", "megatron_cp"])
-def test_ring_baselines_circulate_keys_values_and_their_gradients(name: str) -> None:
-    per_hop = 2 * 8 * 4 * 8 * 8  # batch x tokens x KV heads x head_dim x bytes
-    assert {run.sent_bytes for run in runs_on_four(name)} == {3 * per_hop * (2 + 4)}
+def given_of(name: str, schedule: str) -> dict[str, str]:
+    return {} if name == "loongtrain_double_ring" else {"schedule": schedule}
+
+
+def test_over_two_nodes_a_baseline_is_what_it_is_named_for() -> None:
+    expected = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
+    for runs in run_on_ranks(4, runs_of_all):
+        assert [run.resolved["schedule"] for run in runs] == expected
+        assert max(run.error for run in runs) < 1e-10
+        assert "key_value" in runs[0].resolved["backward"]
+    refused = method_named("megatron_cp").refuse(settings_for("megatron_cp", 4, schedule="usp_transposed"))
+    assert "always uses schedule ring" in str(refused)
 
 
 def test_ulysses_refuses_heads_that_its_ranks_cannot_divide() -> None:
@@ -51,25 +52,6 @@ def test_ulysses_refuses_heads_that_its_ranks_cannot_divide() -> None:
     )
     assert refuse(settings_for("ulysses", 8, seq_len=64)) is None
     assert refuse(settings_for("ulysses", 4)) is None
-
-
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses", "usp"])
-def test_megatron_has_four_communication_types(schedule: str) -> None:
-    settings = settings_for("megatron_cp", 4, schedule=schedule)
-    for run in run_on_ranks(4, run_attention, method_module("megatron_cp"), settings, False, 2):
-        assert run.error < 1e-10
-        assert run.resolved["schedule"] == schedule
-    assert "always uses schedule ring" in str(
-        method_named("megatron_cp").refuse(replace(settings, schedule="usp_transposed"))
-    )
-
-
-def test_loongtrain_places_heads_or_the_ring_inside_a_node() -> None:
-    for schedule in ("usp", "usp_transposed"):
-        settings = settings_for("loongtrain_usp", 4, schedule=schedule)
-        for run in run_on_ranks(4, run_attention, method_module("loongtrain_usp"), settings, False, 2):
-            assert run.error < 1e-10
-            assert run.resolved["schedule"] == schedule
 
 
 def test_torch_cp_refuses_masks_that_torch_does_not_know() -> None:

@@ -3,7 +3,6 @@ settings and labels."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,12 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @pytest.fixture(autouse=True)
-def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURST_CACHE", str(tmp_path))
-    return str(tmp_path)
 
 
-def tensor_parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
+def tensor_parallel_runs(cases: dict[str, TrialSettings]) -> dict[str, Result]:
     """Loss, norm, this rank's parts of gradients and updated parameters, and bytes sent."""
-    os.environ["BURST_CACHE"] = cache
     results: dict[str, Result] = {}
     for name, settings in cases.items():
         _, task = task_of(settings)
@@ -94,15 +91,15 @@ def check(found: list[Result], settings: TrialSettings, tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
-def test_divided_matrices_give_the_step_of_one_process(world_size: int, cache_directory: str) -> None:
+def test_divided_matrices_give_the_step_of_one_process(world_size: int) -> None:
     names = list(CASES) if world_size == 2 else ["recomputed layers"]  # of four, two replicas of two
     cases = {name: replace(CASES[name], world_size=world_size) for name in names}
-    per_rank = run_on_ranks(world_size, tensor_parallel_runs, cache_directory, cases)
+    per_rank = run_on_ranks(world_size, tensor_parallel_runs, cases)
     for name, settings in cases.items():
         check([each[name] for each in per_rank], settings, 2)
 
 
-def test_a_step_sends_the_bytes_of_megatrons_formula(cache_directory: str) -> None:
+def test_a_step_sends_the_bytes_of_megatrons_formula() -> None:
     """arXiv:2205.05198, section 4.2.2: an all-gather before and a reduce-scatter behind each of attention and MLP, and
     their counterparts in backward; so for LM head (gather) and embedding (scatter). Each sends (P - 1)/P of the tokens'
     hidden states. Ours adds the words' numbers, labels, and two numbers of each token's loss; gradients of norms are
@@ -113,7 +110,7 @@ def test_a_step_sends_the_bytes_of_megatrons_formula(cache_directory: str) -> No
     per_layer, ends = 4 + 4, 2 + 2
     expected = (SHAPE.layers * per_layer + ends) * hidden
     words_and_losses = own * 8 + own * 8 + 2 * (2 * own) * 8
-    for rank in run_on_ranks(2, tensor_parallel_runs, cache_directory, {"one": settings}):
+    for rank in run_on_ranks(2, tensor_parallel_runs, {"one": settings}):
         assert rank["one"]["sent"] == expected + words_and_losses
 
 
@@ -145,8 +142,7 @@ def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], reason: str)
     assert str(method_named("megatron_tp").refuse(replace(SETTINGS, world_size=0, **changes))).startswith(reason)
 
 
-def refusal_of(cache: str, settings: TrialSettings, label: int) -> str:
-    os.environ["BURST_CACHE"] = cache
+def refusal_of(settings: TrialSettings, label: int) -> str:
     _, task = task_of(settings)
     [batch] = task.batches(0)
     labels_BL = batch.labels_BL.clone()
@@ -157,13 +153,12 @@ def refusal_of(cache: str, settings: TrialSettings, label: int) -> str:
 
 
 @pytest.mark.parametrize("label", [260, -1])
-def test_a_label_that_no_rank_holds_is_refused(label: int, cache_directory: str) -> None:
-    for reason in run_on_ranks(2, refusal_of, cache_directory, SETTINGS, label):
+def test_a_label_that_no_rank_holds_is_refused(label: int) -> None:
+    for reason in run_on_ranks(2, refusal_of, SETTINGS, label):
         assert reason.startswith(f"label {label} is no word of a vocabulary of 260; expected 0 to 259, or -100")
 
 
-def loss_on_gpus(cache: str, settings: TrialSettings) -> float:
-    os.environ["BURST_CACHE"] = cache
+def loss_on_gpus(settings: TrialSettings) -> float:
     device = torch.device("cuda", torch.cuda.current_device())
     task = TrainTask(settings, method_named(settings.method), arrange(settings, device))
     assert all(batch.labels_BL.device.type == "cpu" for batch in task.batches(0))
@@ -173,12 +168,12 @@ def loss_on_gpus(cache: str, settings: TrialSettings) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL gathers no host memory")
 @pytest.mark.parametrize("fused", [True, False])
-def test_labels_in_host_memory_are_gathered_on_the_ranks_gpus(fused: bool, cache_directory: str) -> None:
+def test_labels_in_host_memory_are_gathered_on_the_ranks_gpus(fused: bool) -> None:
     shape = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=64, vocab=260)
     settings = TrialSettings(
         task="train", method="megatron_tp", model=shape, seq_len=512, tp_size=2, dtype="bf16", lm_head_fusion=fused
     )
-    first, second = run_on_ranks(2, loss_on_gpus, cache_directory, settings, backend="nccl")
+    first, second = run_on_ranks(2, loss_on_gpus, settings, backend="nccl")
     assert first == second
     assert 3 < first < 8
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,34 +19,62 @@ from baselines.transformers import Transformers
 from baselines.transformers.transformers_bf16 import TransformersBf16
 from baselines.upstream import PrintedSteps
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 
-def steps_of(method: Transformers, folder: Path, **changes: object) -> tuple[dict[str, object], PrintedSteps]:
-    """What the program was asked, and what it printed."""
-    values = {
-        "task": "train", "method": method.name, "model": SHAPE, "seq_len": 64, "learning_rate": 3e-3,
-        "checkpoint": Checkpoint(every=1, tail=0), "steps": Steps(warmup=1, measured=3),
-    }  # fmt: skip
-    settings = TrialSettings(**values | changes)  # type: ignore[arg-type]
-    assert method.refuse(settings) is None
-    write_tokens(settings, method.steps(settings), method.tokens, folder)
-    request = method.request(settings, folder)
-    assert request["tokens"] == str(folder / "tokens" / PLAIN)
-    (folder / "request.json").write_text(json.dumps(request))
+# Imports once, and runs the program for each request in a process of its own.
+STARTER = """
+import os, runpy, sys
+from transformers import LlamaForCausalLM
+
+program, *folders = sys.argv[1:]
+sys.path[0] = os.path.dirname(program)
+for folder in folders:
+    child = os.fork()
+    if not child:
+        sys.argv = [program, os.path.join(folder, "request.json")]
+        os.dup2(os.open(os.path.join(folder, "printed"), os.O_WRONLY | os.O_CREAT), 1)
+        runpy.run_path(program, run_name="__main__")
+    _, status = os.waitpid(child, 0)
+    assert status == 0, folder
+"""
+CASES: dict[str, tuple[Transformers, dict[str, object]]] = {
+    "fp32": (Transformers(), {"dtype": "fp32"}),
+    "bf16": (TransformersBf16(), {"dtype": "bf16"}),
+    "autocast": (Transformers(), {"dtype": "bf16"}),
+    "kept": (Transformers(), {"dtype": "fp32", "checkpoint": Checkpoint(every=0)}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, object], PrintedSteps]]:
+    """By case: what the program was asked, and what it printed."""
+    folders, requests = {name: tmp_path_factory.mktemp(name) for name in CASES}, {}
+    for name, (method, changes) in CASES.items():
+        values = {
+            "task": "train", "method": method.name, "model": SHAPE, "seq_len": 64, "learning_rate": 3e-3,
+            "checkpoint": Checkpoint(every=1, tail=0), "steps": Steps(warmup=1, measured=3),
+        }  # fmt: skip
+        settings = TrialSettings(**values | changes)  # type: ignore[arg-type]
+        assert method.refuse(settings) is None
+        write_tokens(settings, method.steps(settings), method.tokens, folders[name])
+        requests[name] = method.request(settings, folders[name])
+        assert requests[name]["tokens"] == str(folders[name] / "tokens" / PLAIN)
+        (folders[name] / "request.json").write_text(json.dumps(requests[name]))
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "train_transformers.py"), str(folder / "request.json")],
+        [sys.executable, "-c", STARTER, str(PROGRAMS / "train_transformers.py"), *map(str, folders.values())],
         env=os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=AMPLE, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    printed = method.parse(done.stdout)
-    assert len(printed.step_seconds) == len(printed.grad_norm) == 4
-    return request, printed
+    found = {}
+    for name, (method, _) in CASES.items():
+        printed = method.parse((folders[name] / "printed").read_text())
+        assert len(printed.step_seconds) == len(printed.grad_norm) == 4
+        found[name] = requests[name], printed
+    return found
 
 
 def first_loss(request: dict[str, object]) -> float:
@@ -60,25 +87,23 @@ def first_loss(request: dict[str, object]) -> float:
     return torch.nn.functional.cross_entropy(logits[0], targets[0]).item()
 
 
-def test_it_trains_on_every_token_of_the_trial_with_weights_in_fp32(tmp_path: Path) -> None:
-    request, printed = steps_of(Transformers(), tmp_path, dtype="fp32")
+def test_it_trains_on_every_token_of_the_trial_with_weights_in_fp32(runs) -> None:
+    request, printed = runs["fp32"]
     assert printed.loss[0] == pytest.approx(first_loss(request), abs=1e-5)
     assert printed.loss[3] < printed.loss[0] - 0.05
 
 
-@pytest.mark.slow
-def test_recomputation_changes_nothing_but_memory(tmp_path: Path) -> None:
-    _, again = steps_of(Transformers(), tmp_path, dtype="fp32")
-    request, kept = steps_of(Transformers(), tmp_path, dtype="fp32", checkpoint=Checkpoint(every=0))
+def test_recomputation_changes_nothing_but_memory(runs) -> None:
+    request, kept = runs["kept"]
     assert request["recompute"] is False
-    assert kept.loss == pytest.approx(again.loss, abs=1e-5)
+    assert kept.loss == pytest.approx(runs["fp32"][1].loss, abs=1e-5)
 
 
-def test_gradients_have_the_dtype_of_the_weights(tmp_path: Path) -> None:
+def test_gradients_have_the_dtype_of_the_weights(runs) -> None:
     """Norms that are bf16 numbers show gradients in bf16; under autocast gradients and their norms are fp32."""
-    request, in_bf16 = steps_of(TransformersBf16(), tmp_path, dtype="bf16")
+    request, in_bf16 = runs["bf16"]
     assert all(as_bf16(norm) == norm for norm in in_bf16.grad_norm)
-    _, under_autocast = steps_of(Transformers(), tmp_path, dtype="bf16")
+    _, under_autocast = runs["autocast"]
     assert not any(as_bf16(norm) == norm for norm in under_autocast.grad_norm)
     for printed in (in_bf16, under_autocast):
         assert printed.loss[0] == pytest.approx(first_loss(request), abs=0.03)

@@ -33,6 +33,7 @@ from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.baselines import installed_elsewhere, some_system
 from tests.baselines.installing import installed
+from tests.slow import slow
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -132,7 +133,8 @@ BUSY = GpuState(sm_mhz=1605, memory_mhz=2619, power_watts=699.42, temperature_c=
     ("model", "digests", "before", "after"),
     [
         ("NVIDIA H200", [digest_of("GPU-2abc"), digest_of("GPU-0abc")], IDLE, BUSY),
-        ("GPU model $gpu", ["", ""], GpuState(), GpuState()),  # CUDA may number those in another order
+        # CUDA may number those in another order.
+        *slow(("GPU model $gpu", ["", ""], GpuState(), GpuState())),
     ],
 )
 def test_the_record_of_a_foreign_program_has_each_ranks_gpu_and_its_states(
@@ -175,7 +177,7 @@ def test_a_program_that_stays_after_its_last_step_is_ended_and_its_record_says_s
         (some_system.OUT_OF_MEMORY, "oom", "CUDA out of memory. Tried to allocate 1 GiB"),
         (some_system.KILLED, "failed", "rank 1 was killed"),
         (some_system.FEW_STEPS, "failed", "Some printed 1 steps, expected 3"),
-        (some_system.RAISES, "failed", "RuntimeError: as planned"),
+        *slow((some_system.RAISES, "failed", "RuntimeError: as planned")),
     ],
 )
 def test_how_a_foreign_program_ends_is_what_its_record_says(
@@ -237,6 +239,7 @@ def needs_deepspeed(trial: TrialSettings) -> None:
     assert unsupported_reason(trial, HERE) is None
 
 
+@pytest.mark.slow  # where DeepSpeed is installed its imports take ten seconds
 def test_deepspeeds_own_attention_runs_on_two_ranks(launcher: LocalLauncher, tmp_path: Path) -> None:
     trial = settings("deepspeed_upstream", dtype="fp32")
     needs_deepspeed(trial)

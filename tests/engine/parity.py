@@ -71,10 +71,9 @@ def task_of(settings: TrialSettings) -> tuple[World, TrainTask]:
     return world, TrainTask(settings, method_named(settings.method), world)
 
 
-def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, Result]:
+def parallel_runs(cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, Result]:
     """Loss, norm and gathered gradients of each case on these ranks, and its parameters after `steps` optimizer steps;
     gradients and parameters from rank 0 alone."""
-    os.environ["BURST_CACHE"] = cache
     results = {}
     for name, settings in cases.items():
         world, task = task_of(settings)

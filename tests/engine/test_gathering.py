@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -15,9 +12,8 @@ from tests.ranks import run_on_ranks
 SHAPE = ModelShape(name="odd", layers=4, hidden=16, ffn=32, heads=4, kv_heads=2, head_dim=4, vocab=257)
 
 
-def gathered(cache: str, every: int) -> list[list[str]]:
+def gathered(every: int) -> list[list[str]]:
     """Units gathered by a step's forward and by its backward; a unit goes by the name of its module."""
-    os.environ["BURST_CACHE"] = cache
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=32, world_size=2, cp_size=2, dtype="fp32",
         checkpoint=Checkpoint(every=every, tail=0.5),
@@ -53,15 +49,14 @@ BLOCKS = [f"blocks.{index}" for index in range(SHAPE.layers)]
         (4, [BLOCKS[3], BLOCKS[2], BLOCKS[0], BLOCKS[1], BLOCKS[1], BLOCKS[0]]),
     ],
 )
-def test_backward_gathers_each_layer_when_it_is_needed_and_no_embedding(tmp_path: Path, every, backward) -> None:
-    for forward, found in run_on_ranks(2, gathered, str(tmp_path), every):
+def test_backward_gathers_each_layer_when_it_is_needed_and_no_embedding(every, backward) -> None:
+    for forward, found in run_on_ranks(2, gathered, every):
         assert forward == ["norm", "embedding", *BLOCKS, "head"]
         assert found == backward
 
 
-def gathered_before_each_layer(cache: str) -> list[set[str]]:
+def gathered_before_each_layer() -> list[set[str]]:
     """The units whose gathering a forward has asked for when each layer begins to compute."""
-    os.environ["BURST_CACHE"] = cache
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=32, world_size=2, cp_size=2, dtype="fp32",
         checkpoint=Checkpoint(every=0),
@@ -91,7 +86,7 @@ def gathered_before_each_layer(cache: str) -> list[set[str]]:
     return found
 
 
-def test_one_layer_is_gathered_ahead(tmp_path: Path) -> None:
+def test_one_layer_is_gathered_ahead() -> None:
     units = [*BLOCKS, "head"]
-    for found in run_on_ranks(2, gathered_before_each_layer, str(tmp_path)):
+    for found in run_on_ranks(2, gathered_before_each_layer):
         assert [{*units} & asked for asked in found] == [{*units[: place + 2]} for place in range(SHAPE.layers)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,18 +51,17 @@ def reductions_of(settings: TrialSettings) -> tuple[int, int]:
     return reductions.scattered, reductions.whole
 
 
-def everything(cache: str) -> dict[str, Any]:
-    os.environ["BURST_CACHE"] = cache
+def everything() -> dict[str, Any]:
     both = {"big": BIG, "small": SMALL}
     return {
         "batches": {name: tokens_and_targets(settings) for name, settings in both.items()},
         "reductions": {name: reductions_of(settings) for name, settings in both.items()},
-        "gradients": parallel_runs(cache, both),
+        "gradients": parallel_runs(both),
     }
 
 
-def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
-    ranks = run_on_ranks(2, everything, str(tmp_path))
+def test_micro_batches_are_one_big_batch_in_parts() -> None:
+    ranks = run_on_ranks(2, everything)
     for rank in ranks:
         big, small = rank["batches"]["big"], rank["batches"]["small"]
         assert np.array(big[0]).shape == (2, 6, 16)
@@ -77,17 +74,16 @@ def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
     assert {what: error for what, error in errors(found, truth).items() if not error < 1e-12} == {}
 
 
-def hybrid(cache: str) -> dict[str, Any]:
-    os.environ["BURST_CACHE"] = cache
+def hybrid() -> dict[str, Any]:
     both = {"big": BIG_HYBRID, "small": SMALL_HYBRID}
     return {
         "reductions": {name: reductions_of(settings) for name, settings in both.items()},
-        "gradients": parallel_runs(cache, both),
+        "gradients": parallel_runs(both),
     }
 
 
-def test_nodes_sum_their_gradients_once_however_many_micro_batches(tmp_path: Path) -> None:
-    ranks = run_on_ranks(4, hybrid, str(tmp_path))
+def test_nodes_sum_their_gradients_once_however_many_micro_batches() -> None:
+    ranks = run_on_ranks(4, hybrid)
     for rank in ranks:
         assert rank["reductions"] == {"big": (5, 6), "small": (15, 6)}  # five units and the targets
     found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]

@@ -1,4 +1,7 @@
-"""Models in Hugging Face's layout compute what transformers computes, survive the round trip, and are else refused."""
+"""Models in Hugging Face's layout survive the round trip, and are else refused.
+
+models/test_parity.py compares what they compute with transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 from engine.hf import INDEX, SINGLE, export_hugging_face, import_hugging_face, shards_of
 from engine.initialise import initialise
-from engine.models.architecture import architecture_named
 from engine.models.decoder import Decoder
 from engine.settings import ModelShape
 
@@ -31,7 +32,6 @@ LLAMA = ModelShape(name="llama", rope_base=500_000.0, norm_eps=1e-4, **SHAPE)
 QWEN3 = ModelShape(name="qwen3", rope_base=1_000_000.0, norm_eps=1e-3, architecture="qwen3", qk_norm=True, **SHAPE)
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, QWEN3], ids=lambda shape: shape.name)
 SEVERAL = 20_000  # bytes per shard: a handful of files
-TOKENS = torch.randint(SHAPE["vocab"], (2, 33), generator=torch.Generator().manual_seed(1))
 
 
 FIRST = "model-00001-of-*.safetensors"
@@ -50,98 +50,16 @@ def decoder(shape: ModelShape, seed: int = 0) -> Decoder:
     return model
 
 
-def imported(directory: Path) -> Decoder:
-    shape, tensors = import_hugging_face(directory)
-    model = Decoder(shape)
-    model.load_state_dict(dict(tensors))
-    return model
-
-
 def exported(shape: ModelShape, directory: Path, **options: Any) -> Path:
     return export_hugging_face(decoder(shape).state_dict(), shape, directory, **{"shard_bytes": SEVERAL} | options)
 
 
-def logits(model: Decoder) -> Tensor:
-    return model(TOKENS, torch.arange(TOKENS.shape[1]))
-
-
-@pytest.fixture(scope="session")
-def transformers() -> Any:
-    """Imported when first needed: it takes seconds, which collecting other tests need not wait for."""
-    return pytest.importorskip("transformers", reason="the oracle, transformers, is not installed: extra `test` has it")
-
-
-@pytest.fixture
-def theirs(transformers: Any, tmp_path: Path) -> Any:
-    """Makes transformers' model of a shape, with random weights, and saves it in several shards."""
-
-    def make(shape: ModelShape, *, tied: bool = False) -> tuple[Any, Path]:
-        kind = "Qwen3" if shape.qk_norm else "Llama"
-        config = getattr(transformers, f"{kind}Config")(
-            num_hidden_layers=shape.layers,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.ffn,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=shape.vocab,
-            rms_norm_eps=shape.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
-            tie_word_embeddings=tied,
-            attn_implementation="eager",
-        )
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
-        directory = tmp_path / shape.name
-        model.save_pretrained(directory, max_shard_size=SEVERAL)
-        return model, directory
-
-    return make
-
-
-@SHAPES
-def test_an_imported_model_has_the_logits_and_gradients_of_transformers(theirs: Any, shape: ModelShape) -> None:
-    oracle, directory = theirs(shape)
-    assert len(list(directory.glob("*.safetensors"))) > 2
-    model = imported(directory)
-    assert model.shape == shape
-    expected = oracle(TOKENS).logits
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
-
-    labels = torch.randint(shape.vocab, TOKENS.shape, generator=torch.Generator().manual_seed(2))
-    F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    model(TOKENS, torch.arange(TOKENS.shape[1]), labels).backward()
-    gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    for name, parameter in model.named_parameters():
-        expected_gradient = gradients.pop(architecture_named(shape.architecture).stored_name(name))
-        assert parameter.grad is not None
-        assert (parameter.grad - expected_gradient).norm() <= 1e-5 * expected_gradient.norm(), name
-    assert gradients == {}
-
-
-@SHAPES
-def test_transformers_loads_an_export_with_the_same_logits(
-    transformers: Any, tmp_path: Path, shape: ModelShape
-) -> None:
-    directory = exported(shape, tmp_path / "out", max_positions=4096)
-    assert len(list(directory.glob("*.safetensors"))) > 2
-    oracle, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, local_files_only=True, output_loading_info=True, attn_implementation="eager"
-    )
-    assert type(oracle).__name__ == ("Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM")
-    assert [len(loading[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [0, 0, 0]
-    assert oracle.config.max_position_embeddings == 4096
-    assert oracle.dtype == torch.float32
-    torch.testing.assert_close(logits(decoder(shape)), oracle(TOKENS).logits, rtol=1e-5, atol=1e-5)
-
-
 @SHAPES
 def test_the_round_trip_is_exact(tmp_path: Path, shape: ModelShape) -> None:
-    found_shape, tensors = import_hugging_face(exported(shape, tmp_path / shape.name))
+    directory = exported(shape, tmp_path / shape.name, max_positions=4096)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    assert json.loads((directory / "config.json").read_text())["max_position_embeddings"] == 4096
+    found_shape, tensors = import_hugging_face(directory)
     assert found_shape == shape
     given = decoder(shape).state_dict()
     found = list(tensors)
@@ -156,15 +74,13 @@ def test_an_export_in_bf16_is_the_rounded_model(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, given[name].bfloat16()) for name, tensor in import_hugging_face(directory)[1])
 
 
-def test_a_tied_head_is_one_parameter_in_and_out(theirs: Any, tmp_path: Path) -> None:
-    oracle, directory = theirs(QWEN3, tied=True)
+def test_a_tied_head_is_one_parameter_in_and_out(tmp_path: Path) -> None:
+    shape = replace(QWEN3, tied=True)
+    directory = exported(shape, tmp_path / "out")
     assert "lm_head.weight" not in json.loads((directory / INDEX).read_text())["weight_map"]
-    model = imported(directory)
-    assert model.shape == replace(QWEN3, tied=True)
-    assert "head.weight" not in model.state_dict()
-    torch.testing.assert_close(logits(model), oracle(TOKENS).logits, rtol=1e-5, atol=1e-5)
-    again = export_hugging_face(model.state_dict(), model.shape, tmp_path / "again", shard_bytes=SEVERAL)
-    assert "lm_head.weight" not in json.loads((again / INDEX).read_text())["weight_map"]
+    found, tensors = import_hugging_face(directory)
+    assert replace(found, name=shape.name) == shape
+    assert "head.weight" not in dict(tensors)
 
 
 def test_an_older_export_in_one_file_is_read_with_the_defaults_of_its_day(tmp_path: Path) -> None:
@@ -181,13 +97,6 @@ def test_an_older_export_in_one_file_is_read_with_the_defaults_of_its_day(tmp_pa
     found, tensors = import_hugging_face(directory)
     assert found == shape
     assert dict(tensors).keys() == decoder(shape).state_dict().keys()
-
-
-@pytest.mark.parametrize("shape", [LLAMA, QWEN3, ModelShape(name="plain", gated=False, **SHAPE)])
-def test_sizes_said_without_the_model_are_those_of_the_model_in_its_order(shape: ModelShape) -> None:
-    with torch.device("meta"):
-        built = {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}
-    assert list(shape.parameter_sizes().items()) == list(built.items())
 
 
 def test_a_folder_is_looked_at_without_torch_and_without_reading_a_tensor(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.live_bytes import LiveBytes
 from tests.slow import slow
 
-TOKENS, TILES = 2048, 32
+TOKENS, TILES = 1024, 32
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
-    """Bytes that live at once in the backward of nine layers, over those of one hidden state of all tokens."""
-    shape = ModelShape(name="s", layers=9, hidden=256, ffn=32, heads=4, kv_heads=kv_heads, head_dim=64, vocab=32)
+    """Bytes that live at once in the backward of a few layers, over those of one hidden state of all tokens."""
+    layers = max(3, checkpoint.every + 1)
+    shape = ModelShape(name="s", layers=layers, hidden=64, ffn=8, heads=4, kv_heads=kv_heads, head_dim=16, vocab=32)
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16", checkpoint=checkpoint,
         mlp_tiles=TILES, projection_tiles=projection_tiles,
@@ -75,7 +76,7 @@ def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -
     tokens = torch.randint(shape.vocab, (1, TOKENS))
     with LiveBytes() as live:
         x_BLE = model.embedding(tokens)
-        rotary = torch.ones(TOKENS, 32), torch.zeros(TOKENS, 32)
+        rotary = torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)
         for block in model.blocks:
             x_BLE = block(x_BLE, rotary)
         gradient = torch.zeros_like(x_BLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,9 @@ def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_packed_step_is_the_mean_over_its_documents(ranks: int, tmp_path: Path, store: str) -> None:
+def test_a_packed_step_is_the_mean_over_its_documents(ranks: int, store: str) -> None:
     cases = cases_for(ranks, store)
-    [found, *_] = run_on_ranks(ranks, parallel_runs, str(tmp_path), cases)
+    [found, *_] = run_on_ranks(ranks, parallel_runs, cases)
     for name, settings in cases.items():
         apart = errors(found[name], dense_run(settings, torch.float64))
         assert {what: error for what, error in apart.items() if not error < 1e-10} == {}, name
@@ -99,9 +98,8 @@ class GivenRows(PackedSequences):
         return self._row
 
 
-def losses_beside(cache: str, settings: TrialSettings, others: list[list[list[int]]]) -> list[Any]:
+def losses_beside(settings: TrialSettings, others: list[list[list[int]]]) -> list[Any]:
     """Of this rank's first batch, for each company of one document: its positions, and the loss of the step."""
-    os.environ["BURST_CACHE"] = cache
     world = arrange(settings, torch.device("cpu"))
     found = []
     document = list(range(40, 57))
@@ -115,10 +113,10 @@ def losses_beside(cache: str, settings: TrialSettings, others: list[list[list[in
     return found
 
 
-def test_a_document_is_the_same_whatever_it_is_packed_with(tmp_path: Path, store: str) -> None:
+def test_a_document_is_the_same_whatever_it_is_packed_with(store: str) -> None:
     settings = replace(BASE, data=store, cp_size=2, world_size=2, checkpoint=AGAIN)
     others = [[], [[7] * 28], [[1, 2], [3] * 5, [250] * 20]]
-    ranks = run_on_ranks(2, losses_beside, str(tmp_path), settings, others)
+    ranks = run_on_ranks(2, losses_beside, settings, others)
     for _, documents, *_ in ranks[0]:
         assert sum(documents.lengths) == 48  # 45 and three tokens of padding
     assert ranks[0][0][1].lengths == (17, 31)  # padding is a document of its own

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.distributed import check_world_size, limit_threads
+from engine.burst import METHOD
+from engine.distributed import arrange, check_world_size, limit_threads
 from engine.measurement import Measurement, read_measurement
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from engine.tasks.task import Refused
-from engine.worker import error_kind, write_error
+from engine.worker import TASKS, PhaseTimer, error_kind, measure, write_error
 from tests.patience import AMPLE
+from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
@@ -85,22 +87,6 @@ def errors_of(trial_dir: Path) -> dict[str, dict[str, str]]:
     return {path.stem: json.loads(path.read_text()) for path in (trial_dir / "errors").glob("*.json")}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measurement]:
-    """A finished two-rank training trial."""
-    trial_dir = tmp_path_factory.mktemp("run") / "trial"
-    assert run_worker(trial_dir, settings_of(cp_size=2), ranks=2) == [0, 0]
-    return trial_dir, read_measurement(trial_dir)
-
-
-@pytest.fixture(scope="module")
-def timed(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    """The same trial's attention, timed alone."""
-    trial_dir = tmp_path_factory.mktemp("run") / "trial"
-    assert run_worker(trial_dir, settings_of(task="attention", cp_size=2), ranks=2) == [0, 0]
-    return read_measurement(trial_dir)
-
-
 # As `python -m engine.worker`, but that whoever shuts the interpreter down says so.
 WATCHED = (
     "import atexit, sys; atexit.register(print, 'shut down', flush=True);"
@@ -108,13 +94,34 @@ WATCHED = (
 )
 
 
-def test_a_finished_rank_ends_without_shutting_the_interpreter_down(tmp_path: Path) -> None:
-    """A thread of gloo that drops a tensor in the middle of that aborts the process, whose figures are then lost."""
-    trial_dir = tmp_path / "trial"
-    [rank] = start_workers(trial_dir, settings_of(), program=("-c", WATCHED))
-    printed, _ = rank.communicate(timeout=AMPLE)
-    assert (rank.returncode, "shut down" in printed) == (0, False)
-    assert (trial_dir / "measurement.json").exists()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measurement]:
+    """A finished two-rank training trial.
+
+    No rank shuts its interpreter down: a thread of gloo that drops a tensor in the middle of that aborts the process,
+    whose figures are then lost.
+    """
+    trial_dir = tmp_path_factory.mktemp("run") / "trial"
+    ranks = start_workers(trial_dir, settings_of(cp_size=2), ranks=2, program=("-c", WATCHED))
+    printed = [rank.communicate(timeout=AMPLE)[0] for rank in ranks]
+    assert [(rank.returncode, "shut down" in said) for rank, said in zip(ranks, printed, strict=True)] == [
+        (0, False)
+    ] * 2
+    return trial_dir, read_measurement(trial_dir)
+
+
+def attention_alone(folder: str) -> None:
+    settings = settings_of(task="attention", cp_size=2)
+    world = arrange(settings, torch.device("cpu"))
+    measure(TASKS["attention"](settings, METHOD, world), None, Path(folder), world.rank, PhaseTimer(shown=False))
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    """The same trial's attention, timed alone."""
+    folder = tmp_path_factory.mktemp("timed")
+    run_on_ranks(2, attention_alone, str(folder))
+    return read_measurement(folder)
 
 
 def test_a_trained_trial_leaves_every_raw_figure(trained: tuple[Path, Measurement]) -> None:

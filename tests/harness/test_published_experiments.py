@@ -12,6 +12,7 @@ from harness.records.stored import runs_below, stored_run
 from harness.report.results import RunRecords
 from harness.spec.experiment import load_experiment
 from tests.published import PUBLISHED, stored_records
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 CPU, H200 = Machine(hostname="vm", device="cpu", cores=2, memory_gib=8.0), imagined("NVIDIA H200", 141.0)
@@ -111,7 +112,13 @@ CHANGED: dict[str, tuple[tuple[str, ...], int]] = {
 PACKED = [path for path in runs_below(PUBLISHED) if stored_run(path).header().experiment]
 
 
-@pytest.mark.parametrize("path", PACKED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+ON_CPU = [path for path in PACKED if path.parent.name == "cpu"]
+
+
+@pytest.mark.parametrize(
+    "path", [*ON_CPU, *slow(*(path for path in PACKED if path not in ON_CPU))],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)  # fmt: skip
 def test_a_packed_run_would_be_resumed_with_its_own_trials(tmp_path: Path, path: Path) -> None:
     """The ids that `burst run --resume` looks for are those that the header names and the records have."""
     header, folder = stored_run(path).header(), path.parent.name

@@ -47,7 +47,7 @@ def wrong(cp: ContextParallel, dtype: torch.dtype, mask: Mask, only_on: int | No
     """The gradients that are not those of dense float64, by size of the output's gradient. `only_on`: the one rank
     whose LSE is used."""
     faults = []
-    for size in SIZES[dtype]:
+    for size in SIZES[dtype] if cp.size == 1 else SIZES[dtype][::2]:
         whole = inputs(dtype, size)
         if only_on is not None:
             mine = cp.positions(TOKENS, DEVICE) if cp.rank == only_on else torch.tensor([], dtype=torch.int64)
@@ -85,10 +85,9 @@ def wrong_on_ranks() -> list[str]:
     cp, faults = ContextParallel(), []
     ways = [("query", "ring"), ("key_value", "ring"), ("auto", "ulysses")]
     for dtype, (backward, schedule) in itertools.product((torch.float32, torch.float16), ways):
-        for mask in (Full(), Causal(), SlidingWindow(5)):
-            for only_on in (None, 0):
-                choices = {"kernel": "cpu", "backward": backward, "schedule": schedule}
-                faults += wrong(cp, dtype, mask, only_on, **choices)
+        for mask, only_on in itertools.product((Causal(), SlidingWindow(5)), (None, 0)):
+            choices = {"kernel": "cpu", "backward": backward, "schedule": schedule}
+            faults += wrong(cp, dtype, mask, only_on, **choices)
     return faults
 
 

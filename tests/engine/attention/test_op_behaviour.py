@@ -13,54 +13,82 @@ from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.comm.exchange import RemoteChunk
 from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.reference import dense_attention
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
-HEAD_DIM = 128
+TOKENS, HEADS, HEAD_DIM = 16, 4, 128
 
 
 def shards(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(cp.rank)
-    shapes = [(1, 16, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads)]
+    shapes = [(1, TOKENS, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def posted_bytes(heads: int, kv_heads: int, route: str, comm_dtype: str) -> tuple[int, int]:
-    """(forward, backward) bytes this rank posted in bf16."""
-    cp = ContextParallel()
-    q, k, v = shards(cp, heads, kv_heads, torch.bfloat16)
-    out = burst_attention(
-        q, k, v, cp=cp, backward=route, grad_comm_dtype=comm_dtype, exchange="relay", kernel="reference"
-    )
-    forward = cp.traffic.sent_bytes
-    cp.traffic.reset()
-    out.backward(torch.ones_like(out))
-    return forward, cp.traffic.sent_bytes
+Sent = tuple[int, int]  # bytes of a forward, and of its backward
 
 
-@pytest.mark.parametrize(("comm_dtype", "gradient_bytes", "saving"), [("fp32", 4, 0.33), *slow(("input", 2, 0.24))])
-def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(comm_dtype, gradient_bytes, saving) -> None:
-    world_size, tokens, heads = 3, 16, 4
-    steps = world_size - 1
-    expected = {
-        "query": steps * tokens * heads * (HEAD_DIM * (4 + gradient_bytes) + 8),
-        "key_value": steps * tokens * heads * HEAD_DIM * (4 + 2 * gradient_bytes),
+def bytes_sent(calls: dict[str, dict[str, object]]) -> dict[str, Sent]:
+    """What this rank sends in each call, of 16 tokens of 4 heads in bf16 unless the call says otherwise."""
+    found = {}
+    for name, call in calls.items():
+        given = {"layout": "zigzag", "node_size": None, "heads": 4, "kv_heads": 4, "dtype": torch.bfloat16} | call
+        cp = ContextParallel(layout=given.pop("layout"), node_size=given.pop("node_size"))
+        q, k, v = shards(cp, given.pop("heads"), given.pop("kv_heads"), given.pop("dtype"))
+        out = burst_attention(q, k, v, cp=cp, kernel="reference", **given)
+        forward = cp.traffic.sent_bytes
+        cp.traffic.reset()
+        out.backward(torch.ones_like(out))
+        found[name] = forward, cp.traffic.sent_bytes
+    return found
+
+
+def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes_and_each_gradient_crosses_nodes_once() -> None:
+    relay = {"exchange": "relay"}
+    calls = {
+        f"{side} {dtype}": {"backward": side, "grad_comm_dtype": dtype, **relay}
+        for side in ("query", "key_value")
+        for dtype in ("fp32", "input")
     }
-    backward = {}
-    for route in expected:
-        for forward_bytes, backward_bytes in run_on_ranks(world_size, posted_bytes, heads, heads, route, comm_dtype):
-            assert forward_bytes == steps * tokens * heads * HEAD_DIM * 4
-            assert backward_bytes == expected[route]
-            backward[route] = backward_bytes
-    assert 1 - backward["query"] / backward["key_value"] == pytest.approx(saving, abs=0.005)
+    nodes_of_one = {"node_size": 1, "mask": Full(), "backward": "query", "schedule": "double_ring"}
+    rows, steps = TOKENS * HEADS, 2
+    for found in run_on_ranks(3, bytes_sent, calls | {"nodes of one": nodes_of_one}):
+        # Every rank is a node of its own: what is sent in steps, then the gradient.
+        assert found.pop("nodes of one")[1] == 2 * (rows * (HEAD_DIM * (2 + 2) + 8) + rows * HEAD_DIM * 4)
+        assert {forward for forward, _ in found.values()} == {steps * rows * HEAD_DIM * 4}
+        for dtype, width, saving in (("fp32", 4, 0.33), ("input", 2, 0.24)):
+            query, key_value = found[f"query {dtype}"][1], found[f"key_value {dtype}"][1]
+            assert query == steps * rows * (HEAD_DIM * (4 + width) + 8)
+            assert key_value == steps * rows * HEAD_DIM * (4 + 2 * width)
+            assert 1 - query / key_value == pytest.approx(saving, abs=0.005)
 
 
-def test_grouped_heads_are_sent_unrepeated() -> None:
-    for forward_bytes, backward_bytes in run_on_ranks(2, posted_bytes, 8, 2, "key_value", "input"):
-        assert forward_bytes == 16 * 2 * HEAD_DIM * 4
-        assert backward_bytes == 16 * 2 * HEAD_DIM * 8
+def test_grouped_heads_are_sent_unrepeated_and_direct_transfers_send_only_what_the_receivers_mask_sees() -> None:
+    grouped = {"heads": 8, "kv_heads": 2, "backward": "key_value", "grad_comm_dtype": "input", "exchange": "relay"}
+    direct = {"dtype": torch.float32, "backward": "query", "exchange": "direct"}
+    first, second = run_on_ranks(2, bytes_sent, {"grouped": grouped, "direct": direct})
+    assert first["grouped"] == second["grouped"] == (TOKENS * 2 * HEAD_DIM * 4, TOKENS * 2 * HEAD_DIM * 8)
+    per_token = HEADS * HEAD_DIM * 4
+    rows = 2 * HEADS * 4  # LSE and delta of one token
+    (forward_0, backward_0), (forward_1, backward_1) = first["direct"], second["direct"]
+    # Rank 1 (chunks 1 and 2) sees only the first half of rank 0's keys; rank 0's last chunk sees all of rank 1's.
+    assert (forward_0, forward_1) == (8 * 2 * per_token, 16 * 2 * per_token)
+    # Only the second half of rank 0's queries sees rank 1's keys, all of rank 1's queries see some of rank 0's.
+    queries_0, queries_1 = 8 * (2 * per_token + rows), 16 * (2 * per_token + rows)
+    # Each returns the other's dQ: as many tokens as it received.
+    assert (backward_0, backward_1) == (queries_0 + 16 * per_token, queries_1 + 8 * per_token)
+
+
+def test_a_window_sends_the_last_few_tokens_alone_also_between_nodes() -> None:
+    window = {"layout": "contiguous", "dtype": torch.float32, "mask": SlidingWindow(3), "exchange": "direct"}
+    calls = {"node": window, "nodes": window | {"node_size": 2, "backward": "key_value", "schedule": "double_ring"}}
+    found = run_on_ranks(4, bytes_sent, calls)
+    keys_and_values = 2 * 3 * HEADS * HEAD_DIM * 4  # of three tokens
+    assert [rank["node"][0] for rank in found] == [keys_and_values] * 3 + [0]
+    # Rank 0 sends its last tokens to rank 1 and rank 2 to rank 3. Rank 1's go to rank 3, same slot of the next node,
+    # and from there to rank 2. Backward sends them again and returns gradients, across nodes once.
+    assert [rank["nodes"] for rank in found] == [(keys_and_values, n * keys_and_values) for n in (1, 2, 2, 3)]
 
 
 def replay() -> tuple[bool, int, list[bool]]:
@@ -82,31 +110,6 @@ def test_a_recomputation_from_saved_outputs_sends_nothing_and_gives_the_same_gra
         assert same_output
         assert sent == 0
         assert same_gradients == [True] * 3
-
-
-def lse_gradient_errors(kernel: str) -> dict[str, float]:
-    """Largest difference of gradients through LSE between this rank's shards and dense attention: of LSE alone, and of
-    out in some rows and LSE in all."""
-    cp = ContextParallel()
-    torch.manual_seed(0)
-    whole = [torch.randn(2, 16, heads, 7, dtype=torch.float64) for heads in (4, 2, 2)]
-    used = torch.arange(16)[:, None, None] % 3 == 0
-    errors = {}
-    for name, kept in (("lse alone", 0), ("out of some rows", 1), ("out as good as unused", 1e-200)):
-        shards, dense = ([t.clone().requires_grad_() for t in each] for each in (map(cp.shard, whole), whole))
-        out, lse = burst_attention(*shards, cp=cp, return_lse=True, kernel=kernel)
-        expected_out, expected_lse = dense_attention(*dense, Causal())
-        (out.square() * cp.shard(used, 0) * kept).sum().add(lse.square().sum()).backward()
-        (expected_out.square() * used * kept).sum().add(expected_lse.square().sum()).backward()
-        pairs = zip(shards, dense, strict=True)
-        errors[name] = max((cp.unshard(t.grad) - truth.grad).abs().max().item() for t, truth in pairs)
-    return errors
-
-
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_the_lse_is_differentiable_also_where_the_output_was_not_used(kernel) -> None:
-    for errors in run_on_ranks(2, lse_gradient_errors, kernel):
-        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
 
 
 def uses_of_models(schedule: str) -> dict[str, float]:
@@ -266,78 +269,3 @@ def live_buffers(exchange: str) -> int:
 def test_transfer_buffers_do_not_grow_with_the_number_of_ranks(exchange) -> None:
     few, many = (max(run_on_ranks(size, live_buffers, exchange)) for size in (3, 6))
     assert 0 < many <= few <= 4
-
-
-def direct_bytes() -> tuple[int, int]:
-    """(forward, backward) bytes of rank 1 of 2, zigzag causal, query side, fp32."""
-    cp = ContextParallel(layout="zigzag")
-    q, k, v = shards(cp, 4, 4, torch.float32)
-    out = burst_attention(q, k, v, cp=cp, backward="query", exchange="direct", kernel="reference")
-    forward = cp.traffic.sent_bytes
-    cp.traffic.reset()
-    out.backward(torch.ones_like(out))
-    return forward, cp.traffic.sent_bytes
-
-
-def test_direct_transfers_send_only_tokens_that_the_receivers_mask_can_see() -> None:
-    per_token = 4 * HEAD_DIM * 4  # heads x head_dim x bytes
-    rows = 2 * 4 * 4  # LSE and delta of one token
-    (forward_0, backward_0), (forward_1, backward_1) = run_on_ranks(2, direct_bytes)
-    # Rank 1 (chunks 1 and 2) sees only the first half of rank 0's keys; rank 0's last chunk sees all of rank 1's.
-    assert (forward_0, forward_1) == (8 * 2 * per_token, 16 * 2 * per_token)
-    # Only the second half of rank 0's queries sees rank 1's keys, all of rank 1's queries see some of rank 0's.
-    queries_0, queries_1 = 8 * (2 * per_token + rows), 16 * (2 * per_token + rows)
-    # Each returns the other's dQ: as many tokens as it received.
-    assert (backward_0, backward_1) == (queries_0 + 16 * per_token, queries_1 + 8 * per_token)
-
-
-def window_bytes(exchange: str) -> int:
-    cp = ContextParallel(layout="contiguous")
-    q, k, v = shards(cp, 4, 4, torch.float32)
-    burst_attention(q, k, v, cp=cp, mask=SlidingWindow(3), exchange=exchange, kernel="reference")
-    return cp.traffic.sent_bytes
-
-
-def test_a_window_sends_each_neighbour_only_its_last_few_tokens() -> None:
-    sent = run_on_ranks(4, window_bytes, "direct")
-    assert sent == [3 * 4 * HEAD_DIM * 4 * 2] * 3 + [0]
-
-
-def bytes_between_nodes_of_one() -> int:
-    """Backward bytes in bf16, every rank a node of its own."""
-    cp = ContextParallel(layout="zigzag", node_size=1)
-    q, k, v = shards(cp, 4, 4, torch.bfloat16)
-    out = burst_attention(q, k, v, mask=Full(), cp=cp, backward="query", kernel="reference", schedule="double_ring")
-    cp.traffic.reset()
-    out.backward(torch.ones_like(out))
-    return cp.traffic.sent_bytes
-
-
-def test_a_double_ring_sends_each_gradient_across_nodes_once() -> None:
-    step_bytes = 16 * 4 * (HEAD_DIM * (2 + 2) + 8)
-    gradient = 16 * 4 * HEAD_DIM * 4
-    assert run_on_ranks(3, bytes_between_nodes_of_one) == [2 * (step_bytes + gradient)] * 3
-
-
-def bytes_of_a_window_across_nodes() -> tuple[int, int]:
-    """(forward, backward) bytes in fp32 under a window of three earlier tokens, two nodes of two ranks."""
-    cp = ContextParallel(layout="contiguous", node_size=2)
-    q, k, v = shards(cp, 4, 4, torch.float32)
-    choices = {"mask": SlidingWindow(3), "backward": "key_value", "exchange": "direct", "schedule": "double_ring"}
-    out = burst_attention(q, k, v, cp=cp, kernel="reference", **choices)
-    forward = cp.traffic.sent_bytes
-    cp.traffic.reset()
-    out.backward(torch.ones_like(out))
-    return forward, cp.traffic.sent_bytes
-
-
-def test_only_tokens_that_a_window_needs_are_sent_between_nodes() -> None:
-    keys_and_values = 2 * 3 * 4 * HEAD_DIM * 4  # of three tokens
-    # Rank 0 sends its last tokens to rank 1 and rank 2 to rank 3. Rank 1's go to rank 3, same slot of the next node,
-    # and from there to rank 2. Backward sends them again and returns gradients, across nodes once.
-    assert run_on_ranks(4, bytes_of_a_window_across_nodes) == [
-        (keys_and_values, keys_and_values),
-        (keys_and_values, 2 * keys_and_values),
-        (keys_and_values, 2 * keys_and_values),
-        (keys_and_values, 3 * keys_and_values),
-    ]

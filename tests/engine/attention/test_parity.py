@@ -17,7 +17,7 @@ from tests.slow import combinations, slow
 
 MASKS = (Full(), Causal(), SlidingWindow(5), SlidingWindow(3, 4), SlidingWindow(0))
 LAYOUTS = ("contiguous", "zigzag", "striped")
-HEADS = ((4, 4), (4, 2), (3, 1))
+HEADS = ((4, 2), (3, 1))
 ROUTES = ("query", "key_value")
 
 
@@ -121,13 +121,13 @@ def test_documents_that_are_dealt_equal_dense_float64(world_size, node_size, exc
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
 
 
-SCHEDULES = [  # schedule, ranks, ranks per node
-    ("ulysses", 2, 2),
-    ("ulysses", 4, 2),
-    ("usp", 4, 2),
-    ("usp_transposed", 4, 2),
-    ("usp", 6, 2),
-    ("usp_transposed", 8, 4),
+SCHEDULES = [  # schedule, ranks, ranks per node, layout
+    ("ulysses", 2, 2, "contiguous"),
+    ("ulysses", 4, 2, "zigzag"),
+    ("usp", 4, 2, "contiguous"),
+    ("usp_transposed", 4, 2, "zigzag"),
+    *slow(("ulysses", 2, 2, "zigzag"), ("ulysses", 4, 2, "contiguous"), ("usp", 4, 2, "zigzag")),
+    *slow(("usp_transposed", 4, 2, "contiguous"), ("usp", 6, 2, "zigzag"), ("usp_transposed", 8, 4, "contiguous")),
 ]
 
 
@@ -145,28 +145,11 @@ def schedule_cases(schedule: str, layout: str, node_size: int) -> dict[str, floa
     return errors
 
 
-@combinations({"schedule, world_size, node_size": SCHEDULES, "layout": ["contiguous", "zigzag"]})
+@pytest.mark.parametrize(("schedule", "world_size", "node_size", "layout"), SCHEDULES)
 def test_every_ulysses_schedule_equals_dense_float64(schedule, world_size, node_size, layout) -> None:
     for errors in run_on_ranks(world_size, schedule_cases, schedule, layout, node_size):
         assert len(errors) == 2 * len(MASKS) * len(ROUTES)
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
-
-
-def bf16_errors(layout: str) -> tuple[float, float]:
-    """(error of the ring, error of one device) in bf16 against dense float64 of the same rounded inputs."""
-    cp, alone = ContextParallel(layout=layout), ContextParallel.single()
-    whole = [t.bfloat16().double() for t in problem(64, 4, 2, head_dim=16)]
-    expected = dense(*whole, Causal())
-    return (
-        worst_error(distributed(cp, whole, Causal(), torch.bfloat16), expected),
-        worst_error(distributed(alone, whole, Causal(), torch.bfloat16), expected),
-    )
-
-
-@pytest.mark.parametrize("world_size", [2, *slow(4, 8)])
-def test_bf16_error_stays_that_of_one_device(world_size: int) -> None:
-    for ring, one_device in run_on_ranks(world_size, bf16_errors, "zigzag"):
-        assert ring < 1.5 * one_device + 1e-3
 
 
 def eight_rank_case(node_size: int) -> float:

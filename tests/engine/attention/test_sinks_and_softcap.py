@@ -92,10 +92,10 @@ def found(
 
 
 def wrong(cp: ContextParallel, schedules: tuple[dict[str, Any], ...], kernel: str, few: bool = False) -> list[str]:
-    """`few`: grouped heads alone, and a gradient of the LSE where a call is given earlier rows alone."""
-    heads_of_calls = HEADS[1:] if few else HEADS
+    """`few`: grouped heads and sinks alone, and a gradient of the LSE where a call is given earlier rows alone."""
+    heads_of_calls, features = (HEADS[1:], FEATURES[::2]) if few else (HEADS, FEATURES)
     seq_len, faults = 12 * cp.size, []
-    for (heads, kv_heads), mask, (softcap, with_sinks) in itertools.product(heads_of_calls, masks(seq_len), FEATURES):
+    for (heads, kv_heads), mask, (softcap, with_sinks) in itertools.product(heads_of_calls, masks(seq_len), features):
         if kernel == "cpu" and softcap is not None:
             continue
         given = inputs(seq_len, heads, kv_heads)

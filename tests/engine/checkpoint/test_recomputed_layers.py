@@ -1,7 +1,10 @@
-"""A group of layers run again by bisection: equal gradients, few inputs at once, and as many runs as are counted."""
+"""Layers run again change what is kept, never what comes out: equal gradients, few inputs at once, and as many runs as
+are counted."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import weakref
 from collections import Counter
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import engine.memory.offload
 from engine.attention.context import ContextParallel
@@ -24,22 +28,40 @@ SHAPE = ModelShape(name="deep", layers=LAYERS, hidden=16, ffn=24, heads=4, kv_he
 SEQ_LEN = 16
 INPUT_BYTES = 2 * SEQ_LEN * SHAPE.hidden * 8
 EVERY = (1, 2, 3, 5, 8, 11)
+BISECTED = [
+    Checkpoint(every=every, tail=tail, offload=offload, replay="bisect")
+    for every, (tail, offload) in itertools.product(EVERY, ((0.0, "none"), (0.5, "inputs"), (1.0, "all")))
+]
+HELD = [
+    Checkpoint(every=1, tail=0.0),
+    Checkpoint(every=1, tail=1.0),
+    Checkpoint(every=1, tail=0.37, offload="all"),
+    Checkpoint(every=2, tail=0.0),
+    Checkpoint(every=3, tail=0.5, offload="inputs"),
+    Checkpoint(every=3, tail=1.0, offload="all"),
+    Checkpoint(every=99, tail=0.25, offload="all"),  # one group
+]
+POLICIES = pytest.mark.parametrize("settings", BISECTED + HELD, ids=str)
+SOME = pytest.mark.parametrize(
+    "settings", [each for each in BISECTED if each.every in (5, 11)] + HELD[2:], ids=str
+)  # fmt: skip
 
 
 class WatchedAttention:
-    """The method's attention. Counts its calls, one for each run of a layer, and the results of runs without a graph
-    that live when the next one begins."""
+    """The method's attention. Counts its calls, one for each run of a layer, those among them that are computed whole,
+    and the results of runs without a graph that live when the next one begins."""
 
     def __init__(self, settings: Checkpoint) -> None:
         trial = TrialSettings(
             task="train", method="burst", model=SHAPE, seq_len=SEQ_LEN, dtype="fp64", checkpoint=settings
         )
         self._attend = METHOD.attention(ContextParallel(), trial)
-        self.calls = self.alive = 0
+        self.calls = self.computed = self.alive = 0
         self._results: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> Any:
         self.calls += 1
+        self.computed += saved is None
         self.alive = max(self.alive, len(self._results))
         out, lse = self._attend(q, k, v, saved=saved)
         if not torch.is_grad_enabled():
@@ -90,16 +112,25 @@ def held_bytes(keeper: Recompute | None) -> int:
     return sum(store.held_bytes for store in {keeper.inputs, keeper.attention})
 
 
-@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
-@pytest.mark.parametrize("tail", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("every", EVERY)
-def test_gradients_are_those_of_keeping_everything(every: int, tail: float, offload: Any, kept) -> None:
-    settings = Checkpoint(every=every, tail=tail, offload=offload, replay="bisect")
+@POLICIES
+def test_gradients_are_those_of_keeping_everything(settings: Checkpoint, kept) -> None:
     model, attend, keeper = model_with(settings)
     loss_of(model).backward()
     assert_equal(gradients(model), kept[0])
     # Forward, for its own activations, and for the inputs of those after it.
     assert attend.calls == 2 * LAYERS + layers_recomputed(settings, LAYERS)
+    if settings.replay == "hold":
+        assert attend.computed == LAYERS * (2 if settings.tail == 0 else 1)
+    assert held_bytes(keeper) == 0
+
+
+@pytest.mark.parametrize("settings", [each for each in BISECTED + HELD if each.tail != 0.37], ids=str)
+def test_the_saved_fraction_is_the_configured_one(settings: Checkpoint) -> None:
+    model, _, keeper = model_with(settings)
+    loss = loss_of(model)
+    attention = INPUT_BYTES + INPUT_BYTES // SHAPE.head_dim  # out, which is as wide as an input, and LSE
+    assert held_bytes(keeper) == -(-LAYERS // settings.every) * INPUT_BYTES + LAYERS * settings.tail * attention
+    del loss
     assert held_bytes(keeper) == 0
 
 
@@ -210,10 +241,8 @@ def test_no_more_host_memory_is_locked_than_was_reserved(
     assert_equal(gradients(model), kept[0])
 
 
-@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
-@pytest.mark.parametrize("every", [5, 11])
-def test_backward_may_run_twice(every: int, offload: Any, kept) -> None:
-    settings = Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect")
+@SOME
+def test_backward_may_run_twice(settings: Checkpoint, kept) -> None:
     model, attend, keeper = model_with(settings)
     loss = loss_of(model)
     loss.backward(retain_graph=True)
@@ -224,10 +253,9 @@ def test_backward_may_run_twice(every: int, offload: Any, kept) -> None:
     assert held_bytes(keeper) == 0
 
 
-@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
-@pytest.mark.parametrize("every", [5, 11])
-def test_several_forwards_may_be_open_and_evaluation_keeps_nothing(every: int, offload: Any, kept) -> None:
-    model, attend, keeper = model_with(Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect"))
+@SOME
+def test_several_forwards_may_be_open_and_evaluation_keeps_nothing(settings: Checkpoint, kept) -> None:
+    model, attend, keeper = model_with(settings)
     losses = [loss_of(model, seed) for seed in (1, 2)]
     before, calls = held_bytes(keeper), attend.calls
     with torch.no_grad():
@@ -237,3 +265,27 @@ def test_several_forwards_may_be_open_and_evaluation_keeps_nothing(every: int, o
         losses.pop(0).backward()
     assert_equal(gradients(model), [one + other for one, other in zip(*kept, strict=True)])
     assert held_bytes(keeper) == 0
+
+
+def live_bytes(settings: Checkpoint) -> int:
+    """Bytes of device memory that a forward leaves allocated, as torch's allocator counts them."""
+    model, _, _ = model_with(settings)
+    gc.collect()  # so that nothing of earlier tests is freed within the profile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        loss = loss_of(model)
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in recorded.key_averages())
+
+
+def test_memory_falls_as_less_is_saved() -> None:
+    """By as much as was asked for: nothing else holds on to an input or an output."""
+    tail0, attention = live_bytes(Checkpoint(every=1, tail=0.0)), INPUT_BYTES + INPUT_BYTES // SHAPE.head_dim
+    assert live_bytes(Checkpoint(every=0)) - tail0 > 5 * LAYERS * INPUT_BYTES
+    slack = 2048  # of the allocator's own rounding and of what one run has and another has not
+    for changes, fewer in (
+        ({"tail": 1.0}, -LAYERS * attention),
+        ({"tail": 0.25}, -LAYERS * attention / 4),
+        ({"every": 2}, (LAYERS - 6) * INPUT_BYTES),
+        ({"every": 3, "tail": 1.0, "offload": "all"}, LAYERS * INPUT_BYTES),  # all on the host
+    ):
+        assert tail0 - live_bytes(Checkpoint(**{"every": 1, "tail": 0.0} | changes)) == pytest.approx(fewer, abs=slack)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, TRACE_FILE, read_measurement
 from engine.profile.breakdown import CATEGORIES
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.worker import TASKS, PhaseTimer, measure
+from harness.spec.methods import method_named
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
@@ -33,11 +32,10 @@ def settings_of(**changes: Any) -> TrialSettings:
 
 def profiled(directory: str, settings: TrialSettings) -> tuple[dict[str, Any], list[float], list[str]]:
     """(what rank 0's measurement says, all losses, names that its trace marked with `burst.`); nothing of others."""
-    os.environ["BURST_CACHE"] = directory
     world = arrange(settings, torch.device("cpu"))
     rank_dir = Path(directory, f"rank{world.rank}")
     rank_dir.mkdir()
-    task = TASKS[settings.task](settings, METHOD, world)
+    task = TASKS[settings.task](settings, method_named(settings.method), world)
     profiler = StepProfiler(rank_dir, world, step_to_trace(settings))
     measure(task, profiler, rank_dir, world.rank, PhaseTimer(shown=False))
     left = sorted(path.name for path in rank_dir.iterdir())
@@ -84,9 +82,12 @@ def test_a_single_measured_step_is_traced_itself(tmp_path: Path) -> None:
     assert profile["seconds"]["attention_recomputed"] == 0
 
 
-@pytest.mark.parametrize(("task", "category"), [("attention", "attention_backward"), ("lm_head", "lm_head")])
-def test_calls_are_traced_once_more(tmp_path: Path, task: str, category: str) -> None:
-    [(profile, _, names), _] = run_on_ranks(2, profiled, str(tmp_path), settings_of(task=task))
+@pytest.mark.parametrize(
+    ("task", "method", "category"),
+    [("attention", "ulysses", "attention_backward"), ("lm_head", "burst", "lm_head")],
+)
+def test_calls_are_traced_once_more(tmp_path: Path, task: str, method: str, category: str) -> None:
+    [(profile, _, names), _] = run_on_ranks(2, profiled, str(tmp_path), settings_of(task=task, method=method))
     assert (profile["of"], names.count("burst.step")) == ("extra_step", 1)
     assert sum(profile["seconds"].values()) == pytest.approx(profile["span_seconds"])
     assert profile["seconds"][category] > 0

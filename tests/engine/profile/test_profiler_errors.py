@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from engine.profile import capture
 from engine.settings import ModelShape, Steps, TrialSettings
 from engine.worker import PhaseTimer
 from tests.ranks import run_on_ranks
-from tests.slow import combinations
+from tests.slow import slow
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
 
@@ -49,52 +49,60 @@ TROUBLE = {
 }
 
 
-def measured_with_a_failing_profiler(
-    directory: str, settings: TrialSettings, where: str, failing: int
-) -> tuple[list[Any], Measurement, list[object]]:
-    """(profiles as rank 0 wrote them, its measurement in the end, what all ranks still say to each other)."""
-    os.environ["BURST_CACHE"] = directory
-    world = arrange(settings, torch.device("cpu"))
-    if world.rank == failing:
+Case = tuple[str, int, int]  # what fails, on which rank, and how many steps are measured
+CASES: list[Case] = [
+    ("start", 1, 1),
+    ("stop", 1, 2),
+    ("export", 1, 1),
+    ("parse", 1, 2),
+    ("parse", 0, 1),
+    ("write", 0, 2),
+]
+
+
+def measured_with_failing_profilers(
+    folder: str, cases: list[Case]
+) -> list[tuple[list[Any], Measurement, list[object]]]:
+    """By case: profiles as rank 0 wrote them, its measurement in the end, what all ranks still say to each other."""
+    found = []
+    for where, failing, measured in cases:
+        settings = TrialSettings(
+            task="train", method="burst", model=SHAPE, seq_len=64, cp_size=2, dtype="fp32",
+            steps=Steps(warmup=1, measured=measured),
+        )  # fmt: skip
+        world, written = arrange(settings, torch.device("cpu")), []
+
+        def write(trial_dir: Path, measurement: Measurement, written: list[Any] = written) -> None:
+            written.append(measurement.extra["profile"])
+            write_measurement(trial_dir, measurement)
+
+        directory = Path(folder, f"{where}{failing}{measured}")
+        directory.mkdir(exist_ok=True)
         name, replacement = TROUBLE[where]
-        setattr(capture, name, replacement)
-    written: list[Any] = []
-
-    def write(trial_dir: Path, measurement: Measurement) -> None:
-        written.append(measurement.extra["profile"])
-        write_measurement(trial_dir, measurement)
-
-    worker.write_measurement = write  # type: ignore[assignment]
-    profiler = capture.StepProfiler(Path(directory), world, capture.step_to_trace(settings))
-    task = worker.TASKS[settings.task](settings, METHOD, world)
-    worker.measure(task, profiler, Path(directory), world.rank, PhaseTimer(shown=False))
-    return written, read_measurement(Path(directory)), world.gather(world.rank)
+        used = replacement if world.rank == failing else getattr(capture, name)
+        with mock.patch.object(capture, name, used), mock.patch.object(worker, "write_measurement", write):
+            profiler = capture.StepProfiler(directory, world, capture.step_to_trace(settings))
+            task = worker.TASKS[settings.task](settings, METHOD, world)
+            worker.measure(task, profiler, directory, world.rank, PhaseTimer(shown=False))
+        found.append((written, read_measurement(directory), world.gather(world.rank)))
+    return found
 
 
-@combinations(
-    {
-        "where, failing": [("start", 1), ("stop", 1), ("export", 1), ("parse", 1), ("parse", 0), ("write", 0)],
-        "measured": [1, 2],
-    }
+@pytest.mark.parametrize(
+    "cases", [CASES, *slow([(where, rank, 3 - steps) for where, rank, steps in CASES])], ids=["", "other steps"]
 )
-def test_a_profiler_error_on_one_rank_loses_only_the_trace(
-    tmp_path: Path, where: str, failing: int, measured: int
-) -> None:
-    settings = TrialSettings(
-        task="train", method="burst", model=SHAPE, seq_len=64, cp_size=2, dtype="fp32",
-        steps=Steps(warmup=1, measured=measured),
-    )  # fmt: skip
-    [(written, figures, all_ranks), (nothing, _, _)] = run_on_ranks(
-        2, measured_with_a_failing_profiler, str(tmp_path), settings, where, failing
-    )
-    of = "measured_step" if measured == 1 else "extra_step"
-    reason = f"rank {failing} has no trace of its step: OSError: as planned"
-    # Before the trace, after it, and after the check of the trial.
-    assert written == [unfinished(of), *[{"of": of, "reason": reason}] * 2]  # type: ignore[arg-type]
-    assert nothing == []
-    assert all_ranks == [0, 1]
-    assert figures.extra["profile"] == written[-1]
-    assert (len(figures.step_seconds), len(figures.loss)) == (measured, 1 + measured)
+def test_a_profiler_error_on_one_rank_loses_only_the_trace(tmp_path: Path, cases: list[Case]) -> None:
+    first, second = run_on_ranks(2, measured_with_failing_profilers, str(tmp_path), cases)
+    for case, (written, figures, all_ranks), (nothing, _, _) in zip(cases, first, second, strict=True):
+        _, failing, measured = case
+        of = "measured_step" if measured == 1 else "extra_step"
+        reason = f"rank {failing} has no trace of its step: OSError: as planned"
+        # Before the trace, after it, and after the check of the trial.
+        assert written == [unfinished(of), *[{"of": of, "reason": reason}] * 2], case  # type: ignore[arg-type]
+        assert nothing == []
+        assert all_ranks == [0, 1]
+        assert figures.extra["profile"] == written[-1]
+        assert (len(figures.step_seconds), len(figures.loss)) == (measured, 1 + measured)
 
 
 def step_fails(directory: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,8 +63,7 @@ def test_other_tasks_have_no_step_to_capture() -> None:
     assert cuda_graph.unsupported_reason(changed(task="attention"), "cpu") is None
 
 
-def on_a_cpu(cache: str, setting: str) -> str | dict[str, str]:
-    os.environ["BURST_CACHE"] = cache
+def on_a_cpu(setting: str) -> str | dict[str, str]:
     settings = changed(seq_len=64, cuda_graph=setting)
     try:
         task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
@@ -74,13 +72,13 @@ def on_a_cpu(cache: str, setting: str) -> str | dict[str, str]:
         return str(error)
 
 
-def test_without_a_gpu_a_captured_step_is_refused_and_the_record_says_what_auto_did(tmp_path: Path) -> None:
-    assert run_on_ranks(1, on_a_cpu, str(tmp_path), "step") == [
+def test_without_a_gpu_a_captured_step_is_refused_and_the_record_says_what_auto_did() -> None:
+    assert run_on_ranks(1, on_a_cpu, "step") == [
         "cuda_graph is step, but this machine has no GPU; set cuda_graph to none or auto"
     ]
-    [chosen] = run_on_ranks(1, on_a_cpu, str(tmp_path), "auto")
+    [chosen] = run_on_ranks(1, on_a_cpu, "auto")
     assert (chosen["cuda_graph"], chosen["cuda_graph_reason"]) == ("none", "this machine has no GPU")
-    [chosen] = run_on_ranks(1, on_a_cpu, str(tmp_path), "none")
+    [chosen] = run_on_ranks(1, on_a_cpu, "none")
     assert chosen["cuda_graph"] == "none"
     assert "cuda_graph_reason" not in chosen
 
@@ -109,10 +107,9 @@ class SomeIgnored(Sequences):
         return tokens, labels
 
 
-def steps_on_a_gpu(cache: str, settings: TrialSettings) -> tuple[list[float], dict[str, list[float]], int]:
+def steps_on_a_gpu(settings: TrialSettings) -> tuple[list[float], dict[str, list[float]], int]:
     """Loss and norm of every step, at a learning rate that changes; the parameters after them; and the peak bytes of a
     captured step."""
-    os.environ["BURST_CACHE"] = cache
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cuda", 0)), sequences=SomeIgnored())
@@ -145,11 +142,9 @@ def needs_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
     ],
     ids=str,
 )
-def test_replayed_steps_equal_launched_ones_bit_for_bit(levers: dict[str, object], tmp_path: Path) -> None:
+def test_replayed_steps_equal_launched_ones_bit_for_bit(levers: dict[str, object]) -> None:
     settings = changed(deterministic=True, **levers)
-    [launched] = run_on_ranks(
-        1, steps_on_a_gpu, str(tmp_path), dataclasses.replace(settings, cuda_graph="none"), backend="nccl"
-    )
-    [replayed] = run_on_ranks(1, steps_on_a_gpu, str(tmp_path), settings, backend="nccl")
+    [launched] = run_on_ranks(1, steps_on_a_gpu, dataclasses.replace(settings, cuda_graph="none"), backend="nccl")
+    [replayed] = run_on_ranks(1, steps_on_a_gpu, settings, backend="nccl")
     assert len(set(replayed[0])) == len(replayed[0])  # every step has its own tokens
     assert replayed[:2] == launched[:2]

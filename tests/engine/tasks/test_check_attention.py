@@ -20,6 +20,7 @@ from engine.measurement import NOT_FINITE
 from engine.tasks import check_attention
 from engine.tasks.check_attention import DENSE_TOKENS, SAMPLED_ROWS, TENSORS, attention_errors, checked_rows
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 192, 4, 2, 8
 MASKS = (
@@ -83,7 +84,7 @@ def errors_of(layout: str, dtype: torch.dtype, sampled: bool) -> dict[str, dict[
         (2, "zigzag", torch.float64, True),
         (2, "striped", torch.bfloat16, False),
         (3, "contiguous", torch.float32, False),
-        (4, "zigzag", torch.float32, True),
+        *slow((4, "zigzag", torch.float32, True)),
     ],
 )
 def test_a_dense_run_has_no_error_under_any_mask(ranks: int, layout: str, dtype: torch.dtype, sampled: bool) -> None:

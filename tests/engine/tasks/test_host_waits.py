@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -49,8 +47,7 @@ def test_the_guard_finds_a_reading() -> None:
         torch.ones(()).item()
 
 
-def step_without_reading(cache: str, settings: TrialSettings) -> float:
-    os.environ["BURST_CACHE"] = cache
+def step_without_reading(settings: TrialSettings) -> float:
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     task.step(0)  # what is made once may be looked at
     with NoReading():
@@ -61,16 +58,15 @@ def step_without_reading(cache: str, settings: TrialSettings) -> float:
 
 
 @pytest.mark.parametrize("levers", LEVERS, ids=str)
-def test_no_number_is_read_between_the_batch_and_the_update(levers: dict[str, object], tmp_path: Path) -> None:
+def test_no_number_is_read_between_the_batch_and_the_update(levers: dict[str, object]) -> None:
     settings = dataclasses.replace(SETTINGS, **levers)
-    [loss] = run_on_ranks(1, step_without_reading, str(tmp_path), settings)
+    [loss] = run_on_ranks(1, step_without_reading, settings)
     assert 3 < loss < 8
 
 
-def moved_by_fsdp(cache: str, settings: TrialSettings) -> list[tuple[int, bool]]:
+def moved_by_fsdp(settings: TrialSettings) -> list[tuple[int, bool]]:
     """Of every forward of a step: how many tensors FSDP2's root would copy to a GPU before it, one by one and waiting
     for each, as the root does with whatever is not there yet; and whether the labels are on the host in the head."""
-    os.environ["BURST_CACHE"] = cache
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     moved: list[int] = []
     at_the_head: list[bool] = []
@@ -88,14 +84,13 @@ def moved_by_fsdp(cache: str, settings: TrialSettings) -> list[tuple[int, bool]]
     return list(zip(moved, at_the_head, strict=True))
 
 
-def test_labels_stay_on_the_host_where_fsdp_moves_its_inputs_to_the_gpu(tmp_path: Path) -> None:
+def test_labels_stay_on_the_host_where_fsdp_moves_its_inputs_to_the_gpu() -> None:
     settings = dataclasses.replace(SETTINGS, optimizer_offload=True, gradient_accumulation=2)
     # Tokens and positions, which are on the GPU already.
-    assert run_on_ranks(1, moved_by_fsdp, str(tmp_path), settings) == [[(2, True), (2, True)]]
+    assert run_on_ranks(1, moved_by_fsdp, settings) == [[(2, True), (2, True)]]
 
 
-def waits_on_a_gpu(cache: str, settings: TrialSettings) -> float:
-    os.environ["BURST_CACHE"] = cache
+def waits_on_a_gpu(settings: TrialSettings) -> float:
     device = torch.device("cuda", 0)
     task = TrainTask(settings, METHOD, arrange(settings, device))
     for index in range(3):  # kernels are compiled, host memory is locked, blocks of device memory are there
@@ -114,8 +109,8 @@ def waits_on_a_gpu(cache: str, settings: TrialSettings) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: asks its runtime")
 @pytest.mark.parametrize("levers", LEVERS, ids=str)
-def test_nothing_waits_for_a_gpu_between_the_batch_and_the_update(levers: dict[str, object], tmp_path: Path) -> None:
+def test_nothing_waits_for_a_gpu_between_the_batch_and_the_update(levers: dict[str, object]) -> None:
     wide = dataclasses.replace(SHAPE, head_dim=64)
     settings = dataclasses.replace(SETTINGS, model=wide, seq_len=512, **levers)
-    [loss] = run_on_ranks(1, waits_on_a_gpu, str(tmp_path), settings, backend="nccl")
+    [loss] = run_on_ranks(1, waits_on_a_gpu, settings, backend="nccl")
     assert 3 < loss < 8

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +64,8 @@ class SlowLayers:
         wait_until(lambda: places(self.lines)[-1:] == [(phase, layer)], f"{phase} of layer {layer}: {self.lines}")
 
 
-def layers_of_a_step(cache: str, settings: TrialSettings) -> tuple[list[dict[str, Any]], bool]:
+def layers_of_a_step(settings: TrialSettings) -> tuple[list[dict[str, Any]], bool]:
     """Lines of a step whose layers wait for them, and whether a second one has a thread that could write more."""
-    os.environ["BURST_CACHE"] = cache
     task_module.REPORT_SECONDS = 0.01
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     slow = SlowLayers(task)
@@ -85,11 +82,9 @@ def layers_of_a_step(cache: str, settings: TrialSettings) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint(), Checkpoint(every=0)], ids=["recomputed", "saved"])
-def test_a_long_step_tells_each_layer_it_reaches_and_a_short_one_has_no_thread(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_long_step_tells_each_layer_it_reaches_and_a_short_one_has_no_thread(checkpoint: Checkpoint) -> None:
     settings = dataclasses.replace(SETTINGS, checkpoint=checkpoint)
-    [(lines, second_is_without)] = run_on_ranks(1, layers_of_a_step, str(tmp_path), settings)
+    [(lines, second_is_without)] = run_on_ranks(1, layers_of_a_step, settings)
     assert all((line["step"], line["of"]) == (1, 1) for line in lines)
     assert all(line["layers"] == 2 for line in lines if "layer" in line)
     back: list[Place] = [("recompute", 2), ("backward", 2), ("recompute", 1), ("backward", 1)]
@@ -102,8 +97,7 @@ def test_a_long_step_tells_each_layer_it_reaches_and_a_short_one_has_no_thread(
     assert second_is_without
 
 
-def phases_of_a_call(cache: str, settings: TrialSettings) -> list[dict[str, Any]]:
-    os.environ["BURST_CACHE"] = cache
+def phases_of_a_call(settings: TrialSettings) -> list[dict[str, Any]]:
     task_module.REPORT_SECONDS = 0.01
     task = AttentionTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     lines: list[dict[str, Any]] = []
@@ -117,9 +111,9 @@ def phases_of_a_call(cache: str, settings: TrialSettings) -> list[dict[str, Any]
     return lines
 
 
-def test_a_long_call_of_attention_tells_which_forward_it_is_in(tmp_path: Path) -> None:
+def test_a_long_call_of_attention_tells_which_forward_it_is_in() -> None:
     settings = dataclasses.replace(SETTINGS, task="attention")
-    [lines] = run_on_ranks(1, phases_of_a_call, str(tmp_path), settings)
+    [lines] = run_on_ranks(1, phases_of_a_call, settings)
     assert [phase for phase, _ in places(lines)][:2] == ["forward alone", "forward"]
     assert "seconds" in lines[-1]
 

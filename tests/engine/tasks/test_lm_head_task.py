@@ -19,7 +19,6 @@ from harness.records.record import Record
 from harness.report.figures import shown_of
 from harness.report.results import rows_of
 from harness.report.tables.particular import head_table
-from tests.engine.test_worker import errors_of, run_worker
 from tests.harness.drawn import sheet_of, texts
 from tests.harness.synthetic_records import GIB, H200, record
 from tests.ranks import run_on_ranks
@@ -74,11 +73,6 @@ def test_a_small_problem_is_held_against_float64(trials: dict[str, Measurement])
     for measurement in trials.values():
         assert set(measurement.extra["error"]) == {"loss", "dhidden", "dweight"}
         assert all(0 <= error < 1e-5 for error in measurement.extra["error"].values())
-
-
-def test_a_form_this_machine_lacks_is_refused_by_the_worker(tmp_path) -> None:
-    assert run_worker(tmp_path / "trial", settings(loss_kernel="liger")) == [1]
-    assert errors_of(tmp_path / "trial")["rank0"]["kind"] == "refused"
 
 
 def test_its_work_is_three_products_and_no_attention() -> None:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import engine.memory.offload
 from engine.burst import METHOD
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
-from engine.initialise import initialise
-from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks.train import TrainTask
-from tests.engine.parity import task_of, whole_of
+from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
@@ -33,30 +29,8 @@ SETTINGS = TrialSettings(
 )
 
 
-def initial_values(cache: str, settings: TrialSettings) -> dict[str, list[float]]:
-    os.environ["BURST_CACHE"] = cache
-    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
-    values = {}
-    for name, parameter in task.model.named_parameters():
-        assert isinstance(parameter, DTensor) == (settings.world_size > 1)
-        values[name] = whole_of(parameter).flatten().tolist()
-    return values
-
-
-@pytest.mark.parametrize("world_size", [1, 3, *slow(4)])
-def test_initial_values_do_not_depend_on_the_number_of_ranks(world_size: int, tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = Decoder(SHAPE)
-    initialise(model, SETTINGS.seed, torch.device("cpu"))
-    whole = {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
-    settings = dataclasses.replace(SETTINGS, world_size=world_size)
-    for values in run_on_ranks(world_size, initial_values, str(tmp_path), settings):
-        assert values == whole
-
-
-def outcome(cache: str, settings: TrialSettings) -> str:
+def outcome(settings: TrialSettings) -> str:
     """The sentence a set-up or a run ends with."""
-    os.environ["BURST_CACHE"] = cache
     try:
         TrainTask(settings, METHOD, arrange(settings, torch.device("cpu"))).run(lambda step: None)
     except (ValueError, FloatingPointError) as error:
@@ -64,8 +38,8 @@ def outcome(cache: str, settings: TrialSettings) -> str:
     return "ran"
 
 
-def outcomes(cache: str, cases: list[TrialSettings]) -> list[str]:
-    return [outcome(cache, settings) for settings in cases]
+def outcomes(cases: list[TrialSettings]) -> list[str]:
+    return [outcome(settings) for settings in cases]
 
 
 def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> None:
@@ -79,7 +53,7 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
         dataclasses.replace(SETTINGS, data="/no/such/text"),
         dataclasses.replace(SETTINGS, learning_rate=1e38),
     ]
-    (ran, large, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
+    (ran, large, small, missing, diverged) = run_on_ranks(1, outcomes, cases)[0]
     assert ran == "ran"
     assert large == (
         f"ValueError: model odd has a vocabulary of 259, but the tokens of {tmp_path}/store need 300; "
@@ -91,52 +65,49 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
     assert diverged.endswith("try a learning_rate below 1e+38")
 
 
-def nodes_recorded(cache: str, settings: TrialSettings) -> str:
-    os.environ["BURST_CACHE"] = cache
-    _, task = task_of(settings)
-    return task.run(lambda step: None).chosen["sharding_node_size"]
+def steps_on(cases: list[TrialSettings]) -> list[tuple[list[int], int, dict[str, str]]]:
+    """By case: tokens that each step's model was given here, and what was measured and chosen."""
+    found = []
+    for settings in cases:
+        _, task = task_of(settings)
+        seen: list[int] = []
+        task.model.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].shape[1]))
+        measurement = task.run(lambda step: None)
+        assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
+        found.append((seen, len(measurement.step_seconds), measurement.chosen))
+    return found
 
 
-def test_the_nodes_that_hybrid_sharding_found_are_recorded(tmp_path: Path) -> None:
-    for nodes in (1, 2):
-        settings = dataclasses.replace(SETTINGS, world_size=2, sharding="hybrid", emulate_nodes=nodes)
-        assert run_on_ranks(2, nodes_recorded, str(tmp_path), settings) == [str(2 // nodes)] * 2
+def test_warm_up_may_take_shorter_sequences_and_the_nodes_that_hybrid_sharding_found_are_recorded() -> None:
+    two = dataclasses.replace(SETTINGS, world_size=2)
+    short = dataclasses.replace(two, cp_size=2, steps=Steps(warmup=2, measured=1, warmup_seq_len=16))
+    hybrid = [dataclasses.replace(two, sharding="hybrid", emulate_nodes=nodes) for nodes in (1, 2)]
+    for (seen, measured, chosen), *found in run_on_ranks(2, steps_on, [short, *hybrid]):
+        assert (seen, measured, chosen["schedule"]) == ([8, 8, 16], 1, "ring")
+        assert [chosen["sharding_node_size"] for _, _, chosen in found] == ["2", "1"]
 
 
-def warmed_up(cache: str, settings: TrialSettings) -> tuple[list[int], int, str]:
-    """Tokens that each step's model was given here, and what was measured and chosen."""
-    os.environ["BURST_CACHE"] = cache
-    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
-    seen: list[int] = []
-    task.model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
-    measurement = task.run(lambda step: None)
-    assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
-    return seen, len(measurement.step_seconds), measurement.chosen["schedule"]
+def locked(cases: list[TrialSettings]) -> list[tuple[list[int], list[int]]]:
+    """By case: sizes of host buffers that were locked between the warm-up and the measured step, and during this
+    step."""
+    found, lock = [], engine.memory.offload.host_buffer
+    for settings in cases:
+        _, task = task_of(settings)
+        sizes: list[int] = []
+        begun = [0]  # how many had been locked when each step's model was called, and when its backward had ended
+        engine.memory.offload.host_buffer = lambda nbytes, device, sizes=sizes: (
+            sizes.append(nbytes),
+            lock(nbytes, device),
+        )[1]
+        task.model.register_forward_pre_hook(lambda *_, begun=begun, sizes=sizes: begun.append(len(sizes)))
+        task.run(lambda step, begun=begun, sizes=sizes: begun.append(len(sizes)))
+        *_, warmed_up, measured, _ = begun
+        found.append((sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])))
+    return found
 
 
-def test_warm_up_may_take_shorter_sequences_than_the_measured_steps(tmp_path: Path) -> None:
-    steps = Steps(warmup=2, measured=1, warmup_seq_len=16)
-    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
-    assert run_on_ranks(2, warmed_up, str(tmp_path), settings) == [([8, 8, 16], 1, "ring")] * 2
-
-
-def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
-    """Sizes of the host buffers that were locked between the warm-up and the measured step, and during this step."""
-    os.environ["BURST_CACHE"] = cache
-    _, task = task_of(settings)
-    sizes: list[int] = []
-    begun = [0]  # how many had been locked when each step's model was called, and when its backward had ended
-    lock = engine.memory.offload.host_buffer
-    engine.memory.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
-    task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
-    task.run(lambda step: begun.append(len(sizes)))
-    *_, warmed_up, measured, _ = begun
-    return sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])
-
-
-def begun_after(cache: str, settings: TrialSettings, folder: str) -> list[bool]:
+def begun_after(settings: TrialSettings, folder: str) -> list[bool]:
     """Whether every rank had locked its memory when this one began its measured step; rank 0 does so last."""
-    os.environ["BURST_CACHE"] = cache
     _, task = task_of(settings)
     assert task._recompute is not None
     reserve, begun = task._recompute.reserve, []
@@ -160,7 +131,7 @@ def test_no_rank_begins_the_measured_step_before_all_have_locked_their_memory(tm
     folder.mkdir()
     checkpoint, steps = Checkpoint(every=1, tail=0, offload="inputs"), Steps(warmup=1, measured=1, warmup_seq_len=16)
     settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, checkpoint=checkpoint, steps=steps)
-    assert run_on_ranks(2, begun_after, str(tmp_path), settings, str(folder)) == [[False, True]] * 2
+    assert run_on_ranks(2, begun_after, settings, str(folder)) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -175,20 +146,18 @@ def test_no_rank_begins_the_measured_step_before_all_have_locked_their_memory(tm
         ),
     ],
 )
-def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(
-    method: str, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(method: str, checkpoint: Checkpoint) -> None:
     divided = {"tp_size": 2} if method == "megatron_tp" else {"cp_size": 2}
     changes = {"method": method, "model": DEEPER, "world_size": 2, "checkpoint": checkpoint, **divided}
     whole = dataclasses.replace(SETTINGS, **changes, steps=Steps(warmup=0, measured=1))
-    by_itself = [step for _, step in run_on_ranks(2, locked, str(tmp_path), whole)]
-    assert all(by_itself)
     shorter = dataclasses.replace(whole, steps=Steps(warmup=1, measured=1, warmup_seq_len=16))
-    assert run_on_ranks(2, locked, str(tmp_path), shorter) == [(sizes, []) for sizes in by_itself]
+    for (_, by_itself), warmed_up in run_on_ranks(2, locked, [whole, shorter]):
+        assert by_itself
+        assert warmed_up == (by_itself, [])
 
 
-def test_a_warm_up_length_that_does_not_split_is_refused(tmp_path: Path) -> None:
+def test_a_warm_up_length_that_does_not_split_is_refused() -> None:
     steps = Steps(warmup=1, measured=1, warmup_seq_len=18)
     settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
-    for found in run_on_ranks(2, outcome, str(tmp_path), settings):
+    for found in run_on_ranks(2, outcome, settings):
         assert "seq_len 18 does not split" in found

@@ -13,10 +13,10 @@ from tests.engine.training.training_runs import begin, config, order
 from tests.ranks import run_on_ranks
 
 
-def outcomes(cache: str, folder: str) -> dict[str, Any]:
+def outcomes(folder: str) -> dict[str, Any]:
     """Sentences of a save that one rank has no room for and of a load that finds too little, then a save that works."""
     run = Path(folder, "run")
-    training = begin(cache, run, order(config(cp_size=2)))
+    training = begin(run, order(config(cp_size=2)))
     checkpoints, directory = training.checkpoints, run / "checkpoints"
     checkpoints.save(1)
     found: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def outcomes(cache: str, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("saving"))
-    return run_on_ranks(2, outcomes, folder, folder)
+    return run_on_ranks(2, outcomes, folder)
 
 
 def test_a_rank_without_room_to_save_ends_all_ranks_and_leaves_the_earlier_checkpoint(ranks) -> None:

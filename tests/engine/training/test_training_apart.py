@@ -24,10 +24,10 @@ def own_directory(folder: str, hosts: list[int]) -> Path:
     return Path(folder, f"host{hosts[dist.get_rank()]}")
 
 
-def start(cache: str, folder: str, hosts: list[int], *, resume: bool = False, stop_after: int | None = None, **changes):
+def start(folder: str, hosts: list[int], *, resume: bool = False, stop_after: int | None = None, **changes):
     """One start of a run whose ranks are on these hosts."""
     case = config(**{"cp_size": len(hosts)} | changes)
-    return go_on(cache, own_directory(folder, hosts), order(case, resume=resume), stop_after)
+    return go_on(own_directory(folder, hosts), order(case, resume=resume), stop_after)
 
 
 def held(folder: str, host: int) -> list[str]:
@@ -44,22 +44,21 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> dict[str, Any]:
     """The run without a stop, on two ranks that share a directory."""
-    return run_on_ranks(2, start, str(place / "cache"), str(place / "whole"), [0, 0])[0]
+    return run_on_ranks(2, start, str(place / "whole"), [0, 0])[0]
 
 
 @pytest.fixture(scope="module")
 def stopped(place: Path) -> dict[str, Any]:
     """The same run on two hosts that share nothing, stopped after step 4."""
-    cache, folder = str(place / "cache"), str(place / "stopped")
-    return run_on_ranks(2, _stopped, cache, folder)[0]
+    return run_on_ranks(2, _stopped, str(place / "stopped"))[0]
 
 
-def _stopped(cache: str, folder: str) -> dict[str, Any]:
-    return start(cache, folder, [0, 1], stop_after=4)
+def _stopped(folder: str) -> dict[str, Any]:
+    return start(folder, [0, 1], stop_after=4)
 
 
-def resumed(cache: str, folder: str, hosts: list[int], changes: dict[str, Any]) -> dict[str, Any]:
-    return start(cache, folder, hosts, resume=True, **changes)
+def resumed(folder: str, hosts: list[int], changes: dict[str, Any]) -> dict[str, Any]:
+    return start(folder, hosts, resume=True, **changes)
 
 
 def copy(place: Path, name: str) -> str:
@@ -82,7 +81,7 @@ def test_every_checkpoint_is_whole_on_two_hosts(stopped, place: Path) -> None:
 def test_a_run_that_lost_one_hosts_directory_goes_on_bit_for_bit(whole, stopped, place: Path, lost: int) -> None:
     folder = copy(place, f"lost{lost}")
     shutil.rmtree(Path(folder, f"host{lost}"))
-    [found, _] = run_on_ranks(2, resumed, str(place / "cache"), folder, [0, 1], {})
+    [found, _] = run_on_ranks(2, resumed, folder, [0, 1], {})
     assert (found["finished"], found["parameters"]) == (True, whole["parameters"])
     assert curve(found)[-2:] == curve(whole)[-2:]
     assert held(folder, lost)[0] == held(folder, 1 - lost)[0] == "step-00000006"
@@ -93,7 +92,7 @@ def test_a_checkpoint_that_is_damaged_on_one_host_is_taken_from_the_other(whole,
     folder = copy(place, "damaged")
     [path] = Path(folder, "host0", "checkpoints", NEWEST).glob("__1_*.distcp")
     path.write_bytes(path.read_bytes()[::-1])
-    [found, _] = run_on_ranks(2, resumed, str(place / "cache"), folder, [0, 1], {})
+    [found, _] = run_on_ranks(2, resumed, folder, [0, 1], {})
     assert f"checkpoint {NEWEST} is skipped because its file {path.name} has changed" in found["notes"][1]
     assert curve(found) == curve(whole)
 
@@ -101,20 +100,20 @@ def test_a_checkpoint_that_is_damaged_on_one_host_is_taken_from_the_other(whole,
 @pytest.mark.slow
 def test_fewer_and_more_hosts_go_on_within_rounding_and_a_third_host_keeps_nothing(whole, stopped, place: Path) -> None:
     fewer = copy(place, "fewer")
-    [found] = run_on_ranks(1, resumed, str(place / "cache"), fewer, [1], {})
+    [found] = run_on_ranks(1, resumed, fewer, [1], {})
     assert [line[2] for line in curve(found)[-2:]] == pytest.approx([line[2] for line in curve(whole)[-2:]], rel=2e-5)
     more = copy(place, "more")
     replicas = {"cp_size": 2, "world_size": 4, "batch_size": 1}
-    found = run_on_ranks(4, resumed, str(place / "cache"), more, [0, 1, 2, 2], replicas)[0]
+    found = run_on_ranks(4, resumed, more, [0, 1, 2, 2], replicas)[0]
     assert [line[2] for line in curve(found)[-2:]] == pytest.approx([line[2] for line in curve(whole)[-2:]], rel=2e-5)
     assert held(more, 0)[0] == held(more, 1)[0] == "step-00000006"
     assert list(Path(more, "host2", "checkpoints").iterdir()) == []
 
 
-def without_room(cache: str, folder: str) -> tuple[str, list[str]]:
+def without_room(folder: str) -> tuple[str, list[str]]:
     """The sentence of a save that one of the hosts has no room to keep, and what that host has left."""
     run = own_directory(folder, [0, 1])
-    training = begin(cache, run, order(config(cp_size=2)))
+    training = begin(run, order(config(cp_size=2)))
     training.checkpoints.save(1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Room for what rank 0 writes itself, and not for the larger file that it receives.
@@ -131,18 +130,19 @@ def without_room(cache: str, folder: str) -> tuple[str, list[str]]:
 
 
 def test_a_host_without_room_for_the_others_files_ends_all_ranks_and_keeps_the_earlier_checkpoint(place: Path) -> None:
-    for said, left in run_on_ranks(2, without_room, str(place / "cache"), str(place / "full")):
+    for said, left in run_on_ranks(2, without_room, str(place / "full")):
         assert said.startswith("the state after step 2 cannot be gathered: __1_0.distcp cannot be written (File too")
         assert left == ["latest", "step-00000001"]
 
 
-def with_own_data(cache: str, folder: str, texts: list[str | None]) -> str:
+def with_own_data(folder: str, texts: list[str | None]) -> str:
     """The refusal of a run whose hosts have these texts at one path, seen by each host alone."""
     rank = dist.get_rank()
+    os.environ["BURST_CACHE"] = str(Path(folder, f"cache{rank}"))
     os.chdir(_made(Path(folder, f"place{rank}")))
     if (text := texts[rank]) is not None:
         Path("text.txt").write_text(text)
-    return start(cache + str(rank), folder, [0, 1], data="text.txt")["refused"]
+    return start(folder, [0, 1], data="text.txt")["refused"]
 
 
 def _made(path: Path) -> Path:
@@ -158,6 +158,6 @@ def _made(path: Path) -> Path:
     ],
 )
 def test_hosts_with_other_data_or_none_are_refused_on_every_rank(place: Path, tmp_path: Path, texts, words) -> None:
-    first, second = run_on_ranks(2, with_own_data, str(tmp_path / "cache"), str(tmp_path), texts)
+    first, second = run_on_ranks(2, with_own_data, str(tmp_path), texts)
     assert first == second
     assert words in first

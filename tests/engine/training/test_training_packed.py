@@ -59,9 +59,9 @@ def test_a_packed_run_resumes_on_other_ranks_and_reports_its_padding(tmp_path: P
         packed(store, cp_size=2, world_size=2, batch_size=1, gradient_accumulation=2, checkpoint=again),
     )
     alone = [(str(tmp_path / "whole"), order(one), None), (str(tmp_path / "run"), order(one), 4)]
-    [[whole, stopped]] = run_on_ranks(1, several, str(tmp_path), alone)
+    [[whole, stopped]] = run_on_ranks(1, several, alone)
     assert (whole["finished"], stopped["steps_done"]) == (True, 4)
-    [[resumed], _] = run_on_ranks(2, several, str(tmp_path), [(str(tmp_path / "run"), order(two, resume=True), None)])
+    [[resumed], _] = run_on_ranks(2, several, [(str(tmp_path / "run"), order(two, resume=True), None)])
     assert "refused" not in resumed
     assert [step for step, *_ in curve(resumed)] == list(range(1, 7))
     for kind in ("step", "evaluation"):

@@ -41,7 +41,7 @@ def two_ranks(folder: Path) -> list[dict]:
     whole, parts = str(folder / "whole"), str(folder / "parts")
     six = config(cp_size=2)
     starts = [(whole, order(six), None), (parts, order(six), 3), (parts, order(six, resume=True), None)]
-    return run_on_ranks(2, several, str(folder / "cache"), starts)[0]
+    return run_on_ranks(2, several, starts)[0]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,6 @@ def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     results = run_on_ranks(
         1,
         several,
-        str(folder / "cache"),
         [(run, order(case, resume=True), None) for run, case in starts.values()],
     )[0]
     return dict(zip(starts, results, strict=True))
@@ -147,7 +146,7 @@ def test_a_run_resumes_with_four_ranks_in_two_replicas_and_other_memory_settings
     levers = {"sharding": "hybrid", "emulate_nodes": 2, "optimizer_offload": True, "checkpoint": Checkpoint(tail=0.5)}
     cases = {"replicas": config(**replicas), "levers": config(**replicas, **levers)}
     starts = [(copy(folder, name, steps=[4]), order(case, resume=True), None) for name, case in cases.items()]
-    for found in run_on_ranks(4, several, str(folder / "cache"), starts)[0]:
+    for found in run_on_ranks(4, several, starts)[0]:
         assert_same_curve(found, two_ranks[0], done=4)
 
 

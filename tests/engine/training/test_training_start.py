@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,8 @@ from tests.ranks import run_on_ranks
 SEQUENCES = 5  # do not divide by the sequences of a round
 
 
-def dense_loss(cache: str) -> float:
+def dense_loss() -> float:
     """Mean loss of the first held-out sequences by the one-device model, one sequence at a time."""
-    os.environ["BURST_CACHE"] = cache
     with torch.device("meta"):
         model = Decoder(SHAPE)
     initialise(model, 0, torch.device("cpu"))
@@ -39,14 +37,14 @@ def dense_loss(cache: str) -> float:
     return total / (32 * SEQUENCES)
 
 
-def evaluations(cache: str, folder: str) -> list[float]:
+def evaluations(folder: str) -> list[float]:
     """Evaluation losses of fresh runs in every arrangement of the ranks that are there."""
     size = dist.get_world_size()
     found = []
     for cp_size, z_loss in ((1, 0.0), (size, 0.1)):  # a z-loss is learnt from, not judged by
         judged = Evaluation(every=1, sequences=SEQUENCES)
         case = config(world_size=size, cp_size=cp_size, z_loss=z_loss, evaluate=judged)
-        training = begin(cache, Path(folder, f"{size}-{cp_size}"), order(case))
+        training = begin(Path(folder, f"{size}-{cp_size}"), order(case))
         assert training.evaluator is not None
         found += [training.evaluator.loss(), training.evaluator.loss()]
     return found
@@ -54,15 +52,15 @@ def evaluations(cache: str, folder: str) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_evaluation_loss_is_that_of_a_dense_run_for_any_ranks_and_each_time(ranks, tmp_path) -> None:
-    truth = dense_loss(str(tmp_path))
-    for found in run_on_ranks(ranks, evaluations, str(tmp_path), str(tmp_path)):
+    truth = dense_loss()
+    for found in run_on_ranks(ranks, evaluations, str(tmp_path)):
         assert found == pytest.approx([truth] * 4, rel=1e-6)
         assert found[0] == found[1]
 
 
-def starts(cache: str, folder: str, model: str) -> tuple[dict[str, list[float]], list[str]]:
+def starts(folder: str, model: str) -> tuple[dict[str, list[float]], list[str]]:
     """Parameters of a run that starts from a model, and the sentences of runs that cannot start."""
-    begun = begin(cache, Path(folder, "from"), order(config(init_from=model, cp_size=2)))
+    begun = begin(Path(folder, "from"), order(config(init_from=model, cp_size=2)))
     parameters = {name: whole(value) for name, value in begun.task.model.named_parameters()}
     cases = [
         config(cp_size=2, init_from=model, model=replace(SHAPE, layers=1)),
@@ -70,8 +68,8 @@ def starts(cache: str, folder: str, model: str) -> tuple[dict[str, list[float]],
         config(cp_size=2, evaluate=Evaluation(every=1, sequences=10**6)),
         config(cp_size=2, model=replace(SHAPE, vocab=100)),
     ]
-    refused = [go_on(cache, Path(folder, "refused"), order(case)).get("refused", "ran") for case in cases]
-    refused.append(go_on(cache, Path(folder, "nothing"), order(config(cp_size=2), resume=True))["refused"])
+    refused = [go_on(Path(folder, "refused"), order(case)).get("refused", "ran") for case in cases]
+    refused.append(go_on(Path(folder, "nothing"), order(config(cp_size=2), resume=True))["refused"])
     return parameters, refused
 
 
@@ -86,7 +84,7 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
     model = tmp_path / "model"
     export_hugging_face(state, SHAPE, model)
     (tmp_path / "short.txt").write_text("only a few words")
-    for parameters, sentences in run_on_ranks(2, starts, str(tmp_path), str(tmp_path), str(model)):
+    for parameters, sentences in run_on_ranks(2, starts, str(tmp_path), str(model)):
         assert parameters == {name: value.flatten().tolist() for name, value in state.items()}
         layers, short, sequences, vocabulary, nothing = sentences
         assert layers.endswith("has 1; choose the model file of that shape")

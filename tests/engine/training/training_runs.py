@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,15 @@ def order(config: TrainingConfig, *, resume: bool = False) -> Order:
     return Order(config=config, method="engine.burst", resume=resume, model_flops_per_step=1e9, peak_tflops=None)
 
 
-def begin(cache: str, run: Path, order: Order) -> TrainingRun:
-    os.environ["BURST_CACHE"] = cache
+def begin(run: Path, order: Order) -> TrainingRun:
     world = arrange(order.config.settings, torch.device("cpu"))
     return TrainingRun(order, METHOD, world, run, StopRequest())
 
 
-def go_on(cache: str, run: Path, order: Order, stop_after: int | None = None) -> dict[str, Any]:
+def go_on(run: Path, order: Order, stop_after: int | None = None) -> dict[str, Any]:
     """One start of a run, asked to stop during step `stop_after`; what it left, or the sentence it ended with."""
     try:
-        training = begin(cache, run, order)
+        training = begin(run, order)
     except ValueError as error:
         return {"refused": str(error)}
     lines: list[dict[str, Any]] = []
@@ -71,9 +69,9 @@ def whole(value: torch.Tensor) -> list[float]:
     return (value.full_tensor() if isinstance(value, DTensor) else value).flatten().tolist()
 
 
-def several(cache: str, starts: list[tuple[str, Order, int | None]]) -> list[dict[str, Any]]:
+def several(starts: list[tuple[str, Order, int | None]]) -> list[dict[str, Any]]:
     """Several starts, one after the other, on the same ranks."""
-    return [go_on(cache, Path(run), order, stop_after) for run, order, stop_after in starts]
+    return [go_on(Path(run), order, stop_after) for run, order, stop_after in starts]
 
 
 def curve(result: dict[str, Any], kind: str = "step") -> list[tuple]:

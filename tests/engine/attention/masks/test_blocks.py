@@ -48,7 +48,7 @@ BLOCK_MASKS = [
     Documents((100,), repeat=True),
     *[
         BlockSparse(random_grid(-(-SEQ_LEN // size), seed), size, causal)
-        for seed, (size, causal) in enumerate(product((1, 2, 3, 4, 5, 8, 12, 24), (False, True)))
+        for seed, (size, causal) in enumerate(product((1, 3, 5, 8), (False, True)))
     ],
     BlockSparse([[True]], 24),
     BlockSparse([[False]], 24),
@@ -141,7 +141,7 @@ def test_the_area_of_a_band_over_strided_rows_is_its_number_of_pairs(rows, colum
     assert band_area(rows, columns, lo, hi, step) == pairs
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example([[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], True, (3, 2))  # striped: a full tile of one row
 @given(
     st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=6, max_size=6),

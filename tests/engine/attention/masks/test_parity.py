@@ -60,36 +60,37 @@ def error(found, expected) -> float:
     return max((f - e).nan_to_num(0).abs().max().item() for f, e in zip(found, expected, strict=True))
 
 
-def mask_errors(node_size: int | None, dtype: torch.dtype, kernel: str, exchange: str) -> dict[str, float]:
-    """Error of every layout, mask and backward route, by their names: one process start serves them all."""
+def mask_errors(node_size: int | None, dtype: torch.dtype, kernel: str, exchange: str, routes: int) -> dict[str, float]:
+    """Error of every layout and mask, by their names, under one backward route in turn or both."""
     errors = {}
     contexts = [ContextParallel(layout=layout, node_size=node_size) for layout in LAYOUTS]
     whole = [tensor.to(dtype).double() for tensor in problem(SEQ_LEN, 4, 2, batch=1)]
     for mask in MASKS:
         expected = dense(*whole, mask)
-        for cp, route in itertools.product(contexts, ("query", "key_value")):
+        for cp, _ in itertools.product(contexts, range(routes)):
+            route = ("query", "key_value")[len(errors) % 2]
             found = distributed(cp, whole, mask, dtype, backward=route, kernel=kernel, exchange=exchange)
             errors[f"{cp.layout.name} {mask} {route}"] = error(found, expected)
     return errors
 
 
 @pytest.mark.parametrize(
-    ("world_size", "node_size", "exchange"),
+    ("world_size", "node_size", "exchange", "routes"),
     [
-        (1, None, "auto"),
-        (2, None, "relay"),
-        (4, 2, "direct"),
-        *slow((3, None, "direct"), (4, None, "direct"), (4, 2, "relay")),
+        (2, None, "relay", 1),
+        (4, 2, "direct", 1),
+        *slow((1, None, "auto", 2), (2, None, "relay", 2), (3, None, "direct", 2), (4, None, "direct", 2)),
+        *slow((4, 2, "relay", 2), (4, 2, "direct", 2)),
     ],
 )
-def test_block_masks_equal_dense_float64(world_size, node_size, exchange) -> None:
-    for errors in run_on_ranks(world_size, mask_errors, node_size, torch.float64, "reference", exchange):
-        assert len(errors) == 2 * len(MASKS) * len(LAYOUTS)
+def test_block_masks_equal_dense_float64(world_size, node_size, exchange, routes) -> None:
+    for errors in run_on_ranks(world_size, mask_errors, node_size, torch.float64, "reference", exchange, routes):
+        assert len(errors) == routes * len(MASKS) * len(LAYOUTS)
         assert {case: worst for case, worst in errors.items() if not worst < 1e-10} == {}
 
 
 def test_block_masks_equal_dense_with_the_cpu_kernel() -> None:
-    for errors in run_on_ranks(2, mask_errors, None, torch.float32, "cpu", "auto"):
+    for errors in run_on_ranks(2, mask_errors, None, torch.float32, "cpu", "auto", 1):
         assert {case: worst for case, worst in errors.items() if not worst < 2e-5} == {}
 
 

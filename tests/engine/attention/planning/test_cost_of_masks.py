@@ -27,7 +27,7 @@ MASKS = [
     Documents((100, 300, 57), causal=False, repeat=True),
 ]
 KERNELS = ["cpu", "reference"]
-SEQ_LEN, HEADS, HEAD_DIM = 2048, 2, 8
+SEQ_LEN, HEADS, HEAD_DIM = 1024, 1, 4
 GRANULARITY = 128  # tokens: scores beyond the visible ones that a query may cost on each side
 FORWARD, BACKWARD = 2, 5  # matrix products over all scores
 

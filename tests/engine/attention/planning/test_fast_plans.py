@@ -119,7 +119,7 @@ def random_case(generator: random.Random) -> tuple[Any, ...]:
     return mask, layout, Ring(cp_size=cp_size, node_size=node_size), seq_len
 
 
-@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 60))])
 def test_plans_from_tables_equal_plans_formed_pair_by_pair(seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(90):
@@ -143,7 +143,7 @@ def test_plans_from_tables_equal_plans_formed_pair_by_pair(seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("documents", [6, 40, 400])
+@pytest.mark.parametrize("documents", [6, 40, *slow(400)])
 def test_long_documents_are_planned_as_pair_by_pair(layout: str, causal: bool, documents: int) -> None:
     generator = random.Random(documents)
     mask = Documents(cut(generator, 1 << 14, documents), causal)

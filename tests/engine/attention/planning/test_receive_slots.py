@@ -26,7 +26,7 @@ from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
-SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 16
+SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 512, 8, 4, 16
 SHAPE = ModelShape(
     name="s", layers=1, hidden=128, ffn=128, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab=64
 )  # fmt: skip
@@ -35,7 +35,7 @@ CASES = [
     {"schedule": "ring", "backward": backward, "mask": mask, "checkpoint": checkpoint, "grad_comm_dtype": dtype}
     for backward, mask, checkpoint, dtype in itertools.product(
         ("auto", "query", "key_value"),
-        ("causal", "sliding_window:300", "documents:500,1548"),
+        ("causal", "sliding_window:75", "documents:125,387"),
         (Checkpoint(), Checkpoint(tail=0.5)),
         ("auto", "input"),
     )
