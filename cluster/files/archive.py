@@ -24,6 +24,10 @@ MAX_MEMBERS = 1_000_000
 MAX_LEVELS = 100  # of folders in each other
 _MAX_READ = 1 << 20  # bytes of one header with long names; data is read in smaller pieces
 _MAX_HEADERS = 8  # that describe one member: long names, extended attributes
+_TOO_LARGE = f"one of its headers is larger than {_MAX_READ >> 20} MiB"
+_DESCRIBING = (  # types of headers that describe the next member
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+)  # fmt: skip
 _COMPRESSED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 DAMAGED = (  # what the library raises for an archive that is not what its headers say
     tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, ArithmeticError, LookupError,
@@ -72,17 +76,21 @@ def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
 
         following = 0  # headers since the last member
 
-        @classmethod
-        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+        def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
             Header.following += 1
             if Header.following > _MAX_HEADERS:
                 raise UsageError(f"more than {_MAX_HEADERS} headers describe one file")
-            return super().frombuf(buf, encoding, errors)
+            if self.type in _DESCRIBING and self.size > _MAX_READ:  # Python 3.14 reads it in pieces
+                raise UsageError(_TOO_LARGE)
+            try:
+                return super()._proc_member(tar)  # type: ignore[misc]
+            except tarfile.HeaderError as error:  # which the library takes as the end of the archive
+                raise tarfile.ReadError(str(error)) from None
 
         def _refuse_sparse(self, *_: object) -> tarfile.TarInfo:
             raise UsageError("it holds a sparse file")
 
-        # By the library's names: the old GNU format, and three forms inside extended headers.
+        # By the library's names, as above: the old GNU format, and three forms inside extended headers.
         _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
     with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=Header) as tar:
@@ -116,7 +124,7 @@ class _Bounded(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= _MAX_READ:
-            raise UsageError(f"one of its headers is larger than {_MAX_READ >> 20} MiB")
+            raise UsageError(_TOO_LARGE)
         content = self._source.read(size)
         self._at_end = 0 if content or not size else self._at_end + 1
         if self._at_end > 2:

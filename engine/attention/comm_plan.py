@@ -238,14 +238,14 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_ran
     tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
     # Of a rank's own chunk and of its neighbour's, which is the most like the others.
     own, other = (
-        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in ranks.tolist()) for by in (0, 1)
+        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in set(ranks.tolist())) for by in (0, 1)
     )
     return RingTraffic(
         int(steps) / ring.cp_size,
         int(near) / max(1, tokens * nodes * (size - 1)),
         int(far) / max(1, tokens * (nodes - 1)),
         max(1.0, (own + (int(steps) - 1) * other) / max(1, int(steps))),
-        _calls_of_whole(mask, seq_len),
+        _calls_of_whole(mask, seq_len) if ring.cp_size > 1 else float(own),
     )
 
 

@@ -215,7 +215,9 @@ class DataCommand:
             f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}{learnt}"
         )
         wanted = shown_value(f"data: {arguments.out.absolute()}")
-        print(f"Next: burst train CONFIG.yaml, with {wanted}, model: tiny, seq_len: 512 and steps: 300 in that file")
+        packed = "mask: documents, " if arguments.field else ""
+        others = f"{packed}model: tiny, seq_len: 512 and steps: 300"
+        print(f"Next: burst train CONFIG.yaml, with {wanted}, {others} in that file")
         return 0
 
 

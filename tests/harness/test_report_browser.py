@@ -16,6 +16,7 @@ from tests.browser import Browser, chromium
 from tests.cluster.test_report_forms import OK, many, report
 from tests.harness.synthetic_records import gpu_sweep, record
 from tests.harness.test_report import run_of
+from tests.slow import slow
 
 HOSTILE = "<img src=x onerror=console.log(1)><script>console.log(2)</script>"
 TABLE = "document.querySelector('#results table')"
@@ -144,7 +145,7 @@ def test_text_of_records_runs_no_script_and_the_policy_holds_back_what_is_inject
     assert browser.value("window.ran === undefined")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, *slow(1280)])
 @pytest.mark.parametrize("page", ["index.html", "sweep/report.html", "other/report.html"])
 def test_no_page_scrolls_sideways(browser: Browser, site: Path, page: str, width: int) -> None:
     browser.open(site / page, width=width, height=844)
@@ -208,7 +209,7 @@ def test_the_dark_theme_is_dark_and_so_are_figures(browser: Browser, site: Path)
     assert seen[1][2] in ("rgb(228, 231, 235)", "rgb(162, 171, 182)")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, *slow(1280)])
 def test_the_first_screen_is_the_verdict_and_the_plot_with_every_verdict_beside_its_dot(browser, site, width):
     browser.open(site / "sweep" / "report.html", width=width)
     rows = "[...document.querySelectorAll('.dots tbody tr')]"

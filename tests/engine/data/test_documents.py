@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from engine.data import TokenStore, open_tokens
+from engine.data.sequences import PackedSequences, TokenSpan, joined
 from engine.data.store import HEADER_FILE, StoreHeader, build_store
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer
+from engine.settings import ModelShape, TrialSettings
 
 TEXTS = ["one", "a second text", "größe"]
 CHAT = [
@@ -202,3 +204,34 @@ def test_parquet_and_datasets_folders_are_read_by_their_field(tmp_path: Path) ->
         build_store([str(tmp_path / "a.parquet")], tmp_path / "other", ByteTokenizer(), field="body")
     with pytest.raises(ValueError, match="holds the splits train; give one of them, such as"):
         build_store([str(tmp_path / "saved")], tmp_path / "other", ByteTokenizer(), field="text")
+
+
+def packed(store: TokenStore, **changes: Any) -> PackedSequences:
+    shape = ModelShape(name="any", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=512)
+    settings = TrialSettings(task="train", method="burst", model=shape, mask="documents", **{"seq_len": 24, **changes})
+    return PackedSequences(store, TokenSpan(start=0, stop=store.header.count), settings)
+
+
+def test_rows_hold_whole_documents_and_labels_end_with_them(tmp_path: Path) -> None:
+    texts = [*TEXTS, "x" * 50, "ab", "a" * 24, "z"]
+    rows = packed(built(tmp_path, lines(tmp_path / "a.jsonl", [{"text": text} for text in texts]), field="text"))
+    found = []
+    for place in range(len(rows.packing)):
+        row = joined([rows.row(place)], 28)
+        assert (len(row.tokens_S), len(row.labels_S), sum(row.lengths)) == (28, 28, 28)
+        assert row.positions_S.tolist() == [at for length in row.lengths for at in range(length)]
+        parts = (each.split(row.lengths.tolist()) for each in (row.tokens_S, row.labels_S))
+        found += [(bytes(tokens.tolist()), labels.tolist()) for tokens, labels in zip(*parts, strict=True)]
+    documents = [(tokens, labels) for tokens, labels in found if any(tokens)]  # padding is zeros without a label
+    assert all(set(labels) == {-100} for tokens, labels in found if not any(tokens))
+    pieces = [text.encode() for text in (*TEXTS, "ab", "a" * 24, "xx")]  # one letter has nothing to predict
+    expected = [(piece, [*piece[1:], -100]) for piece in pieces]
+    expected += [(b"x" * 24, list(b"x" * 24))] * 2  # of a longer one, whose last token's label is in the next piece
+    assert sorted(documents) == sorted(expected)
+
+
+def test_rows_of_chats_have_labels_at_answers_alone(tmp_path: Path, tokenizer: Path) -> None:
+    store, found = chat_store(tmp_path, tokenizer, TEMPLATE)
+    letters = {at: letter for letter, at in found._backend.get_vocab().items()}
+    row = packed(store, seq_len=200).row(0)
+    assert "".join(letters[label] for label in row.labels_S.tolist() if label >= 0) == "4.<|end|>\nYes, 4.<|end|>\n" * 2

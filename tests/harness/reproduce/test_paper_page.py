@@ -17,6 +17,7 @@ from harness.reproduce.comparison import beside, verdict
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.points import MeasuredRun, all_rows, runs_in
 from harness.spec.experiment import load_experiment
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -43,7 +44,10 @@ def test_every_figure_is_on_the_page() -> None:
     assert set(LISTED) == set(paper_figures())
 
 
-@pytest.mark.parametrize("figure", list(LISTED))
+LARGE = ("e2e_main", "cp_scaling")  # the planner takes seconds for each
+
+
+@pytest.mark.parametrize("figure", [*(each for each in LISTED if each not in LARGE), *slow(*LARGE)])
 def test_the_page_says_what_a_figure_costs_and_its_verdict(figure: str, published: list[MeasuredRun]) -> None:
     one_gpu, node, said = LISTED[figure]
     for scale, shown in (("one_gpu", one_gpu), ("node", node)):
