@@ -193,7 +193,9 @@ def test_a_damaged_file_is_read_or_refused_in_one_sentence_that_says_where(kind:
         place, colon, sentence = said.partition(": ")
         assert colon, said
         assert re.fullmatch(re.escape(str(path)) + r"(:\d+)?( at scale \w+)?", place), said
-        if not re.search(" lacks | is given; add | has no node left|is empty; |without torch", sentence):
+        if not re.search(
+            " lacks | is given; add | has no node left|is empty; |without torch|; add at the top level", sentence
+        ):
             assert place[-1].isdigit(), f"no line: {said}"
             assert 1 <= int(place.rpartition(":")[2]) <= text.count("\n") + 1, said
         assert re.search(r"; |, which |did you mean|expected|needs|Every file", sentence), f"no next step: {said}"

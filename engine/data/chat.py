@@ -18,7 +18,7 @@ from engine.reader import read_json
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Message = Mapping[str, Any]  # role, content, and what else a template asks for
+Message = Mapping[str, object]  # role, content, and what else a template asks for
 Span = tuple[int, int]  # characters [start, stop)
 
 ANSWERS = "assistant"  # role of the messages that are learnt

@@ -48,7 +48,7 @@ _NEXT_STEP = "remove it; that of a text is built again when it is next read, any
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
-class Source(TypedDict):
+class StoredSource(TypedDict):
     """What one argument of `burst train data` brought to a store."""
 
     name: str
@@ -72,7 +72,7 @@ class StoreHeader:
     tokenizer_sha256: str = ""  # of the tokenizer's file; empty for bytes
     end_of_text: int | None = None  # token after each document that is a text
     schema: int = 1
-    sources: list[Source] = field(default_factory=list)
+    sources: list[StoredSource] = field(default_factory=list)
     documents: int = 1
     documents_sha256: str = ""  # of documents.bin, and of learnt.bin where there is one
     answers_only: bool = False  # some documents are chats: learnt.bin says which tokens are learnt
@@ -268,7 +268,7 @@ class _StoreWriter:
         if not self.answers_only:
             (self._directory / LEARNT_FILE).unlink()
 
-    def add(self, source: str, field: str | None) -> Source:
+    def add(self, source: str, field: str | None) -> StoredSource:
         """Append a source's documents, those of no text left out."""
         own, tokens, documents = hashlib.sha256(), self.count, len(self.starts)
         for place, document in documents_of(source, field):

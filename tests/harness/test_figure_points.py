@@ -97,9 +97,9 @@ def many_rows(count: int) -> list[Row]:
     return rows
 
 
-def test_thousands_of_trials_make_figures_of_a_readable_size() -> None:
+def test_ten_thousand_trials_make_figures_of_a_readable_size() -> None:
     """Counted, not timed: what is drawn depends on series, panels and lengths, not on the number of records."""
-    rows = many_rows(3_000)
+    rows = many_rows(10_000)
     shown = {name: one for name, one in shown_of(rows).items() if isinstance(one, Sheet)}
     assert {"speed", "speed_memory"} <= set(shown)
     for name, sheet in shown.items():

@@ -4,7 +4,7 @@ Every mask the engine knows is, between two runs of positions, a union of bands 
 a rectangle of local indices with such a band, already trimmed so that each of its rows sees at least one key: no kernel
 is given an empty row, and none has to know about layouts or global positions.
 
-A `Call` is what a kernel computes at once: one tile, or the tiles of many documents (`Sequences`).
+A `Call` is what a kernel computes at once: one tile, or the tiles of many documents (`VarlenGroup`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class VarlenGroup:
     """What a call shows that computes several tiles at once: sequence i has queries [q_starts[i], q_stops[i]) and keys
     [k_starts[i], k_stops[i]), counted from the call's corner, with the same band in each. Both sides ascend, and no
     token is in two sequences; queries and keys between sequences see nothing and are not seen.
@@ -103,7 +103,7 @@ class Sequences:
         )
 
 
-Visible: TypeAlias = Band | Sequences
+Visible: TypeAlias = Band | VarlenGroup
 
 
 class Call(NamedTuple):
@@ -150,7 +150,7 @@ def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
         visible: Visible = (band := bands[int(of[first])])
         if stop - first > 1:
             own = slice(first, stop)
-            visible = Sequences(
+            visible = VarlenGroup(
                 band, top[own] - q_start, bottom[own] - q_start, left[own] - k_start, right[own] - k_start
             )
         calls.append(Call(slice(q_start, int(bottom[stop - 1])), slice(k_start, int(right[stop - 1])), visible))

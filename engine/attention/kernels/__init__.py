@@ -1,9 +1,9 @@
 """Attention kernels behind one interface: the forward and backward of one call on one device.
 
 A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), or
-many of them that follow each other (`Sequences`, of packed documents), returns the partial output with its log-sum-exp,
-and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of the whole row, less the gradient of
-the log-sum-exp: d lse / d score is the probability itself, so it is subtracted from delta. O itself is never an input,
+many of them that follow each other (`VarlenGroup`, of packed documents), returns the partial output with its
+log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of the whole row, less the
+gradient of the log-sum-exp: d lse / d score is the probability itself, so it is subtracted from delta. O itself is never an input,
 so the backward ring does not send it. Kernels whose backward needs O get the stand-in of
 `engine.attention.kernels.stand_in`.
 

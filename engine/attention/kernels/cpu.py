@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band, Integers, Sequences, Tile, Visible, row_blocks
+from engine.attention.geometry.tiles import Band, Integers, Tile, VarlenGroup, Visible, row_blocks
 from engine.attention.kernels import (
     Gradients,
     KernelProblem,
@@ -55,7 +55,7 @@ def _calls(visible: Visible, rows: int, columns: int, dtype: torch.dtype) -> Ite
     mask."""
     alike, mask = None, None
     whole = Tile(slice(0, rows), slice(0, columns))
-    tiles = _packed(visible).single if isinstance(visible, Sequences) else (whole._replace(band=visible),)
+    tiles = _packed(visible).single if isinstance(visible, VarlenGroup) else (whole._replace(band=visible),)
     for sequence in tiles:
         if sequence.band.kind != "band":
             yield sequence, None
@@ -133,17 +133,17 @@ class _Packed:
 # Sequences of no more tokens are computed many at a time, padded to a multiple of `_PADDED`: calls of the op for a few
 # tokens each would take longer than their work.
 _SHORT, _PADDED = 128, 16
-_known: WeakKeyDictionary[Sequences, _Packed] = WeakKeyDictionary()
+_known: WeakKeyDictionary[VarlenGroup, _Packed] = WeakKeyDictionary()
 
 
-def _packed(sequences: Sequences) -> _Packed:
+def _packed(sequences: VarlenGroup) -> _Packed:
     found = _known.get(sequences)
     if found is None:
         found = _known[sequences] = _divided(sequences)
     return found
 
 
-def _divided(sequences: Sequences) -> _Packed:
+def _divided(sequences: VarlenGroup) -> _Packed:
     rows, columns = sequences.q_stops - sequences.q_starts, sequences.k_stops - sequences.k_starts
     short = np.maximum(rows, columns) <= _SHORT
     padded = np.stack([-(-each // _PADDED) * _PADDED for each in (rows, columns)])
@@ -167,7 +167,7 @@ def _divided(sequences: Sequences) -> _Packed:
 
 
 def _batches(visible: Visible) -> tuple[_Batch, ...]:
-    return _packed(visible).batches if isinstance(visible, Sequences) else ()
+    return _packed(visible).batches if isinstance(visible, VarlenGroup) else ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Sequences, Visible
+from engine.attention.geometry.tiles import VarlenGroup, Visible
 from engine.attention.kernels import (
     Gradients,
     KernelProblem,
@@ -46,7 +46,7 @@ class CudnnKernel(StandInKernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         out_BNLD, lse, *_ = _forward(
             q_BLND.transpose(1, 2),
@@ -61,7 +61,7 @@ class CudnnKernel(StandInKernel):
         return out_BNLD.transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return backward_each(
                 given, visible, lambda one, band: self.backward_of_whole(one, band, scale, deterministic)
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Sequences, Visible
+from engine.attention.geometry.tiles import VarlenGroup, Visible
 from engine.attention.kernels import (
     Gradients,
     KernelProblem,
@@ -54,7 +54,7 @@ class FlashAttention2Kernel(StandInKernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             packed, batch = Packed.of(visible, q_BLND, k_BMKD), q_BLND.shape[0]
             out_TND, lse_NT, *_ = _packed_forward(
                 *packed.side_by_side(q_BLND, k_BMKD, v_BMKD),
@@ -78,7 +78,7 @@ class FlashAttention2Kernel(StandInKernel):
     def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         unused = torch.empty(0, dtype=torch.uint64, device=q_BLND.device)  # dropout's random state; there is none
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             packed, batch = Packed.of(visible, q_BLND, k_BMKD), q_BLND.shape[0]
             queries, keys = packed.queries, packed.keys
             dq_TND, dk_TKD, dv_TKD = _packed_backward(

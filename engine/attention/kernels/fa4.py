@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.atomic import cache_dir
-from engine.attention.geometry.tiles import Band, Sequences, Visible
+from engine.attention.geometry.tiles import Band, VarlenGroup, Visible
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -118,7 +118,7 @@ def _arguments(visible: Visible, rows: int, columns: int, packed: Packed | None)
     if packed is None:
         assert isinstance(visible, Band)
         return _window(visible, rows, columns)
-    assert isinstance(visible, Sequences)
+    assert isinstance(visible, VarlenGroup)
     lengths = {
         "cu_seqlens_q": packed.queries.bounds,
         "cu_seqlens_k": packed.keys.bounds,
@@ -156,7 +156,7 @@ class FlashAttention4Kernel(Kernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, Sequences) else None
+        packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, VarlenGroup) else None
         q, k, v = (q_BLND, k_BMKD, v_BMKD) if packed is None else packed.side_by_side(q_BLND, k_BMKD, v_BMKD)
         out, lse, *_ = _interface()._flash_attn_fwd(
             q,

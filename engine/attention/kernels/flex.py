@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from engine.attention.geometry.tiles import FULL, Band, Sequences, Visible
+from engine.attention.geometry.tiles import FULL, Band, VarlenGroup, Visible
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -132,14 +132,14 @@ class FlexKernel(Kernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         attend = _attend(visible, q_BLND, k_BMKD, scale, self.softcap)
         out_BNLD, lse_BNL = attend(q_BLND.transpose(1, 2), k_BMKD.transpose(1, 2), v_BMKD.transpose(1, 2))
         return out_BNLD.transpose(1, 2), lse_BNL
 
     def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return backward_each(given, visible, lambda one, band: self.backward(one, band, scale, deterministic))
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         # dQ and dK, dV are summed by programs of their own, without atomics: every run gives the same bits.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band, Sequences, Visible, row_blocks
+from engine.attention.geometry.tiles import Band, VarlenGroup, Visible, row_blocks
 from engine.attention.kernels import (
     BackwardInputs,
     Gradients,
@@ -56,7 +56,7 @@ class ReferenceKernel(Kernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return forward_each(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         heads = q_BLND.shape[2]
         q_BNLD, k_BNMD, v_BNMD = (
@@ -73,7 +73,7 @@ class ReferenceKernel(Kernel):
         return out_BNLD.transpose(1, 2), lse_BNL
 
     def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
-        if isinstance(visible, Sequences):
+        if isinstance(visible, VarlenGroup):
             return backward_each(given, visible, lambda one, band: self.backward(one, band, scale, deterministic))
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]

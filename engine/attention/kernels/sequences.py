@@ -1,4 +1,4 @@
-"""Calls that compute several sequences at once (`engine.attention.geometry.tiles.Sequences`).
+"""Calls that compute several sequences at once (`engine.attention.geometry.tiles.VarlenGroup`).
 
 A kernel with a call for sequences of any lengths gets their tokens one after another, as [tokens, heads, head_dim] with
 cumulative lengths (`Packed`). Where the sequences lie side by side and the batch is 1, these are views; otherwise their
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.geometry.tiles import Band, Integers, Sequences
+from engine.attention.geometry.tiles import Band, Integers, VarlenGroup
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, WholeInputs
 
 Inputs = TypeVar("Inputs", BackwardInputs, WholeInputs)
@@ -74,7 +74,7 @@ class Packed:
     _stream: torch.cuda.Stream | None  # on which they were made
 
     @classmethod
-    def of(cls, sequences: Sequences, q_BLND: Tensor, k_BMKD: Tensor) -> Packed:
+    def of(cls, sequences: VarlenGroup, q_BLND: Tensor, k_BMKD: Tensor) -> Packed:
         """For tensors like these. Made once for each batch and device, and kept as long as the sequences."""
         kept, key = _packed.setdefault(sequences, {}), (q_BLND.shape[:2], k_BMKD.shape[1], q_BLND.device)
         if key not in kept:
@@ -85,7 +85,7 @@ class Packed:
         return found
 
     @classmethod
-    def _made(cls, sequences: Sequences, q_BLND: Tensor, k_BMKD: Tensor) -> Packed:
+    def _made(cls, sequences: VarlenGroup, q_BLND: Tensor, k_BMKD: Tensor) -> Packed:
         device, batch = q_BLND.device, q_BLND.shape[0]
         queries = _side(sequences.q_starts, sequences.q_stops, batch, q_BLND.shape[1], device)
         keys = _side(sequences.k_starts, sequences.k_stops, batch, k_BMKD.shape[1], device)
@@ -113,7 +113,7 @@ class Packed:
         return tuple(tensor for tensor in found if tensor is not None)
 
 
-_packed: WeakKeyDictionary[Sequences, dict[object, Packed]] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[VarlenGroup, dict[object, Packed]] = WeakKeyDictionary()
 
 
 def _side(starts: Integers, stops: Integers, batch: int, length: int, device: torch.device) -> _Side:
@@ -132,7 +132,7 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def forward_each(
-    kernel: Kernel, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, sequences: Sequences, scale: float
+    kernel: Kernel, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, sequences: VarlenGroup, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`kernel.forward` of one sequence after another."""
     out_BLND: Tensor | None = None
@@ -150,7 +150,7 @@ def forward_each(
     return out_BLND, lse_BNL
 
 
-def backward_each(given: Inputs, sequences: Sequences, one: Callable[[Inputs, Band], Gradients]) -> Gradients:
+def backward_each(given: Inputs, sequences: VarlenGroup, one: Callable[[Inputs, Band], Gradients]) -> Gradients:
     """The backward `one` of one sequence after another."""
     found: list[Tensor] = []
     for queries, keys, band in sequences.tiles:

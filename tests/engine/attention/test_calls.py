@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import kernels
 from engine.attention.geometry.layout import LAYOUTS
-from engine.attention.geometry.tiles import CAUSAL, FULL, NO_LIMIT, Band, Call, Sequences, calls_of, trim
+from engine.attention.geometry.tiles import CAUSAL, FULL, NO_LIMIT, Band, Call, VarlenGroup, calls_of, trim
 from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, WholeInputs, choose_kernel, kernel_named
 from engine.attention.masks import Documents
 from engine.attention.masks.pairs import pair_table
@@ -20,7 +20,7 @@ from tests.engine.attention.planning.test_fast_plans import cut
 REFERENCE = kernel_named("reference")
 
 
-def sequences(band: Band, lengths: list[tuple[int, int, int, int]]) -> Sequences:
+def sequences(band: Band, lengths: list[tuple[int, int, int, int]]) -> VarlenGroup:
     """Each with queries, keys, and how many queries and keys before it are in no sequence."""
     at = np.zeros(2, dtype=np.int64)
     bounds = []
@@ -28,7 +28,7 @@ def sequences(band: Band, lengths: list[tuple[int, int, int, int]]) -> Sequences
         start = at + np.array((no_rows, no_columns))
         at = start + np.array((rows, columns))
         bounds.append((start[0], at[0], start[1], at[1]))
-    return Sequences(band, *np.array(bounds).T)
+    return VarlenGroup(band, *np.array(bounds).T)
 
 
 CALLS = [
@@ -43,7 +43,7 @@ CALLS = [
 ]
 
 
-def inputs(call: Sequences, batch: int, heads: int, kv_heads: int, dtype: torch.dtype):
+def inputs(call: VarlenGroup, batch: int, heads: int, kv_heads: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
     rows, columns = int(call.q_stops[-1]), int(call.k_stops[-1])
     shapes = [(batch, rows, heads, 16), *[(batch, columns, kv_heads, 16)] * 2, (batch, rows, heads, 16)]
@@ -131,7 +131,7 @@ def test_calls_show_each_pair_of_their_tiles_once(seed: int) -> None:
     )
     assert torch.equal(visible(calls, *sizes), visible(single, *sizes))
     for call in calls:
-        if not isinstance(call.visible, Sequences):
+        if not isinstance(call.visible, VarlenGroup):
             continue
         shown = call.visible
         assert (shown.q_starts[1:] >= shown.q_stops[:-1]).all()
