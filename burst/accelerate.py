@@ -2,27 +2,32 @@
 
 accelerate knows one way to shard a sequence, torch's, which drops masks and refuses windows. `parallelism` makes a
 `ParallelismConfig` with another: accelerate's own meshes and data loaders, which give the ranks of one sequence the
-same batch, with attention and the cutting of batches from here. Two methods are replaced for it, `_prepare_cp` of
-`Accelerator` and `_prepare_context_parallel_inputs` of `Trainer`; under any other configuration they do what they did.
+same batch, with attention and the cutting of batches from here. Three methods are replaced for it, `_prepare_cp` of
+`Accelerator`, and `_prepare_context_parallel_inputs` and `prediction_step` of `Trainer`; under any other configuration
+they do what they did.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from burst.batch import shard_batch
 from burst.transformers import register
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
 
+if TYPE_CHECKING:
+    from accelerate import ParallelismConfig
+
 BACKEND = "burst"
 
 
-def parallelism(cp_size: int, *, layout: str = "zigzag", **others: Any) -> Any:
+def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
     """A `ParallelismConfig` whose sequences are sharded over `cp_size` ranks.
 
         args = TrainingArguments(..., parallelism_config=burst.accelerate.parallelism(cp_size=4))
@@ -74,6 +79,7 @@ def _replace() -> None:
     for owner, name, made in (
         (Accelerator, "_prepare_cp", _prepare_cp),
         (Trainer, "_prepare_context_parallel_inputs", _prepare_inputs),
+        (Trainer, "prediction_step", _prediction_step),
     ):
         earlier = getattr(owner, name, None)
         if earlier is None:
@@ -129,3 +135,22 @@ def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
 
     prepare.of_burst = True  # type: ignore[attr-defined]
     return prepare
+
+
+def _mean(loss: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = loss.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def _prediction_step(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def step(trainer: Any, *args: Any, **settings: Any) -> tuple[Any, Any, Any]:
+        loss, logits, labels = earlier(trainer, *args, **settings)
+        if _is_ours(trainer.accelerator) and loss is not None:
+            # The Trainer may drop the values of some ranks, as of batches that were given twice.
+            context = trainer.accelerator.burst_context
+            loss = _mean(loss, context.group)
+        return loss, logits, labels
+
+    step.of_burst = True  # type: ignore[attr-defined]
+    return step

@@ -21,7 +21,7 @@ PAGES = [README, CONTRIBUTING, *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "res
 LINK = re.compile(r"\]\(([^)\s]+)(?: +\"[^\"]*\")?\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TITLES = {
-    "install.md", "attention.md", "train.md", "documents.md", "memory.md", "plan.md", "experiments.md",
+    "install.md", "attention.md", "trainers.md", "train.md", "documents.md", "memory.md", "plan.md", "experiments.md",
     "results.md", "baselines.md", "paper.md", "cluster.md", "reference.md", "8b-at-128k.md", "own-method.md",
     "README.md",
 }  # fmt: skip

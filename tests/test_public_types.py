@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("engine", "harness", "baselines", "cluster")
+PACKAGES = ("burst", "engine", "harness", "baselines", "cluster")
 # Of other projects: what stands in for their packages, and what is called with their types by their interpreters.
 NOT_OURS = ("baselines/stand_ins/", "baselines/programs/", "/upstream/")
 _COLUMNS = "a column belongs to a table of lines of one kind, which each table has of its own"
@@ -116,7 +116,7 @@ def test_a_class_name_means_one_thing_in_all_packages() -> None:
 
 def sources(package: str) -> list[Path]:
     found = [path for path in sorted((ROOT / package).rglob("*.py")) if not any(part in str(path) for part in NOT_OURS)]
-    assert len(found) > 50
+    assert len(found) > (3 if package == "burst" else 50)
     return found
 
 

@@ -3,8 +3,8 @@
 A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), or
 many of them that follow each other (`VarlenGroup`, of packed documents), returns the partial output with its
 log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of the whole row, less the
-gradient of the log-sum-exp: d lse / d score is the probability itself, so it is subtracted from delta. O itself is never an input,
-so the backward ring does not send it. Kernels whose backward needs O get the stand-in of
+gradient of the log-sum-exp: d lse / d score is the probability itself, so it is subtracted from delta. O itself is
+never an input, so the backward ring does not send it. Kernels whose backward needs O get the stand-in of
 `engine.attention.kernels.stand_in`.
 
 Scores are q k^T * scale, or with soft-capping softcap * tanh(q k^T * scale / softcap) (Gemma 2, arXiv:2408.00118).
