@@ -7,9 +7,9 @@ STAMP := $(VENV)/.installed
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 comma := ,
 EXTRAS := $(if $(GPU),gpu$(comma)test,test)
-# Tests run side by side. Many wait for ranks that others start, so a worker more than cores keeps the cores busy; each
-# starts up to eight ranks of its own, so a few at a time are enough.
-WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$((n + 1)) || echo 4)
+# Tests run side by side; each starts up to eight ranks of its own, so a few at a time are enough. A worker more than
+# cores makes them no faster.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 # Twice quiet: pip prints errors, and no warning for each index or folder of a machine's own configuration that it passes over.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 

@@ -25,6 +25,7 @@ def work(monkeypatch: pytest.MonkeyPatch):
     return set_work
 
 
+@pytest.mark.slow
 def test_a_machine_that_takes_longer_for_the_same_work_is_slower(work) -> None:
     # An interpreter starts in less than the seconds of the idle machine, or this one is slow and is measured as such.
     work(f"import time; time.sleep({20 * patience._IDLE_SECONDS})")

@@ -55,7 +55,7 @@ def fresh(name: str, cases: list[str], base: Path, monkeypatch: pytest.MonkeyPat
     return fidelity.run_system(name, "", cases).rows
 
 
-@pytest.mark.parametrize("name", ["torch_ring", *slow("ring_flash_attn", "yunchang")])
+@pytest.mark.parametrize("name", slow("torch_ring", "ring_flash_attn", "yunchang"))
 def test_a_fresh_run_says_what_the_committed_table_says(name: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = published_rows(name)
     rows = fresh(name, QUICK[name], base, monkeypatch)

@@ -166,6 +166,7 @@ def test_a_wheel_with_another_hash_is_not_installed(place: InstallPlace, given: 
     assert place.condition()[0] == "half-finished"
 
 
+@pytest.mark.slow
 def test_a_bundle_installs_where_there_is_no_network(place: InstallPlace, given: Path, tmp_path: Path) -> None:
     pin_file = place.base / "some" / "pin.yaml"
     pin = yaml.safe_load(pin_file.read_text())

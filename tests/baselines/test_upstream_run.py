@@ -189,6 +189,7 @@ def test_how_a_foreign_program_ends_is_what_its_record_says(
     assert record.measurement is None
 
 
+@pytest.mark.slow
 def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
     launcher: LocalLauncher, systems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_rays_own_refusal_is_in_the_log_without_the_token(tmp_path):
     assert not own.exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):
     refusal = r"^does not reach the head at 127\.0\.0\.1:{} \(Connection refused\)"
     with socket.socket() as silent:  # it keeps the port and never listens, so a connection is refused

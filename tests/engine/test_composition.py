@@ -63,6 +63,7 @@ ARRANGING = ("layout", "schedule", "backward")  # how the ranks share a sequence
 # What two replicas do together.
 REPLICATED = ("optimizer_offload", "sharding", "gradient_accumulation", "lm_head_fusion", "z_loss", "dtype")
 WORLDS = [(1, 1), (2, 2), (4, 2), (4, 4)]  # ranks, of which so many share a sequence; two nodes from two ranks on
+REPEATED = ((2, 2), (4, 4))  # whose choices the others have among theirs
 STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps turn rounding into whole updates
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
@@ -146,8 +147,8 @@ def runs(cases: dict[str, TrialSettings], steps: int) -> dict[str, Result]:
 @pytest.mark.parametrize(
     ("world_size", "cp_size", "every"),
     [
-        *((*world, "value") for world in WORLDS if world != (2, 2)),  # its choices are among those of four ranks
-        *slow((2, 2, "value"), *((*world, "pair") for world in WORLDS)),
+        *((*world, "value") for world in WORLDS if world not in REPEATED),
+        *slow(*((*world, "value") for world in REPEATED), *((*world, "pair") for world in WORLDS)),
     ],
 )
 def test_every_combination_gives_the_step_of_a_dense_run(world_size: int, cp_size: int, every: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +13,7 @@ from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
+from tests.slow import combinations
 
 GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)
 SHAPES = {
@@ -68,9 +68,13 @@ class NoProducts:
         return None
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
+@combinations(
+    {
+        "shape": list(SHAPES.values()),
+        "checkpoint": CHECKPOINTS,
+        "tiles": [((1, 1),), ((3, 1),), ((1, 3),), ((3, 3),)],
+    }
+)
 def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,

@@ -23,6 +23,7 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tasks.train import TrainTask
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 LLAMA = ModelShape(name="odd", layers=3, hidden=24, ffn=30, heads=6, kv_heads=2, head_dim=6, vocab=257)
 MODELS = {
@@ -72,7 +73,7 @@ def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
     return cases
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, *slow(4, 8)])
 def test_a_packed_step_is_the_mean_over_its_documents(ranks: int, store: str) -> None:
     cases = cases_for(ranks, store)
     [found, *_] = run_on_ranks(ranks, parallel_runs, cases)

@@ -18,6 +18,8 @@ from tests.harness.synthetic_records import gpu_sweep, record
 from tests.harness.test_report import run_of
 from tests.slow import slow
 
+pytestmark = pytest.mark.slow  # a browser takes as much time as two hundred tests
+
 HOSTILE = "<img src=x onerror=console.log(1)><script>console.log(2)</script>"
 TABLE = "document.querySelector('#results table')"
 SHOWN = f"[...{TABLE}.tBodies[0].rows]"
