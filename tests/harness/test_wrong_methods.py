@@ -58,6 +58,7 @@ def of(records: list[Record], method: str) -> list[Record]:
     return found
 
 
+@pytest.mark.slow
 def test_a_right_method_is_ok_in_every_dtype_and_at_every_length(records: list[Record]) -> None:
     for record in of(records, RIGHT):
         assert (record.status, record.reason) == ("ok", ""), record.trial_id
