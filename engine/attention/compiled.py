@@ -11,14 +11,13 @@ received tensors, whose number depends on the plan.
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
-from engine.attention.context import ContextParallel
+from engine.attention.context import ContextParallel, context_named
 from engine.attention.inputs import check_inputs, check_mask
 from engine.attention.masks import Mask
 from engine.attention.op import attention_backward, attention_forward
@@ -31,7 +30,7 @@ class _Call(NamedTuple):
     """All that a compiled program does not see."""
 
     mask: Mask
-    cp: weakref.ref[ContextParallel]
+    context: str  # name of a ContextParallel, which programs do not keep
     choices: Choices
     max_seqlen: int | None  # of documents between boundaries that the program has in a tensor
 
@@ -50,7 +49,7 @@ def registered(mask: Mask, cp: ContextParallel, choices: Choices, max_seqlen: in
     key = (cp.name, mask, choices, max_seqlen)
     if key not in _names:
         _names[key] = f"attention {next(_numbers)}"
-        _calls[_names[key]] = _Call(mask, weakref.ref(cp), choices, max_seqlen)
+        _calls[_names[key]] = _Call(mask, cp.name, choices, max_seqlen)
     return _names[key]
 
 
@@ -77,10 +76,7 @@ def compiled_attention(
 
 def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor, cu_seqlens: Tensor | None) -> AttentionPlan:
     call = _calls[name]
-    cp = call.cp()
-    if cp is None:
-        raise ValueError("the ContextParallel of a compiled attention call no longer exists; keep it with the program")
-    mask = call.mask
+    cp, mask = context_named(call.context), call.mask
     if cu_seqlens is not None:
         with cp.comms.refusals_told():
             mask = mask_of(None, cu_seqlens, call.max_seqlen) or mask

@@ -91,10 +91,14 @@ class ContextParallel:
         self.comms = Communicators(group, self.size, self.node_size)
         self.traffic = self.comms.traffic  # bytes that this rank has sent
         self.collective = self.comms.collective  # around steps that all ranks take together
-        self.name = f"context {next(_numbers)}"  # of this process alone
-        _contexts[self.name] = self
+        self._name()
         self.plans: PlanCache[Any] = PlanCache()  # `AttentionPlan`s among these ranks, of a higher layer
         self.plan_number = 0  # of the plan that this context is part of
+
+    def _name(self) -> None:
+        """A name in compiled programs, of this process alone."""
+        self.name = f"context {next(_numbers)}"
+        _contexts[self.name] = self
 
     def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
         """`Communicators.agree` on a call and on the layout of its shards."""
@@ -114,6 +118,7 @@ class ContextParallel:
         if self.size == 1 or not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
             return self
         other = copy.copy(self)
+        other._name()  # its shards are others
         other.plans = PlanCache()
         other.layout = replace(self.layout, lengths=tuple(mask.lengths), causal=mask.causal, repeat=mask.repeat)
         return other
@@ -230,7 +235,7 @@ def context_named(name: str) -> ContextParallel:
     """The context of this name. Raises ValueError where it no longer exists."""
     found = _contexts.get(name)
     if found is None:
-        raise ValueError(f"the ContextParallel {name!r} no longer exists; keep it with what uses it")
+        raise ValueError("the ContextParallel of a compiled attention call no longer exists; keep it with the program")
     return found
 
 

@@ -12,7 +12,8 @@ import torch
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention import compiled
 from engine.attention.algorithms.saved import SavedOutput, save_suffix
-from engine.attention.context import PlanCache
+from engine.attention.context import PlanCache, context_named
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -117,7 +118,24 @@ def test_another_context_or_prepared_attention_is_another_program() -> None:
     program = torch.compile(lambda cp: burst_attention(q, k, v, cp=cp), backend="eager", fullgraph=True)
     for cp in contexts:
         program(cp)
-        assert compiled._calls[list(compiled._calls)[-1]].cp() is cp
+        assert context_named(compiled._calls[list(compiled._calls)[-1]].context) is cp
+
+
+def compiled_under_documents() -> list[bool]:
+    """Whether a program gives the bits of the call, for two batches that a layout deals differently."""
+    cp, found = ContextParallel(layout=Balanced()), []
+    program = torch.compile(
+        lambda q, mask, own: burst_attention(q, q, q, mask=mask, cp=own), backend="eager", fullgraph=True
+    )
+    for lengths in ((20, 3, 9), (1, 30, 1)):
+        mask = Documents(lengths)
+        own, q = cp.under(mask), torch.randn(1, 16, 2, 4, generator=torch.Generator().manual_seed(cp.rank))
+        found.append(torch.equal(program(q, mask, own), burst_attention(q, q, q, mask=mask, cp=own)))
+    return found
+
+
+def test_a_context_under_a_mask_is_a_context_of_its_own_in_programs() -> None:
+    assert run_on_ranks(2, compiled_under_documents) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("tail", [1.0, 0.5])
