@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
+from engine.lm_head.loss_kernel import IGNORE
 
-IGNORED = -100  # label of a token that has no loss, as in torch.nn.functional.cross_entropy and transformers
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
@@ -47,17 +47,17 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
                 f"{name} is {list(tensor.shape)} and input_ids {list(tokens_BS.shape)}; both have to be [batch, tokens]"
             )
     seq_len = tokens_BS.shape[1]
-    labels_BS = batch.get("labels", torch.full_like(tokens_BS, IGNORED))
+    labels_BS = batch.get("labels", torch.full_like(tokens_BS, IGNORE))
     positions_BS = batch.get("position_ids", torch.arange(seq_len, device=tokens_BS.device).expand_as(tokens_BS))
     if "attention_mask" in batch:
         lengths_B = _real_tokens(batch["attention_mask"])
         padding_BS = torch.arange(seq_len, device=tokens_BS.device) >= lengths_B[:, None]
-        labels_BS = labels_BS.masked_fill(padding_BS, IGNORED)
-    next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+        labels_BS = labels_BS.masked_fill(padding_BS, IGNORE)
+    next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
     added = -seq_len % cp.layout.chunks(cp.size) if cp.size > 1 else 0
     if added:
         tokens_BS = torch.nn.functional.pad(tokens_BS, (0, added), value=pad_token_id)
-        next_BS = torch.nn.functional.pad(next_BS, (0, added), value=IGNORED)
+        next_BS = torch.nn.functional.pad(next_BS, (0, added), value=IGNORE)
         after_S = torch.arange(added, device=tokens_BS.device).expand(tokens_BS.shape[0], added)
         positions_BS = torch.cat((positions_BS, after_S), dim=1)
     return {
@@ -65,7 +65,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         "position_ids": cp.shard(positions_BS),
         "labels": (shifted_BL := cp.shard(next_BS)),
         "shift_labels": shifted_BL,
-        "num_items_in_batch": (next_BS != IGNORED).sum(),
+        "num_items_in_batch": (next_BS != IGNORE).sum(),
     }
 
 

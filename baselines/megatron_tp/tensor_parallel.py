@@ -25,7 +25,8 @@ from engine.attention.algorithms.saved import Attend
 from engine.attention.comm.collectives import GroupGather
 from engine.attention.context import ContextParallel
 from engine.initialise import Part
-from engine.lm_head.loss import IGNORE, check_labels
+from engine.lm_head.loss import check_labels
+from engine.lm_head.loss_kernel import IGNORE
 from engine.models.decoder import MLP, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum

@@ -15,8 +15,6 @@ from engine.attention.prepared import PreparedAttention
 from engine.attention.resolve import Choices
 from engine.settings import TrialSettings
 
-MAX_PREPARED = 16  # layouts and shapes; a batch that deals its documents has a layout of its own
-
 
 class BoundAttention:
     """An `AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
@@ -51,10 +49,8 @@ class BoundAttention:
 
     def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:
         """Attention for tensors like these, with every choice made; their values are not read."""
-        key = (self._cp.layout, q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
+        key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._prepared:
-            if len(self._prepared) == MAX_PREPARED:
-                del self._prepared[next(iter(self._prepared))]
             self._prepared[key] = PreparedAttention(
                 q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, return_lse=True
             )

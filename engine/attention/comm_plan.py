@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Contiguous, Layout, Ring
-from engine.attention.geometry.tile_table import Integers
-from engine.attention.geometry.tiles import Call
+from engine.attention.geometry.tiles import Call, Integers
 from engine.attention.masks import Mask, TooManyTiles
 from engine.attention.masks.pairs import PairTable, pair_table
 

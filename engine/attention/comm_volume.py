@@ -34,7 +34,7 @@ import numpy as np
 
 from engine.attention.comm_plan import CommPlan, chunks_held, comm_plan, length, ring_tables
 from engine.attention.geometry.layout import Layout, Ring
-from engine.attention.geometry.tile_table import Integers
+from engine.attention.geometry.tiles import Integers
 from engine.attention.masks import Mask
 from engine.attention.problem import (
     BACKWARD_SIDES,

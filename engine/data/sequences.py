@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.attention.masks import Documents
 from engine.data.packing import pack, padding_lengths, positions_of
+from engine.lm_head.loss_kernel import IGNORE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +230,6 @@ def training_sequences(store: TokenStore, span: TokenSpan, settings: TrialSettin
     return ShuffledSequences(store, span, settings.seed)
 
 
-IGNORE = -100  # `engine.lm_head.loss.IGNORE`, which needs torch
 _ROUNDS = 4
 
 

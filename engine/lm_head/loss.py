@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.lm_head.loss_kernel import gpu_tile_tokens
+from engine.lm_head.loss_kernel import IGNORE, gpu_tile_tokens
 from engine.ops.autograd import accumulation_dtype, kernels_for, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
 
 LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
-
-IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 
 CPU_TILE_BYTES = 1 << 26  # of one tile's logits, in fp32
 

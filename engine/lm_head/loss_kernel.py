@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from engine.lm_head.loss import LossSum
 
+IGNORE = -100  # label of a token that predicts nothing: torch's own convention
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
@@ -144,7 +146,7 @@ def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tens
     """`engine.lm_head.loss.plain_loss_sum` without z-loss, by cut-cross-entropy; bf16 on a GPU only."""
     from cut_cross_entropy import linear_cross_entropy
 
-    from engine.lm_head.loss import IGNORE, fused_loss_sum
+    from engine.lm_head.loss import fused_loss_sum
 
     if not bool((labels_T != IGNORE).any()):  # the library drops ignored tokens, and knows no kernel over none
         return fused_loss_sum(hidden_TE, weight_VE, labels_T)
@@ -157,7 +159,7 @@ def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     """`engine.lm_head.loss.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    from engine.lm_head.loss import IGNORE
+    from engine.lm_head.loss_kernel import IGNORE
     from engine.ops.autograd import accumulation_dtype
 
     loss_of = LigerFusedLinearCrossEntropyLoss(

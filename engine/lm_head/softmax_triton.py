@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 
 BLOCK = 4096  # logits one program holds at a time: 16 for each of its threads
 WARPS = 8

@@ -38,7 +38,8 @@ from engine.attention.masks import (
 from engine.data.sequences import PackedSequences
 from engine.distributed import World
 from engine.initialise import STD, held_rows, initialise
-from engine.lm_head.loss import IGNORE, plain_loss_sum
+from engine.lm_head.loss import plain_loss_sum
+from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention

@@ -35,7 +35,7 @@ from engine.data.sequences import (
     training_sequences,
 )
 from engine.distributed import World
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod

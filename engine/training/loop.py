@@ -35,8 +35,7 @@ from engine.data.sequences import (
 )
 from engine.data.store import TokenStore
 from engine.distributed import World, leave
-from engine.lm_head.loss import IGNORE
-from engine.lm_head.loss_kernel import loss_sum_of
+from engine.lm_head.loss_kernel import IGNORE, loss_sum_of
 from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod

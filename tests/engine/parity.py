@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from engine.data import open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan
 from engine.distributed import World, arrange
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 from engine.optimizer import adamw, gradient_norm
 from engine.settings import AdamWSettings, TrialSettings
 from engine.tasks.check_training import dense_model

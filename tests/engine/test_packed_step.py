@@ -17,7 +17,7 @@ from engine.data.sequences import PackedRow, PackedSequences, TokenSpan
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 from engine.optimizer import gradient_norm
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tasks.train import TrainTask

@@ -15,8 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout, Segment
-from engine.attention.geometry.tiles import NO_LIMIT, Band, Call, Tile, band_area, call_count, calls_of
-from engine.attention.geometry.tiles import Integers as Integers
+from engine.attention.geometry.tiles import (
+    NO_LIMIT,
+    Call,
+    Integers,
+    Tile,
+    band_area,
+    band_between,
+    call_count,
+    calls_of,
+)
 
 Booleans: TypeAlias = NDArray[np.bool_]
 
@@ -126,7 +134,7 @@ class TileTable:
         own = slice(*self.bounds[pair : pair + 2].tolist())
         q_start, q_stop, k_start, k_stop = self.corners[:, own].tolist()
         queries, keys = map(slice, q_start, q_stop), map(slice, k_start, k_stop)
-        bands = map(_band, self.lo[own].tolist(), self.hi[own].tolist())
+        bands = map(band_between, self.lo[own].tolist(), self.hi[own].tolist())
         return tuple(map(Tile, queries, keys, bands))
 
     def calls(self, pair: int) -> tuple[Call, ...]:
@@ -180,11 +188,6 @@ class TileTable:
         corners = np.concatenate([table.corners for table in tables], axis=1)
         lo, hi = (np.concatenate([getattr(table, name) for table in tables]) for name in ("lo", "hi"))
         return cls(int(firsts[-1]), pair, corners, lo, hi)
-
-
-@lru_cache(maxsize=1024)
-def _band(lo: int, hi: int) -> Band:
-    return Band(None if lo == -NO_LIMIT else lo, None if hi == NO_LIMIT else hi)
 
 
 def tile_table(regions: Integers, queries: ShardSegments, keys: ShardSegments, merges: bool = False) -> TileTable:

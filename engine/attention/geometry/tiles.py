@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -139,7 +139,7 @@ def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
     one.
     """
     if len(lo) == 1:
-        band = _band(lo.item(), hi.item())
+        band = band_between(lo.item(), hi.item())
         top, bottom, left, right = corners[:, 0].tolist()
         return (Call(slice(top, bottom), slice(left, right), band),)
     bands, of, order, bounds = _grouped(corners, lo, hi)
@@ -190,7 +190,7 @@ def _shared_bands(rows: Integers, columns: Integers, lo: Integers, hi: Integers)
     different, of = np.unique(np.stack((lo, hi, np.where(banded, longer, 0))), axis=1, return_inverse=True)
     of = of.reshape(-1)
     limits = different.T.tolist()
-    bands = [_band(*each[:2]) for each in limits]
+    bands = [band_between(*each[:2]) for each in limits]
     if 1 < len(limits) <= _MAX_BANDS:
         # The bands with most limits come last, and take what they can.
         for number in sorted(range(len(limits)), key=lambda n: sum(abs(limit) < NO_LIMIT for limit in limits[n][:2])):
@@ -202,8 +202,10 @@ def _shared_bands(rows: Integers, columns: Integers, lo: Integers, hi: Integers)
     return bands, of
 
 
-def _band(lo: int, hi: int) -> Band:
-    return Band(*(None if abs(limit) == NO_LIMIT else limit for limit in (lo, hi)))
+@lru_cache(maxsize=1024)
+def band_between(lo: int, hi: int) -> Band:
+    """The band of two limits, of which -NO_LIMIT and NO_LIMIT hide none."""
+    return Band(None if lo == -NO_LIMIT else lo, None if hi == NO_LIMIT else hi)
 
 
 def band_area(rows: Counts, columns: Counts, lo: Counts, hi: Counts, step: int = 1) -> NDArray[np.int64]:

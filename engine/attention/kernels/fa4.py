@@ -185,34 +185,29 @@ class FlashAttention4Kernel(Kernel):
     ) -> Gradients:
         """One rectangle as it is; several sequences as one batch with cumulative lengths."""
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
-        if isinstance(visible, Band):
-            named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], None)
-            return self._all_heads(given, dlse_BNL, named, scale, deterministic)
-        packed, batch = Packed.of(visible, q_BLND, k_BMKD), q_BLND.shape[0]
-        queries, keys = packed.queries, packed.keys
+        packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, VarlenGroup) else None
+        named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed)
+        named |= {"softmax_scale": scale, "deterministic": deterministic}
+        if self.softcap is not None:
+            named["softcap"] = self.softcap
+        if packed is None:
+            return self._all_heads(given, dlse_BNL, named)
+        queries, keys, batch = packed.queries, packed.keys, q_BLND.shape[0]
         q, out, dout = (queries.packed(each)[None] for each in (q_BLND, out_BLND, dout_BLND))
         lse, dlse = (None if each is None else queries.packed_rows(each)[None] for each in (lse_BNL, dlse_BNL))
         assert lse is not None
         one_batch = WholeInputs(q, out, dout, lse, keys.packed(k_BMKD)[None], keys.packed(v_BMKD)[None])
-        named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed)
-        dq, dk, dv = (each[0] for each in self._all_heads(one_batch, dlse, named, scale, deterministic))
+        dq, dk, dv = (each[0] for each in self._all_heads(one_batch, dlse, named))
         return queries.restored(dq, batch), keys.restored(dk, batch), keys.restored(dv, batch)
 
-    def _all_heads(
-        self,
-        given: WholeInputs,
-        dlse_BNL: Tensor | None,
-        named: dict[str, Any],
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def _all_heads(self, given: WholeInputs, dlse_BNL: Tensor | None, named: dict[str, Any]) -> Gradients:
         """All heads at once, or in groups of them, a call of the kernel each. `named`: arguments of the call."""
         q_BLND, k_BMKD = given.q_BLND, given.k_BLKD
         kv_heads = k_BMKD.shape[2]
         sequences = len(named["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in named else 0
         at_once, group = kv_heads_at_once(q_BLND, kv_heads, sequences), q_BLND.shape[2] // kv_heads
         if at_once == kv_heads:
-            return self._one_call(given, dlse_BNL, named, scale, deterministic)
+            return _one_call(given, dlse_BNL, named)
         dq_BLND, dk_BMKD, dv_BMKD = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, given.v_BLKD)
         )
@@ -220,33 +215,24 @@ class FlashAttention4Kernel(Kernel):
             keys = slice(first, min(first + at_once, kv_heads))
             queries = slice(keys.start * group, keys.stop * group)
             part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
-            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = self._one_call(
-                given.heads(queries, keys), part_dlse_BNL, named, scale, deterministic
+            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _one_call(
+                given.heads(queries, keys), part_dlse_BNL, named
             )
         return dq_BLND, dk_BMKD, dv_BMKD
 
-    def _one_call(
-        self,
-        given: WholeInputs,
-        dlse_BNL: Tensor | None,
-        named: dict[str, Any],
-        scale: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """One call of the kernel."""
-        more: dict[str, Any] = {} if dlse_BNL is None else {"dlse": dlse_BNL}
-        if self.softcap is not None:
-            more["softcap"] = self.softcap
-        tensors: tuple[Tensor, ...] = (*given[:3], given.lse_BNL.contiguous(), *given[4:])
-        with_lengths = "cu_seqlens_q" in named
-        if with_lengths:  # a batch of one, whose dimension the kernel does not take
-            tensors = tuple(each[0] for each in tensors)
-            more |= {name: each[0] for name, each in more.items() if name == "dlse"}
-        q, out, dout, lse, k, v = tensors
-        dq, dk, dv = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, deterministic=deterministic, **more, **named
-        )
-        return (dq[None], dk[None], dv[None]) if with_lengths else (dq, dk, dv)
+
+def _one_call(given: WholeInputs, dlse_BNL: Tensor | None, named: dict[str, Any]) -> Gradients:
+    """One call of the kernel's backward."""
+    tensors: list[Tensor] = [*given[:3], given.lse_BNL.contiguous(), *given[4:]]
+    if dlse_BNL is not None:
+        tensors.append(dlse_BNL)
+    with_lengths = "cu_seqlens_q" in named
+    if with_lengths:  # a batch of one, whose dimension the kernel does not take
+        tensors = [each[0] for each in tensors]
+    q, out, dout, lse, k, v, *dlse = tensors
+    more = {"dlse": dlse[0]} if dlse else {}
+    dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **more, **named)
+    return (dq[None], dk[None], dv[None]) if with_lengths else (dq, dk, dv)
 
 
 KERNEL = FlashAttention4Kernel()

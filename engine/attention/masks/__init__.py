@@ -17,9 +17,8 @@ from engine.attention.masks.block_sparse import (
     Strided,
     parse_pattern,
 )
-from engine.attention.masks.documents import Documents
+from engine.attention.masks.documents import Documents, DocumentsOfBatch
 from engine.attention.masks.mask import Causal, Full, Mask, SlidingWindow
-from engine.attention.masks.of_batch import DocumentsOfBatch
 from engine.attention.masks.pairs import imbalance, kept_share, rank_areas, recompute_share
 
 __all__ = [

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.tile_table import Integers
-from engine.attention.geometry.tiles import NO_LIMIT
+from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
 
 if TYPE_CHECKING:

@@ -1,15 +1,15 @@
-"""Packed documents: several texts share one sequence and none sees another."""
+"""Packed documents: several texts share one sequence and none sees another. Also before a batch has brought them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from engine.attention.geometry.tile_table import Integers
-from engine.attention.geometry.tiles import NO_LIMIT
+from engine.attention.geometry.tile_table import Region
+from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
 
 if TYPE_CHECKING:
@@ -131,3 +131,26 @@ class Documents(Mask):
         parts += [] if self.left is None else [f"left-{self.left}"]
         parts += ["spans-" + ",".join(f"{start}-{stop}" for start, stop in self.spans)] if self.spans else []
         return ":".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsOfBatch(Mask):
+    """A placeholder. Training replaces it in every step by `Documents` with the lengths of that step's batch, causal
+    inside each document; `left` is that of `Documents`, of layers with a window.
+
+    Layouts and memory are planned as if one document filled the sequence, the most work that a batch can bring.
+    Attention itself refuses it.
+    """
+
+    left: int | None = None
+
+    without_lengths: ClassVar[str] = (
+        "mask DocumentsOfBatch has no lengths, which only a batch of packed documents brings; pass "
+        "Documents(lengths) or Documents.from_cu_seqlens(cu_seqlens)"
+    )
+
+    def regions(self, tokens: int) -> list[Region]:
+        return [Region(0, tokens, 0, tokens, NO_LIMIT if self.left is None else self.left, 0)]
+
+    def __str__(self) -> str:
+        return "documents" if self.left is None else f"documents:left-{self.left}"

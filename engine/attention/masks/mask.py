@@ -15,8 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.tile_table import Integers, Region, ShardSegments, region_areas, tile_table
-from engine.attention.geometry.tiles import Tile
+from engine.attention.geometry.tile_table import Region, ShardSegments, region_areas, tile_table
+from engine.attention.geometry.tiles import Integers, Tile
 
 _names: dict[Mask, str] = {}
 _named: dict[str, Mask] = {}

@@ -11,7 +11,6 @@ from engine.attention.accumulate import WAITING_PARTS
 from engine.attention.geometry.layout import Layout, Segment, rows_before
 from engine.attention.geometry.tile_table import (
     Booleans,
-    Integers,
     ShardSegments,
     TileTable,
     outermost_spans,
@@ -19,7 +18,7 @@ from engine.attention.geometry.tile_table import (
     shards_of,
     tile_table,
 )
-from engine.attention.geometry.tiles import Call
+from engine.attention.geometry.tiles import Call, Integers
 from engine.attention.masks.mask import FirstRows, Mask, check_length, regions_of
 
 _ALL_AT_ONCE = 1 << 20  # regions of all pairs of striped ranks, up to which their tiles are formed in one table

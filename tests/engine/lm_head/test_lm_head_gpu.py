@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head.loss import IGNORE, fused_loss_sum, plain_loss_sum
-from engine.lm_head.loss_kernel import LIBRARIES, loss_sum_of
+from engine.lm_head.loss import fused_loss_sum, plain_loss_sum
+from engine.lm_head.loss_kernel import IGNORE, LIBRARIES, loss_sum_of
 from engine.measurement import relative_errors
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.interpreter import in_the_interpreter, interpret

@@ -16,7 +16,8 @@ from engine.burst import METHOD
 from engine.data.sequences import Sequences
 from engine.distributed import arrange
 from engine.initialise import initialise
-from engine.lm_head.loss import IGNORE, plain_loss_sum
+from engine.lm_head.loss import plain_loss_sum
+from engine.lm_head.loss_kernel import IGNORE
 from engine.models.decoder import Decoder
 from engine.settings import ModelShape, TrialSettings
 from engine.tasks.train import TrainTask

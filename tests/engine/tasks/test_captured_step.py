@@ -14,7 +14,7 @@ from engine.burst import METHOD
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import arrange
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks import cuda_graph
 from engine.tasks.train import TrainTask

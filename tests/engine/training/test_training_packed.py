@@ -14,7 +14,7 @@ from engine.data import TokenStore
 from engine.data.sequences import PackedSequences, spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.lm_head.loss import IGNORE
+from engine.lm_head.loss_kernel import IGNORE
 from engine.settings import Checkpoint
 from engine.tasks.check_training import dense_model
 from engine.training.config import Evaluation

@@ -10,7 +10,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.geometry.layout import LAYOUTS
-from engine.attention.masks import Documents
+from engine.attention.masks import Causal, Documents, DocumentsOfBatch, SlidingWindow, parse_mask
 from engine.attention.reference import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
@@ -81,3 +81,18 @@ def test_a_document_does_not_depend_on_what_it_is_packed_with() -> None:
     alone = of((30, 50))
     for others in (((0, 30),), ((0, 1), (1, 2), (2, 25)), ((3, 10), (0, 30))):
         torch.testing.assert_close(of(*others, (30, 50)), alone, rtol=1e-12, atol=1e-12)
+
+
+def test_the_setting_is_the_placeholder() -> None:
+    assert parse_mask("documents") == DocumentsOfBatch()
+    assert str(DocumentsOfBatch()) == "documents"
+    assert parse_mask("documents:left-4") == DocumentsOfBatch(4)
+    assert str(DocumentsOfBatch(4)) == "documents:left-4"
+    assert DocumentsOfBatch().area(40) == Causal().area(40)
+    assert DocumentsOfBatch(4).area(40) == SlidingWindow(4).area(40)
+
+
+def test_attention_refuses_it_and_names_the_mask_to_pass() -> None:
+    q_BLND = torch.zeros(1, 8, 1, 4)
+    with pytest.raises(ValueError, match=r"has no lengths.*pass Documents\(lengths\) or Documents\.from_cu_seqlens"):
+        burst_attention(q_BLND, q_BLND, q_BLND, mask=DocumentsOfBatch())
