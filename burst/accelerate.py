@@ -10,6 +10,7 @@ they do what they did.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
     return config
 
 
+@functools.cache
 def _replace() -> None:
     """Give both classes the methods that know this backend, once."""
     from accelerate import Accelerator
@@ -86,8 +88,7 @@ def _replace() -> None:
             raise ImportError(
                 f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15 and transformers 5.23"
             )
-        if not hasattr(earlier, "of_burst"):
-            setattr(owner, name, made(earlier))
+        setattr(owner, name, functools.wraps(earlier)(made(earlier)))
 
 
 def _is_ours(accelerator: Any) -> bool:
@@ -106,7 +107,6 @@ def _prepare_cp(earlier: Callable[..., Any]) -> Callable[..., Any]:
                 _attend_sharded(each)
         return args
 
-    prepare.of_burst = True  # type: ignore[attr-defined]
     return prepare
 
 
@@ -133,7 +133,6 @@ def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
         del cut["num_items_in_batch"]  # the Trainer's own, over all its micro-batches
         return contextlib.nullcontext, dict(cut)
 
-    prepare.of_burst = True  # type: ignore[attr-defined]
     return prepare
 
 
@@ -148,9 +147,7 @@ def _prediction_step(earlier: Callable[..., Any]) -> Callable[..., Any]:
         loss, logits, labels = earlier(trainer, *args, **settings)
         if _is_ours(trainer.accelerator) and loss is not None:
             # The Trainer may drop the values of some ranks, as of batches that were given twice.
-            context = trainer.accelerator.burst_context
-            loss = _mean(loss, context.group)
+            loss = _mean(loss, trainer.accelerator.burst_context.group)
         return loss, logits, labels
 
-    step.of_burst = True  # type: ignore[attr-defined]
     return step

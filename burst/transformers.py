@@ -14,10 +14,10 @@ tensors have the heads before the tokens.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from engine.attention.context import ContextParallel
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.prepared import burst_attention
 
+_Rows: TypeAlias = tuple[tuple[int, ...], ...]  # lengths of the documents in each row of a batch
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # What models pass on to attention and what says nothing about it, or is read here.
 _HARMLESS = frozenset(
@@ -69,19 +72,13 @@ def register(cp: ContextParallel, *, name: str = "burst") -> None:
         AttentionMaskInterface.register(each, sharded.mask)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Packed:
-    """What the positions of all ranks say about a batch: the lengths of each row's documents."""
-
-    rows: tuple[tuple[int, ...], ...]
-
-
 class _ShardedAttention:
     """The two functions that transformers calls, and the positions that they saw last."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self._cp = cp
-        self._seen: tuple[weakref.ref[Tensor], int, _Packed] | None = None
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []  # tensors of boundaries, and how often each was written
+        self._rows: _Rows = ()  # what they say
 
     def mask(
         self,
@@ -152,8 +149,7 @@ class _ShardedAttention:
         self._refuse(attention_mask, dropout, kwargs)
         q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        packed = self._packed(kwargs.get("position_ids"), q_BLND)
-        _check_cu_seq_lens(kwargs, packed)
+        rows_of_batch = self._documents(kwargs, q_BLND)
 
         def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
             out_BLND: Tensor = burst_attention(
@@ -163,9 +159,9 @@ class _ShardedAttention:
             )  # fmt: skip
             return out_BLND
 
-        if len(set(packed.rows)) == 1:
-            return call(slice(None), packed.rows[0]), None
-        each = [call(slice(row, row + 1), lengths) for row, lengths in enumerate(packed.rows)]
+        if len(set(rows_of_batch)) == 1:
+            return call(slice(None), rows_of_batch[0]), None
+        each = [call(slice(row, row + 1), lengths) for row, lengths in enumerate(rows_of_batch)]
         return torch.cat(each), None
 
     @staticmethod
@@ -181,42 +177,46 @@ class _ShardedAttention:
                 f"the model passes a mask of its own ({found}) to its attention; pass no attention_mask to it, or one "
                 "of [batch, tokens]"
             )
-        known = _HARMLESS | {"cu_seq_lens_q", "cu_seq_lens_k"}
         for name, passed in kwargs.items():
-            if name not in known and passed is not None and passed is not False:
+            if name not in _HARMLESS and name not in BOUNDARIES and passed is not None and passed is not False:
                 raise ValueError(
                     f"the model passes {name} to its attention, which attention over sharded sequences does not have; "
                     "leave it out, or take another attn_implementation"
                 )
 
-    def _packed(self, position_ids: Tensor | None, q_BLND: Tensor) -> _Packed:
-        """The documents of the batch. Collective where these positions were not seen before, on all ranks alike."""
+    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> _Rows:
+        """The documents of the batch. Collective where these positions were not seen before, on all ranks alike: the
+        layers of a forward ask with the same tensors."""
         batch, tokens = q_BLND.shape[:2]
+        position_ids: Tensor | None = kwargs.get("position_ids")
         if position_ids is None:
             if self._cp.size == 1:
-                return _Packed(rows=((tokens,),) * batch)
+                return ((tokens,),) * batch
             raise ValueError(
                 "the model passes no position_ids to its attention; pass those of shard_batch to the model"
             )
-        if self._seen is not None:
-            seen, version, packed = self._seen
-            if seen() is position_ids and version == position_ids._version:  # type: ignore[union-attr]
-                return packed
+        given: list[Tensor] = [
+            position_ids,
+            *(kwargs[name] for name in BOUNDARIES if isinstance(kwargs.get(name), Tensor)),
+        ]
+        if len(given) == len(self._seen) and all(
+            seen() is each and version == each._version for each, (seen, version) in zip(given, self._seen, strict=True)
+        ):
+            return self._rows
         if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
             raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
-        self._refuse_positions_of_a_rank(position_ids)
         whole_BS = self._cp.unshard(position_ids.detach().contiguous(), dim=1).expand(batch, -1).cpu()
-        packed = _Packed(rows=tuple(_documents(row) for row in whole_BS.tolist()))
-        self._seen = weakref.ref(position_ids), position_ids._version, packed
-        return packed
+        self._refuse_positions_of_a_rank(whole_BS, tokens)
+        rows = tuple(_lengths(row) for row in whole_BS.tolist())
+        _check_boundaries(kwargs, rows)
+        self._seen, self._rows = [(weakref.ref(each), each._version) for each in given], rows
+        return rows
 
-    def _refuse_positions_of_a_rank(self, position_ids: Tensor) -> None:
-        """Raises ValueError for positions that count this rank's tokens: what a model takes when it is given none. With
+    def _refuse_positions_of_a_rank(self, whole_BS: Tensor, tokens: int) -> None:
+        """Raises ValueError for positions that count each rank's tokens: what a model takes when it is given none. With
         contiguous shards they look like documents of that length."""
-        tokens = position_ids.shape[1]
-        counted = torch.arange(tokens, device=position_ids.device).expand_as(position_ids)
-        alike = torch.equal(position_ids, counted)
-        if self._cp.size > 1 and bool(self._cp.unshard(torch.full_like(position_ids, alike), dim=1).all()):
+        by_rank = whole_BS[:, self._cp.rank_order(tokens, whole_BS.device)].unflatten(1, (self._cp.size, tokens))
+        if self._cp.size > 1 and bool((by_rank == torch.arange(tokens)).all()):
             raise ValueError(
                 f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is "
                 "given none; pass those of shard_batch, which count over the whole sequence"
@@ -255,7 +255,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
                 yield from _parts(function)
 
 
-def _documents(positions: list[int]) -> tuple[int, ...]:
+def _lengths(positions: list[int]) -> tuple[int, ...]:
     """Lengths of the documents of a row. Raises ValueError where positions are not 0, 1, 2, ... in each."""
     starts = [at for at, position in enumerate(positions) if position == 0]
     if not starts or starts[0] != 0:
@@ -281,17 +281,12 @@ def _mask(lengths: tuple[int, ...], causal: bool, sliding_window: int | None) ->
     return Causal() if causal else Full()
 
 
-def _check_cu_seq_lens(kwargs: dict[str, Any], packed: _Packed) -> None:
+def _check_boundaries(kwargs: dict[str, Any], rows: _Rows) -> None:
     """Raises ValueError where boundaries that the model was given are not those of the positions."""
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+    expected = [0, *itertools.accumulate(length for row in rows for length in row)]
+    for name in BOUNDARIES:
         given = kwargs.get(name)
-        if given is None:
-            continue
-        bounds = [int(bound) for bound in given]
-        expected = [0]
-        for length in (length for row in packed.rows for length in row):
-            expected.append(expected[-1] + length)
-        if bounds != expected:
+        if given is not None and (bounds := [int(bound) for bound in given]) != expected:
             raise ValueError(
                 f"{name} {bounds[:6]} is not where documents start by position_ids, {expected[:6]}, in the whole "
                 f"sequence of {expected[-1]} tokens; pass those of the whole sequence on every rank, or leave them out"

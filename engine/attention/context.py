@@ -210,9 +210,9 @@ class ContextParallel:
         with self.comms.collective(), peers_needed(self.group, "all other ranks"):
             dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
         gathered = torch.cat(shards, dim)
-        return torch.empty_like(gathered).index_copy_(dim, self._rank_order(tensor.shape[dim], tensor.device), gathered)
+        return torch.empty_like(gathered).index_copy_(dim, self.rank_order(tensor.shape[dim], tensor.device), gathered)
 
-    def _rank_order(self, tokens: int, device: torch.device) -> Tensor:
+    def rank_order(self, tokens: int, device: torch.device) -> Tensor:
         """Global positions of rank 0's tokens, rank 1's, ..."""
         return torch.cat([self._positions_of(rank, tokens * self.size) for rank in range(self.size)]).to(device)
 
@@ -222,7 +222,7 @@ class ContextParallel:
         The sum is formed in rank order in the accumulation dtype: the same bits in every run.
         """
         tokens = whole.shape[dim] // self.size
-        by_rank = whole.index_select(dim, self._rank_order(tokens, whole.device)).split(tokens, dim)
+        by_rank = whole.index_select(dim, self.rank_order(tokens, whole.device)).split(tokens, dim)
         sent = torch.stack([part.contiguous() for part in by_rank])
         received = torch.empty_like(sent)
         assert self.group is not None, "several ranks have a group"

@@ -130,6 +130,13 @@ def layer_pairs(settings: TrialSettings) -> float:
     return sum(areas[mask] for mask in masks) / len(masks)
 
 
+def packed_shares(settings: TrialSettings, tokens: float, pairs: float) -> tuple[float, float]:
+    """What rows with so many tokens and visible pairs of documents are of as many rows of one document each, in tokens
+    and in pairs. A step has the rows of all micro-batches and replicas."""
+    rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
+    return tokens / (rows * settings.seq_len), pairs / (rows * layer_pairs(settings))
+
+
 def head_share(settings: TrialSettings, tail: float) -> float:
     """Visible pairs of the queries whose outputs are not kept, as a share of `layer_pairs`, on average over all layers:
     also where only some of them are computed again, of which more than others may have a window."""

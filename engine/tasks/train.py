@@ -387,15 +387,14 @@ class TrainTask:
         # A replica's sequences of a step follow one another, so its micro-batches count as replicas here.
         turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
         if isinstance(self.store, PackedSequences):
-            rows = [self.packed_row(turn * micro_batches + number) for number in range(micro_batches)]
-            masks: Sequence[PackedMask | None] = (packed := [self.mask_of(row) for row in rows])
-            shards = [
-                (mask.cp.shard(row.tokens_S[None], dim=1), mask.cp.shard(row.labels_S[None], dim=1))
-                for row, mask in zip(rows, packed, strict=True)
-            ]
-            positions = [
-                to_device(mask.cp.shard(row.positions_S, dim=0), device) for row, mask in zip(rows, packed, strict=True)
-            ]
+            shards, positions = [], []
+            masks: list[PackedMask | None] = []
+            for number in range(micro_batches):
+                row = self.packed_row(turn * micro_batches + number)
+                mask = self.mask_of(row)
+                shards.append(tuple(mask.cp.shard(each[None], dim=1) for each in (row.tokens_S, row.labels_S)))
+                positions.append(to_device(mask.cp.shard(row.positions_S, dim=0), device))
+                masks.append(mask)
         else:
             sequences = cast(Sequences, self.store)
             whole = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from engine.checkpoint.counts import layer_pairs
+from engine.checkpoint.counts import packed_shares
 from engine.data.sequences import PackedCounts
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
@@ -113,12 +113,9 @@ class Order:
 
     def packed_flops(self, counts: PackedCounts) -> float:
         """Model FLOPs of a step on packed rows: `model_flops_per_step` are those of full rows of one document each."""
-        settings, rows = self.config.settings, self.config.sequences_per_step
-        pairs = rows * layer_pairs(settings)
+        of_tokens, of_pairs = packed_shares(self.config.settings, counts.tokens, counts.pairs)
         others = self.model_flops_per_step - self.attention_flops_per_step
-        return (
-            others * counts.tokens / self.config.tokens_per_step + self.attention_flops_per_step * counts.pairs / pairs
-        )
+        return others * of_tokens + self.attention_flops_per_step * of_pairs
 
     @property
     def facts(self) -> dict[str, object]:

@@ -29,11 +29,8 @@ from engine.data.sequences import (
     PackedCounts,
     PackedRow,
     PackedSequences,
-    TokenSpan,
     joined,
-    training_sequences,
 )
-from engine.data.store import TokenStore
 from engine.distributed import World, leave
 from engine.lm_head.loss_kernel import IGNORE, loss_sum_of
 from engine.measurement import write_json
@@ -45,7 +42,7 @@ from engine.tasks.task import OnProgress, Refused, progress_to
 from engine.tasks.train import TrainTask
 from engine.training.config import Order, learning_rate
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, MetricsWriter, checkpoints_directory, run_of
-from engine.training.preflight import check_shape, check_steps, check_weights, facts_of, training_data
+from engine.training.preflight import RunData, check_shape, check_steps, check_weights, facts_of, training_data
 from engine.training.state import Checkpoints
 from engine.worker import exit_on_error, prepare, silent
 
@@ -94,14 +91,11 @@ class TrainingRun:
         config = order.config
         self.order, self.config, self.world = order, config, world
         self._stop = stop
-        store, training, held_out = agreed(world, lambda: training_data(config))
-        facts = facts_of(order, store.header, held_out)
+        data = agreed(world, lambda: training_data(config))
+        facts = facts_of(order, data.store.header, data.held_out)
         check_same(world, facts)
-        sequences = training_sequences(store, training, config.settings)
-        self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
-        self.evaluator = (
-            Evaluator(self.task, store, held_out, config.evaluate.sequences) if config.evaluate.every else None
-        )
+        self.task = TrainTask(config.settings, method, world, sequences=data.training, recipe=config.optimizer)
+        self.evaluator = Evaluator(self.task, data, config.evaluate.sequences) if config.evaluate.every else None
         self.checkpoints = Checkpoints(
             checkpoints_directory(run),
             world,
@@ -111,15 +105,15 @@ class TrainingRun:
             keep=config.save.keep,
         )
         self.notes = self._about_storage()  # sentences for the user about the start of the run
-        if isinstance(sequences, PackedSequences):
-            self.notes.insert(0, sequences.packing.words)
+        if isinstance(data.training, PackedSequences):
+            self.notes.insert(0, data.training.packing.words)
         self.steps_done = 0
         if order.resume:
             self.steps_done, skipped = self.checkpoints.restore()
             self.notes += skipped
             check_steps(config, self.steps_done)
         elif config.init_from:
-            agreed(world, lambda: check_weights(config, store.header))
+            agreed(world, lambda: check_weights(config, data.store.header))
             start_from(self.task.model, Path(config.init_from))
         self.writer = (
             MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
@@ -269,12 +263,12 @@ def start_from(model: Decoder, directory: Path) -> None:
 class Evaluator:
     """Always the same sequences: the first ones of the held-out span, or of its packed rows."""
 
-    def __init__(self, task: TrainTask, store: TokenStore, span: TokenSpan, sequences: int) -> None:
-        """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
-        self._packed = PackedSequences(store, span, task.settings) if task.settings.packs else None
+    def __init__(self, task: TrainTask, data: RunData, sequences: int) -> None:
+        """At least that many `sequences` are held out: `training_data` raises for a run where they are not."""
+        self._packed, span = data.held_out_rows, data.held_out
         there = span.sequences(task.settings.seq_len) if self._packed is None else len(self._packed.packing)
         assert there >= sequences, (span, sequences)
-        self._task, self._store, self._span, self._sequences = task, store, span, sequences
+        self._task, self._store, self._span, self._sequences = task, data.store, span, sequences
         # Training may add a z-loss; evaluation is the cross-entropy alone.
         self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)
 

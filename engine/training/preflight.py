@@ -6,11 +6,12 @@ since a file may have changed in between.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.data import is_built, open_tokens
-from engine.data.sequences import PackedSequences, TokenSpan, spans, training_sequences
+from engine.data.sequences import PackedSequences, TokenSpan, TrainingData, spans, training_sequences
 from engine.data.store import StoreHeader, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import ModelShape, vocabulary_unsupported_reason
@@ -25,10 +26,10 @@ def check_start(order: Order) -> dict[str, object]:
     The store of a text that has none is built here, once for all ranks. Returns the facts of the run that its
     checkpoints hold.
     """
-    store, _, held_out = training_data(order.config)
+    data = training_data(order.config)
     if order.config.init_from and not order.resume:
-        check_weights(order.config, store.header)
-    return facts_of(order, store.header, held_out)
+        check_weights(order.config, data.store.header)
+    return facts_of(order, data.store.header, data.held_out)
 
 
 def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> None:
@@ -47,20 +48,27 @@ def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) ->
             return
 
 
-def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenSpan]:
-    """The run's tokens, and which of them are for training and held out.
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The run's tokens. Rows of packed documents are formed once, here: a million documents take seconds."""
 
-    Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens.
-    """
+    store: TokenStore
+    training: TrainingData
+    held_out: TokenSpan
+    held_out_rows: PackedSequences | None = None  # of `held_out`, where rows are packed and evaluated
+
+
+def training_data(config: TrainingConfig) -> RunData:
+    """Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens."""
     settings = config.settings
     store = open_tokens(settings.data)
     if unsupported_reason := vocabulary_unsupported_reason(settings, store.vocabulary):
         raise ValueError(unsupported_reason)
     training, held_out = spans(store.header, built=is_built(settings.data))
+    sequences = training_sequences(store, training, settings)
     if settings.packs:
-        _check_rows(config, store, training, held_out)
-        return store, training, held_out
-    training_sequences(store, training, settings)
+        rows = _held_out_rows(config, store, held_out) if config.evaluate.every else None
+        return RunData(store=store, training=sequences, held_out=held_out, held_out_rows=rows)
     if not training.sequences(settings.seq_len):
         raise ValueError(
             f"seq_len is {settings.seq_len}, but the training tokens of {settings.data} hold no such sequence "
@@ -73,25 +81,23 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, TokenSpan, TokenS
             f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
             "with a larger `burst train data --validation`"
         )
-    return store, training, held_out
+    return RunData(store=store, training=sequences, held_out=held_out)
 
 
-def _check_rows(config: TrainingConfig, store: TokenStore, training: TokenSpan, held_out: TokenSpan) -> None:
-    """Raises ValueError when there are no documents to pack, or too few that are held out."""
+def _held_out_rows(config: TrainingConfig, store: TokenStore, held_out: TokenSpan) -> PackedSequences:
+    """Raises ValueError when too few documents are held out."""
     settings, wanted = config.settings, config.evaluate.sequences
-    PackedSequences(store, training, settings)
-    if not config.evaluate.every:
-        return
-    try:
-        there = len(PackedSequences(store, held_out, settings).packing)
-    except ValueError:
-        there = 0
-    if there < wanted:
+    rows: PackedSequences | None = None
+    with contextlib.suppress(ValueError):  # no document at all
+        rows = PackedSequences(store, held_out, settings)
+    there = 0 if rows is None else len(rows.packing)
+    if rows is None or there < wanted:
         raise ValueError(
             f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
             f"{settings.data} fill {there} packed rows of {settings.seq_len} tokens; evaluate fewer, or build a store "
             "with a larger `burst train data --validation`"
         )
+    return rows
 
 
 def check_weights(config: TrainingConfig, header: StoreHeader) -> None:

@@ -15,6 +15,7 @@ from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
+    packed_shares,
     repeated_attention,
     repeated_products,
 )
@@ -114,8 +115,7 @@ def work_of(settings: TrialSettings) -> StepFlops:
 def work_on_documents(work: StepFlops, settings: TrialSettings, tokens: float, pairs: float) -> StepFlops:
     """`work_of` a step whose packed rows hold so many tokens and visible pairs in place of one document each: padding
     is no work, and attention counts the pairs that documents show."""
-    of_tokens = tokens / tokens_per_step(settings)
-    of_pairs = pairs / (layer_pairs(settings) * sequences_per_step(settings))
+    of_tokens, of_pairs = packed_shares(settings, tokens, pairs)
     return StepFlops(
         layers=work.layers * of_tokens,
         head=work.head * of_tokens,

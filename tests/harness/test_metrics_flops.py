@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from harness.metrics.flops import seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of
+from harness.metrics.flops import seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of, work_on_documents
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 
 # hidden 4, 2 query heads and 1 KV head of 2, gated MLP of 3, vocabulary 5, 2 layers.
@@ -54,6 +54,15 @@ def test_micro_batches_are_sequences_of_the_step() -> None:
     assert tokens_per_step(parts) == tokens_per_step(big) == 6 * 6 * 2
     call = settings(task="attention", model=TOY, seq_len=6, batch_size=2, gradient_accumulation=3)
     assert work_of(call) == work_of(settings(task="attention", model=TOY, seq_len=6, batch_size=2))
+
+
+def test_packed_rows_count_their_tokens_and_the_pairs_that_documents_show() -> None:
+    # Two rows of 6 tokens, of documents of 2 and 3 tokens and of 4: 9 tokens, 3 + 6 + 10 causal pairs, 3 of padding.
+    packed = settings(model=TOY, seq_len=6, batch_size=2, world_size=1, cp_size=1, mask="documents", layout="auto")
+    work = work_on_documents(work_of(packed), packed, 9, 19)
+    assert work.layers == pytest.approx(2 * 9 * 2 * 84)
+    assert work.head == pytest.approx(2 * 9 * 5 * 4)
+    assert work.attention == pytest.approx(4 * 2 * 2 * 19 * 2)
 
 
 def test_tiles_repeat_the_mlp_up_to_its_last_matrix_unless_the_layer_is_recomputed_anyway() -> None:
