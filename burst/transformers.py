@@ -200,7 +200,7 @@ class _ShardedAttention:
             *(kwargs[name] for name in BOUNDARIES if isinstance(kwargs.get(name), Tensor)),
         ]
         if len(given) == len(self._seen) and all(
-            seen() is each and version == each._version for each, (seen, version) in zip(given, self._seen, strict=True)
+            version == each._version and seen() is each for each, (seen, version) in zip(given, self._seen, strict=True)
         ):
             return self._rows
         if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):

@@ -119,7 +119,7 @@ def check_sinks(sinks_N: object, q_BLND: Tensor) -> None:
 
 
 def check_mask(mask: object) -> None:
-    """Raise ValueError unless `mask` is a mask rather than its name or its class, and knows what it shows."""
+    """Raise ValueError for a mask's name, a mask's class, and a mask that waits for its lengths."""
     if isinstance(mask, type) or not hasattr(mask, "tiles"):
         raise ValueError(
             f"mask is {mask!r}; pass an object of engine.attention.masks such as Causal(), or parse_mask of a setting"

@@ -35,7 +35,7 @@ class ChatTemplate:
         self._config = _configuration(tokenizer.with_name("tokenizer_config.json"))
         self._source = self._found()
         self._marks = "{% generation" in self._source or "{%- generation" in self._source
-        _ = self._template  # so that an error in it is told before any text is read
+        _ = self._template  # read now: an error in it comes before the texts are read
 
     def rendered(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a chat, and its answers in it. Raises ValueError for one that the template refuses, or has no

@@ -128,7 +128,7 @@ class Call(NamedTuple):
 # Tokens that a launch takes as long as: where sequences do not lie side by side, one call for all of them copies their
 # rows and writes the rows between them, and several calls are launched one by one.
 TOKENS_OF_LAUNCH = 4096
-_MAX_BANDS = 32  # of different tiles, up to which it is asked whether one call serves both
+_MAX_BANDS = 32  # with more different bands, tiles of two bands do not become one call
 
 
 def calls_of(corners: Integers, lo: Integers, hi: Integers) -> tuple[Call, ...]:
