@@ -25,7 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.attention.geometry.layout import Segment, merged, tail_cut
+import numpy as np
+
+from engine.attention.geometry.layout import Segment, tail_cut
+from engine.attention.geometry.shards import ShardSegments
+from engine.attention.geometry.tiles import Integers
 
 __all__ = ["Balanced", "deal"]
 
@@ -64,7 +68,11 @@ class Balanced:
 
     def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
         """Raises ValueError when the documents do not have `seq_len` tokens."""
-        return _dealt(self, seq_len, cp_size)[cp_rank]
+        return self.shards(seq_len, cp_size).segments(cp_rank)
+
+    def shards(self, seq_len: int, cp_size: int) -> ShardSegments:
+        """Those of all ranks. Raises ValueError when the documents do not have `seq_len` tokens."""
+        return _dealt(self, seq_len, cp_size)
 
     def documents(self, seq_len: int) -> tuple[int, ...]:
         """Lengths of the documents of a sequence. Raises ValueError when they do not sum to it."""
@@ -87,16 +95,10 @@ class Balanced:
 
 
 @lru_cache(maxsize=64)
-def _dealt(layout: Balanced, seq_len: int, cp_size: int) -> tuple[tuple[Segment, ...], ...]:
+def _dealt(layout: Balanced, seq_len: int, cp_size: int) -> ShardSegments:
     if cp_size == 1:
-        return ((Segment(0, seq_len),),)
-    lengths, cut = layout.documents(seq_len), tail_cut(layout.tail, seq_len, cp_size)
-    parts = [
-        deal(lengths, cp_size, causal=layout.causal, begin=begin, end=end)
-        for begin, end in ((0, cut), (cut, seq_len))
-        if begin < end
-    ]
-    return tuple(merged(itertools.chain(*of_rank)) for of_rank in zip(*parts, strict=True))
+        return ShardSegments.of((Segment(0, seq_len),))
+    return deal(layout.documents(seq_len), cp_size, causal=layout.causal, cut=tail_cut(layout.tail, seq_len, cp_size))
 
 
 @dataclass(slots=True)
@@ -117,18 +119,22 @@ class _Rest:
 class _Shard:
     """What a rank has been given."""
 
-    whole: list[tuple[int, int]] = field(default_factory=list)  # global position and length of whole documents
+    starts: list[int] = field(default_factory=list)  # global positions of whole documents
+    lengths: list[int] = field(default_factory=list)  # of the same documents
     parts: list[_Rest] = field(default_factory=list)  # of documents that are cut
 
     def all_parts(self) -> list[_Rest]:
         """Whole documents among the parts, to be cut."""
-        self.parts += [_Rest(start, length, 0, length) for start, length in self.whole]
-        self.whole = []
+        self.parts += map(_Rest, self.starts, self.lengths, itertools.repeat(0), self.lengths)
+        self.starts, self.lengths = [], []
         return self.parts
 
-    def segments(self) -> tuple[Segment, ...]:
-        runs = self.whole + [(part.start + part.first, part.tokens) for part in self.parts]
-        return merged(itertools.starmap(Segment, sorted(runs)))
+    def runs(self) -> tuple[list[int], list[int]]:
+        """First positions and tokens of all."""
+        return (
+            self.starts + [part.start + part.first for part in self.parts],
+            self.lengths + [part.last - part.first for part in self.parts],
+        )
 
 
 @dataclass(slots=True)
@@ -146,9 +152,6 @@ class _Dealer:
     slack: float = 0.0
     shard: _Shard = field(default_factory=_Shard)
 
-    def between(self, rest: _Rest, first: int, last: int) -> float:
-        return _pairs(rest, self.causal, first, last)
-
     def whole(self, at: int) -> _Rest:
         return _Rest(self.starts[at], self.lengths[at], 0, self.lengths[at])
 
@@ -161,14 +164,14 @@ class _Dealer:
         return self.pairs - self.tokens * self.light
 
     def excess_of(self, rest: _Rest) -> float:
-        return self.between(rest, rest.first, rest.last) - rest.tokens * self.light
+        return _pairs(rest, self.causal, rest.first, rest.last) - rest.tokens * self.light
 
     def take(self, rest: _Rest, first: int, last: int) -> None:
         """Give the rank tokens [first, last) of a document."""
         if first < last:
             self.shard.parts.append(_Rest(rest.start, rest.length, first, last))
             self.tokens -= last - first
-            self.pairs -= self.between(rest, first, last)
+            self.pairs -= _pairs(rest, self.causal, first, last)
 
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
@@ -182,18 +185,21 @@ class _Dealer:
 
     def lightest(self, tokens: int) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
-        rests = sorted(((self.density(rest), rest.tokens) for rest in self.cut), reverse=True)
-        left, pairs, next_rest = tokens, 0.0, rests[-1][0] if rests else math.inf
+        rests = sorted([(self.density(rest), rest.last - rest.first) for rest in self.cut], reverse=True)
+        more, each = (1, 2) if self.causal else (0, 1)  # a document has `(length + more) / each` pairs for each token
+        left, pairs, seen, shorter = tokens, 0.0, 0, each * rests[-1][0] - more if rests else math.inf
         for length in self.lengths:
-            density = (length + 1) / 2 if self.causal else length
-            while next_rest <= density and left:
+            while shorter <= length and left:
                 lower, count = rests.pop()
                 count = min(count, left)
-                pairs, left, next_rest = pairs + lower * count, left - count, rests[-1][0] if rests else math.inf
+                pairs, left, shorter = pairs + lower * count, left - count, math.inf
+                if rests:
+                    shorter = each * rests[-1][0] - more
             if length >= left:
-                return (pairs + density * left) / tokens
-            pairs += density * length
+                return (pairs + (seen + (length + more) * left) / each) / tokens
+            seen += (length + more) * length
             left -= length
+        pairs += seen / each
         while rests and left:
             lower, count = rests.pop()
             count = min(count, left)
@@ -205,13 +211,21 @@ class _Dealer:
 
     def take_rests(self) -> None:
         """Take what is left of cut documents where it fits, and a part of a heavy one that does not."""
-        for rest in list(self.cut):
-            if rest.tokens <= self.tokens and self.excess_of(rest) <= self.excess + self.slack:
+        taken, heavy, heaviest, causal, room = [], None, 0.0, self.causal, self.excess + self.slack
+        for rest in self.cut:
+            count = rest.last - rest.first
+            density = (rest.first + rest.last + 1) / 2 if causal else float(rest.length)
+            excess = count * (density - self.light)
+            if count <= self.tokens and excess <= room:
+                taken.append(rest)
+                room -= excess
                 self.take(rest, rest.first, rest.last)
-                self.cut.remove(rest)
+            elif density > heaviest:
+                heavy, heaviest = rest, density
+        for rest in taken:
+            self.cut.remove(rest)
         mean = self.pairs / self.tokens if self.tokens else math.inf
-        heavy = max(self.cut, key=self.density, default=None)
-        if (heavy is None or self.density(heavy) <= mean) and self.lengths:
+        if heaviest <= mean and self.lengths:
             longest = self.whole(-1)
             if (
                 self.density(longest) > mean
@@ -220,8 +234,8 @@ class _Dealer:
             ):
                 self.remove(-1)
                 self.cut.append(longest)
-                heavy = longest
-        if heavy is not None and self.density(heavy) > mean and self.excess > self.slack:
+                heavy, heaviest = longest, self.density(longest)
+        if heavy is not None and heaviest > mean and self.excess > self.slack:
             self.take_heavy(heavy)
 
     def take_heavy(self, rest: _Rest) -> None:
@@ -235,11 +249,11 @@ class _Dealer:
 
     def take_ends(self, rest: _Rest, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
-        end = self.between(rest, rest.last - count, rest.last)
-        missing = end - (excess + count * self.light)
-        each = rest.tokens - count if self.causal else 0  # pairs less for a token that moves to the beginning
+        end = _pairs(rest, self.causal, rest.last - count, rest.last)
+        missing, tokens = end - (excess + count * self.light), rest.last - rest.first
+        each = tokens - count if self.causal else 0  # pairs less for a token that moves to the beginning
         begin = 0
-        if 2 * count <= rest.tokens and abs(missing - each * count) <= self.slack:
+        if 2 * count <= tokens and abs(missing - each * count) <= self.slack:
             begin = count  # the rank with the others receives fewer keys
         elif missing > self.slack and each:
             begin = min(count, round(missing / each))
@@ -248,7 +262,7 @@ class _Dealer:
         self.take(rest, rest.first, rest.first + begin)
         self.take(rest, rest.last - (count - begin), rest.last)
         rest.first, rest.last = rest.first + begin, rest.last - (count - begin)
-        if not rest.tokens:
+        if rest.first == rest.last:
             self.cut.remove(rest)
 
     def from_end(self, rest: _Rest) -> int:
@@ -265,12 +279,20 @@ class _Dealer:
     def take_whole_documents(self) -> None:
         """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on. Where
         only light ones fit and the rank lacks pairs, take a part of the shortest that does not fit."""
-        lengths, starts, causal, light, taken = self.lengths, self.starts, self.causal, self.light, self.shard.whole
+        lengths, starts, causal, light = self.lengths, self.starts, self.causal, self.light
+        take_start, take_length = self.shard.starts.append, self.shard.lengths.append
+        next_start, next_length, root, search = starts.pop, lengths.pop, math.sqrt, bisect_right
         half, times = (light - 0.5, 2) if causal else (light / 2, 1)
+        square, shift, each = (
+            half * half,
+            -2 * half / times,
+            1 / times,
+        )  # of a length's excess: length * (shift + each * length)
         tokens, excess, lacks = self.tokens, self.excess + self.slack, 3 * self.slack
         while tokens and lengths:
-            fits = half + math.sqrt(max(0.0, half * half + times * excess))
-            at = bisect_right(lengths, fits if fits < tokens else tokens) - 1
+            inside = square + times * excess
+            fits = half + root(inside) if inside > 0 else half
+            at = search(lengths, fits if fits < tokens else tokens) - 1
             if excess > lacks and (at < 0 or lengths[at] < times * (excess / tokens + light)):
                 lacks, place = math.inf, bisect_right(lengths, fits)
                 if place < len(lengths):
@@ -283,27 +305,32 @@ class _Dealer:
                     continue
             if at < 0:
                 break
-            length = lengths.pop(at)
-            taken.append((starts.pop(at), length))
+            length = next_length(at)
+            take_length(length)
+            take_start(next_start(at))
             tokens -= length
-            excess -= length * (((length + 1) / 2 if causal else length) - light)
+            excess -= length * (shift + each * length)
         self.pairs = excess - self.slack + tokens * light
         self.tokens = tokens
 
     def close(self) -> None:
         """Fill the rank from one document, which has the pairs that are missing; or take one that is too short."""
-        found, at = min(self.cut, key=lambda rest: (max(self.gap(rest), self.slack), rest.last), default=None), None
-        if self.lengths and (found is None or self.gap(found) > self.slack):
+        found, at, least = None, None, math.inf
+        for rest in self.cut:
+            missed = self.missed(rest.length, rest.first, rest.last)
+            if missed < least or (missed == least and found is not None and rest.last < found.last):
+                found, least = rest, missed
+        if self.lengths and least > self.slack:
             for each in self.places():
-                rest = self.whole(each)
-                if found is None or max(self.gap(rest), self.slack) < max(self.gap(found), self.slack):
-                    found, at = rest, each
-        assert found is not None, "documents have as many tokens as the ranks"
+                missed = self.missed(self.lengths[each], 0, self.lengths[each])
+                if missed < least:
+                    at, least = each, missed
         if at is not None:
+            found = self.whole(at)
             self.remove(at)
             self.cut.append(found)
-        count = min(found.tokens, self.tokens)
-        self.take_ends(found, count, self.pairs - (self.tokens - count) * self.light - count * self.light)
+        assert found is not None, "documents have as many tokens as the ranks"
+        self.take_ends(found, min(found.last - found.first, self.tokens), self.excess)
 
     def places(self) -> tuple[int, ...]:
         """Whole documents that may fill the rank: the shortest that is long enough, and the two around the shortest
@@ -316,41 +343,64 @@ class _Dealer:
         place = min(bisect_left(self.lengths, wanted), last)
         return min(bisect_left(self.lengths, self.tokens), last), max(0, place - 1), place
 
-    def gap(self, rest: _Rest) -> float:
-        """Pairs by which the rank misses its target when this document fills it; worse where it is too short."""
-        count = min(rest.tokens, self.tokens)
-        begin = self.between(rest, rest.first, rest.first + count)
-        end = self.between(rest, rest.last - count, rest.last)
-        wanted = self.pairs - (self.tokens - count) * self.light
-        return max(begin - wanted, wanted - end, 0.0) + (self.tokens - count) * self.light
+    def missed(self, length: int, first: int, last: int) -> float:
+        """Pairs by which the rank misses its target when tokens [first, last) of a document fill it, at least `slack`;
+        more where they are too few."""
+        count, left = last - first, 0.0
+        if count >= self.tokens:
+            count, spare = self.tokens, count - self.tokens
+        else:
+            left, spare = (self.tokens - count) * self.light, 0
+        if self.causal:
+            fewest, most = count * (2 * first + count + 1) / 2, count * (2 * (first + spare) + count + 1) / 2
+        else:
+            fewest = most = float(length * count)
+        wanted = self.pairs - left
+        if wanted < fewest:
+            left += fewest - wanted
+        elif wanted > most:
+            left += wanted - most
+        return left if left > self.slack else self.slack
 
 
-def deal(
-    lengths: Sequence[int], ranks: int, *, causal: bool = True, begin: int = 0, end: int | None = None
-) -> tuple[tuple[Segment, ...], ...]:
-    """The positions of each rank, ascending: the same on every rank.
+def deal(lengths: Sequence[int], ranks: int, *, causal: bool = True, cut: int = 0) -> ShardSegments:
+    """The positions of each rank: the same on every rank.
 
     Args:
         lengths: tokens of the documents, in the order of the sequence.
         causal: a token sees only earlier keys of its document.
-        begin, end: deal only the tokens at positions [begin, end), whose number is a multiple of `ranks`; by default
-            all.
+        cut: the tokens before this position are dealt by themselves, and so are the others.
     """
-    ends = list(itertools.accumulate(lengths))
-    starts = [stop - length for stop, length in zip(ends, lengths, strict=True)]
-    end = ends[-1] if end is None else end
+    start: list[int] = []
+    count: list[int] = []
+    runs: list[int] = []  # of a rank
+    sizes = np.array(lengths, dtype=np.int64)
+    for begin, end in ((0, cut), (cut, int(sizes.sum()))):
+        for shard in _dealt_between(sizes, ranks, causal, begin, end) if begin < end else ():
+            starts, counts = shard.runs()
+            start += starts
+            count += counts
+            runs.append(len(starts))
+    rank = np.repeat(np.arange(len(runs)) % ranks, runs)
+    return ShardSegments.of_runs(ranks, rank, np.array(start), np.array(count))
+
+
+def _dealt_between(lengths: Integers, ranks: int, causal: bool, begin: int, end: int) -> list[_Shard]:
+    """What each rank is given of the tokens at positions [begin, end)."""
     assert (end - begin) % ranks == 0, "the layout splits only lengths that divide"
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
     # Documents that begin or end outside are cut already.
-    first, last = bisect_right(ends, begin), bisect_left(starts, end)
+    first, last = int(np.searchsorted(bounds, begin, side="right")) - 1, int(np.searchsorted(bounds, end))
+    low, high = first + int(bounds[first] < begin), last - int(bounds[last] > end)
     cut = [
-        _Rest(starts[at], lengths[at], max(0, begin - starts[at]), min(lengths[at], end - starts[at]))
-        for at in {first, last - 1}
-        if starts[at] < begin or ends[at] > end
+        _Rest(start, length, max(0, begin - start), min(length, end - start))
+        for at in sorted({*range(first, low), *range(high, last)})
+        for start, length in ((int(bounds[at]), int(lengths[at])),)
     ]
-    whole = [at for at in range(first, last) if starts[at] >= begin and ends[at] <= end]
-    whole.sort(key=lengths.__getitem__)
-    dealer = _Dealer(causal, [lengths[at] for at in whole], [starts[at] for at in whole], cut)
-    left = sum(length * (length + 1) / 2 if causal else float(length * length) for length in dealer.lengths)
+    order = np.argsort(lengths[low:high], kind="stable")
+    whole = lengths[low:high][order]
+    dealer = _Dealer(causal, whole.tolist(), bounds[low:][order].tolist(), cut)
+    left = float((whole * (whole + 1)).sum()) / 2 if causal else float((whole * whole).sum())
     left += sum(_pairs(rest, causal, rest.first, rest.last) for rest in cut)
     dealt, areas, size = [], [], (end - begin) // ranks
     for rank in range(ranks):
@@ -360,7 +410,7 @@ def deal(
         left -= areas[-1]
     _even_out(dealt, areas, causal)
     # The keys that a rank lacks of a long document are then those of the ranks before it, whose chunks come first.
-    return tuple(shard.segments() for shard in reversed(dealt))
+    return dealt[::-1]
 
 
 def _even_out(dealt: list[_Shard], areas: list[float], causal: bool) -> None:
