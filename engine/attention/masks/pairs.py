@@ -44,6 +44,7 @@ class PairTable:
     _kind_of: Integers  # [query ranks, key ranks]: the pair of `_tiles` that has equal tiles
     _tiles: TileTable | None  # None: a pair's tiles are formed when they are asked for
     _formed: dict[int, tuple[Call, ...]] = field(default_factory=dict)  # by kind
+    _counted: dict[int, int] = field(default_factory=dict)  # calls of a kind whose tiles are not in `_tiles`
 
     def calls(self, q_rank: int, k_rank: int) -> tuple[Call, ...]:
         """Kernel calls of one pair."""
@@ -55,9 +56,17 @@ class PairTable:
 
     def call_count(self, q_rank: int, k_rank: int) -> int:
         """How many calls one pair has; they are not formed."""
-        if self._tiles is None:
-            return pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
-        return self._tiles.call_count(int(self._kind_of[q_rank, k_rank]))
+        kind = int(self._kind_of[q_rank, k_rank])
+        if self._tiles is not None:
+            return self._tiles.call_count(kind)
+        if kind not in self._counted:
+            self._counted[kind] = pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
+        return self._counted[kind]
+
+    @property
+    def one_by_one(self) -> bool:
+        """Tiles of a pair are formed when they are asked for: of striped ranks, whose pairs are much alike."""
+        return self._tiles is None
 
     @property
     def has_sequences(self) -> bool:
