@@ -237,9 +237,7 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_ran
     tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
     # Of a rank's own chunk and of its neighbour's, which is the most like the others.
     counted = {0} if tables.pairs.one_by_one else set(ranks.tolist())
-    own, other = (
-        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in counted) for by in (0, 1)
-    )
+    own, other = (max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in counted) for by in (0, 1))
     return RingTraffic(
         int(steps) / ring.cp_size,
         int(near) / max(1, tokens * nodes * (size - 1)),

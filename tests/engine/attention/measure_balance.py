@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from engine.attention.comm_plan import RingTraffic
 from engine.attention.cost import HardwareModel, Workload, choose_schedule, estimate
-from engine.attention.geometry.balanced import deal
+from engine.attention.geometry.dealing import deal
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.geometry.tile_table import shards_of
 from engine.attention.masks import Documents

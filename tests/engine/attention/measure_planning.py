@@ -8,8 +8,8 @@ Processor time of everything that `plan_attention` computes from mask and layout
 first step. Apart from it, the tiles of its other steps, each formed when it is first reached, while the GPU computes
 the step before. The best of some, in ms. No tensors, no GPU.
 
-With `--packed`, medians of 15 draws of documents with log-normal lengths (sigma 1.2) that fill 1M tokens: dealing them to
-the ranks, the tables of all pairs of ranks, and the kernel calls of one rank.
+With `--packed`, medians of 15 draws of documents with log-normal lengths (sigma 1.2) that fill 1M tokens: dealing them
+to the ranks, the tables of all pairs of ranks, and the kernel calls of one rank.
 """
 
 from __future__ import annotations
