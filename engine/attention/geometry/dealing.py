@@ -123,19 +123,15 @@ class _Dealer:
         """Pairs that the rank needs beyond those of the lightest tokens that could fill it."""
         return self.pairs - self.tokens * self.light
 
-    def excess_of(self, rest: _Rest) -> float:
-        return self.seen(rest, rest.first, rest.last) - rest.tokens * self.light
-
     def seen(self, rest: _Rest, first: int, last: int) -> float:
         """Pairs of tokens [first, last) of a document."""
         return _pairs(rest.length, first, last, self.causal, self.window)
 
-    def take(self, rest: _Rest, first: int, last: int) -> None:
-        """Give the rank tokens [first, last) of a document."""
-        if first < last:
-            self.shard.parts.append(_Rest(rest.start, rest.length, first, last))
-            self.tokens -= last - first
-            self.pairs -= _pairs(rest.length, first, last, self.causal, self.window)
+    def take(self, rest: _Rest, first: int, last: int, pairs: float) -> None:
+        """Give the rank tokens [first, last) of a document, which have so many pairs."""
+        self.shard.parts.append(_Rest(rest.start, rest.length, first, last))
+        self.tokens -= last - first
+        self.pairs -= pairs
 
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
@@ -200,7 +196,7 @@ class _Dealer:
             if count <= self.tokens and excess <= room:
                 taken.append(rest)
                 room -= excess
-                self.take(rest, rest.first, rest.last)
+                self.take(rest, rest.first, rest.last, count * density)
             elif density > heaviest:
                 heavy, heaviest = rest, density
         for rest in taken:
@@ -219,11 +215,12 @@ class _Dealer:
     def take_heavy(self, rest: _Rest) -> None:
         """Take the tokens at the end of a document that have the rank's excess; more tokens, of which some are at its
         beginning, where otherwise too many light ones would be left for the ranks that the rest can fill."""
-        excess = self.excess
-        count = self.from_end(rest)
-        ranks = (self.excess_of(rest) - excess) / excess  # that have room for the rest by its pairs
-        count = max(count, math.ceil(rest.tokens - max(0.0, ranks) * self.size))
-        self.take_ends(rest, min(count, self.tokens, rest.tokens), excess)
+        excess, tokens = self.excess, rest.last - rest.first
+        count = self.from_end(rest, excess)
+        # Ranks that have room for the rest by its pairs.
+        ranks = (self.seen(rest, rest.first, rest.last) - tokens * self.light - excess) / excess
+        count = max(count, math.ceil(tokens - max(0.0, ranks) * self.size))
+        self.take_ends(rest, min(count, self.tokens, tokens), excess)
 
     def take_ends(self, rest: _Rest, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
@@ -242,25 +239,30 @@ class _Dealer:
                     count,
                     lambda at: self.seen(rest, first, first + at) + self.seen(rest, last - count + at, last) <= wanted,
                 )
-        self.take(rest, rest.first, rest.first + begin)
-        self.take(rest, rest.last - (count - begin), rest.last)
-        rest.first, rest.last = rest.first + begin, rest.last - (count - begin)
+        end = count - begin
+        if begin:
+            self.take(rest, first, first + begin, self.seen(rest, first, first + begin) if end else least)
+        if end:
+            self.take(rest, last - end, last, self.seen(rest, last - end, last) if begin else most)
+        rest.first, rest.last = first + begin, last - end
         if rest.first == rest.last:
             self.cut.remove(rest)
 
-    def from_end(self, rest: _Rest) -> int:
-        """Tokens at the end of a document that have the rank's excess; all of them where they have less."""
+    def from_end(self, rest: _Rest, excess: float) -> int:
+        """Tokens at the end of a document that have so much excess; all of them where they have less."""
+        tokens = rest.last - rest.first
         # Those that see equally many keys come last.
-        flat = max(0, rest.last - self.window) if self.causal else rest.tokens
-        more = (self.window if self.causal else rest.length) - self.light
-        if flat and flat * more >= self.excess:
-            return min(rest.tokens, round(self.excess / more)) if more > 0 else rest.tokens
-        if not self.causal:
-            return rest.tokens
-        excess = self.excess - (flat * more if flat else 0.0)
+        flat = max(0, rest.last - self.window) if self.causal else tokens
+        if flat:
+            more = (self.window if self.causal else rest.length) - self.light
+            if flat * more >= excess:
+                return min(tokens, round(excess / more)) if more > 0 else tokens
+            if not self.causal:
+                return tokens
+            excess -= flat * more
         top = rest.last - flat + 0.5 - self.light
         inside = top * top - 2 * excess
-        return min(rest.tokens, round(flat + top - math.sqrt(inside))) if top > 0 and inside > 0 else rest.tokens
+        return min(tokens, round(flat + top - math.sqrt(inside))) if top > 0 and inside > 0 else tokens
 
     def take_whole_documents(self) -> None:
         """Take the longest document that leaves the rank no lighter tokens to find than there are, and so on. Where

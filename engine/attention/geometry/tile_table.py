@@ -294,7 +294,9 @@ def _local(regions: Integers, queries: ShardSegments, keys: ShardSegments) -> _R
             region, same = of_queries.region[q], q_number[of_queries.shard[q]] == k_number[of_keys.shard[k]]
             return whole[region] | (causal[region] & same)
 
-        between_segments = ~undivided(q, k)
+        last = of_queries.position + (of_queries.stop - of_queries.start - 1) * queries.step
+        seen = of_keys.position[k] <= (last + right[of_queries.region])[q]  # the others are cut off in any case
+        between_segments = seen & ~undivided(q, k)
         q, k = q[between_segments], k[between_segments]
         divided = len(q)
         q_base, k_base = len(of_queries.region), len(of_keys.region)
