@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -120,8 +119,7 @@ class ContextParallel:
         other = copy.copy(self)
         other._name()  # its shards are others
         other.plans = PlanCache()
-        dealt = {name: getattr(mask, name) for name in ("lengths", "causal", "repeat", "left", "spans")}
-        other.layout = replace(self.layout, **dealt)
+        other.layout = mask.dealt(self.layout)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:

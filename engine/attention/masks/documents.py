@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.tile_table import Region
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
@@ -101,6 +102,11 @@ class Documents(Mask):
     def tokens(self) -> int:
         """Tokens of all documents together."""
         return int(self._starts[-1])
+
+    def dealt(self, layout: Balanced) -> Balanced:
+        """The layout as it deals these documents."""
+        seen = {name: getattr(self, name) for name in ("lengths", "causal", "repeat", "left", "spans")}
+        return replace(layout, **seen)
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         if self.repeat or self.tokens == seq_len:
