@@ -120,7 +120,8 @@ class ContextParallel:
         other = copy.copy(self)
         other._name()  # its shards are others
         other.plans = PlanCache()
-        other.layout = replace(self.layout, lengths=tuple(mask.lengths), causal=mask.causal, repeat=mask.repeat)
+        dealt = {name: getattr(mask, name) for name in ("lengths", "causal", "repeat", "left", "spans")}
+        other.layout = replace(self.layout, **dealt)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:
