@@ -58,7 +58,7 @@ def test_a_command_without_its_extra_says_in_one_sentence_what_to_install(absent
 
 def test_the_version_is_one() -> None:
     citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert citation
     assert newest
     assert citation[1] == newest[1] == PROJECT["version"]
