@@ -52,7 +52,7 @@ def test_it_asks_for_three_packages_and_for_the_others_by_extra(wheel) -> None:
     needed = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     assert {each.name for each in needed if each.marker is None} == {"torch", "numpy", "msgspec"}
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
-    commands = {"harness", "ray", "stacks", "data", "train", "test"}
+    commands = {"harness", "ray", "stacks", "data", "train", "wandb", "trackio", "test"}
     assert {extra for extra in PROJECT["optional-dependencies"] if wanted_by(extra, "pandas", needed)} == commands
     assert {extra for extra in PROJECT["optional-dependencies"] if wanted_by(extra, "ray", needed)} == {"ray", "test"}
 
