@@ -22,7 +22,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from engine.attention.geometry.layout import Segment, merged, tail_cut
@@ -58,6 +58,10 @@ class Balanced:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def of_documents(self, lengths: tuple[int, ...], causal: bool, repeat: bool) -> Balanced:
+        """This layout of a sequence of other documents."""
+        return replace(self, lengths=lengths, causal=causal, repeat=repeat)
 
     def chunks(self, cp_size: int) -> int:
         return cp_size
