@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
+from engine.attention.masks import Documents, parse_mask
 from engine.measurement import GpuState, Measurement, UpstreamRun
 from engine.reader import from_json, read_json
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
+DOCUMENTS: Final = "documents:LENGTHS"
 UPSTREAM: Final = "upstream"  # the entry of `measurement.extra` that says which system ran
 LOGS = "logs"
 GPUS = "gpus"
@@ -115,7 +117,7 @@ class Upstream:
     source: str
     tasks: tuple[Task, ...] = ("train",)
     dtypes: tuple[str, ...] = ("bf16",)
-    masks: tuple[str, ...] = ("causal",)
+    masks: tuple[str, ...] = ("causal",)  # DOCUMENTS stands for causal documents of given lengths
     honours: tuple[str, ...] = ()  # of the settings that only the engine has otherwise
     warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
     end_seconds = 20.0  # after its last step, in which the program ends by itself, or is ended
@@ -137,7 +139,7 @@ class Upstream:
         for name, (found, known) in {
             "task": (settings.task, self.tasks),
             "dtype": (settings.dtype, self.dtypes),
-            "mask": (settings.mask, self.masks),
+            "mask": (DOCUMENTS if document_lengths(settings) else settings.mask, self.masks),
         }.items():
             if found not in known:
                 return f"{self.name} runs {name} {' or '.join(known)}, found {found}; set {name} to one it runs"
@@ -245,6 +247,14 @@ class Upstream:
             or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
             extra={UPSTREAM: described(ran, printed=best.own)},
         )
+
+
+def document_lengths(settings: TrialSettings) -> list[int]:
+    """Tokens of each causal document of a sequence under mask documents:LENGTHS; empty under any other mask."""
+    mask = parse_mask(settings.mask)
+    if not isinstance(mask, Documents) or not mask.causal or mask.left is not None or mask.spans:
+        return []
+    return [region[1] - region[0] for region in mask.regions(settings.seq_len).tolist()]
 
 
 def described(ran: StartedSystem, printed: Mapping[str, float] | None = None) -> UpstreamRun:

@@ -7,7 +7,8 @@ slowest rank, loss, norm.
 `engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. With `left` in the request
 rank 0 leaves the first parameters, the gradients of the first step and all losses (`burst setup baselines fidelity`).
 `engine: trl` is TRL's SFT trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the
-model with Liger-Kernel, on one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves.
+model with Liger-Kernel, on one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves. Sequences
+of `documents` are one packed row, or with `padded` a row each.
 """
 
 import contextlib
@@ -202,6 +203,31 @@ def train_with_trl(request):
     finish(rank, world)
 
 
+def packed(request, inputs, targets):
+    """Arguments of the model for documents one after another in one row; without any, for the rows as they are."""
+    lengths = request["documents"] * len(inputs)
+    if not lengths:
+        return {"input_ids": inputs, "shift_labels": targets}
+    positions = torch.cat([torch.arange(length, device=inputs.device) for length in lengths])
+    given = {"input_ids": inputs.view(1, -1), "shift_labels": targets.view(1, -1), "position_ids": positions[None]}
+    if request["kernel"] == "fa4":  # otherwise each layer would find them in the positions
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(inputs.device, torch.int32)
+        given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        given |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return given
+
+
+def padded(request, inputs, targets):
+    """Arguments of the model for one document per row, of the length of the longest."""
+    lengths = (request["documents"] or [request["seq_len"]]) * len(inputs)
+    documents, labels = (
+        torch.nn.utils.rnn.pad_sequence(each.reshape(-1).split(lengths), batch_first=True, padding_value=padding)
+        for each, padding in ((inputs, 0), (targets, -100))
+    )
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_ids": documents, "shift_labels": labels, "attention_mask": real.to(inputs.device, torch.long)}
+
+
 def train_plain(request):
     from transformers import LlamaForCausalLM
 
@@ -229,13 +255,14 @@ def train_plain(request):
         if cuda:
             torch.cuda.synchronize()
 
+    arranged = padded if request["padded"] else packed
     for step in range(request["steps"]):
-        inputs, targets = (each.to(device) for each in batch(request, step, 0, 1))
+        given = arranged(request, *(each.to(device) for each in batch(request, step, 0, 1)))
         wait()
         start = time.perf_counter()
         with torch.autocast(device.type, products, enabled=products != weights):
             # Both losses, Liger's and transformers' own, take labels that are shifted already: none is left out.
-            loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+            loss = model(labels=given["shift_labels"], use_cache=False, **given).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -2,7 +2,8 @@
 
 What a user writes who wants no trainer: the model with Liger's kernels in it, gradient checkpointing, torch's fused
 AdamW, and autocast to bf16. `transformers_bf16` beside it has the weights themselves in bf16, which takes half the
-memory for them and rounds each update. Liger's kernels are of GPUs: a CPU rank runs the model without them.
+memory for them and rounds each update; `transformers_padded` pads documents in the place of packing them. Liger's
+kernels are of GPUs: a CPU rank runs the model without them.
 
 TRL and DeepSpeed train the same Llama: `baselines/programs/train_transformers.py` runs all three, and its `engine` says
 under which trainer.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from baselines.called import parse_program, render_program, training_request
 from baselines.install.places import InstallPlace
-from baselines.upstream import PrintedSteps, Rendered, Upstream
+from baselines.upstream import DOCUMENTS, PrintedSteps, Rendered, Upstream, document_lengths
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
@@ -77,14 +78,17 @@ class WholeSequences(Upstream):
 
 
 class Transformers(WholeSequences):
-    """`dtype` is that of the products: bf16 by autocast, or fp32."""
+    """`dtype` is that of the products: bf16 by autocast, or fp32. Packed documents are one row whose positions begin
+    again, which FlashAttention attends to in one call with cumulative lengths."""
 
     name = "transformers_upstream"
     package = "transformers"
     system = "transformers + Liger-Kernel"
     source = "github.com/huggingface/transformers, github.com/linkedin/Liger-Kernel"
     dtypes: tuple[str, ...] = ("bf16", "fp32")
+    masks: tuple[str, ...] = ("causal", DOCUMENTS)
     engine = "plain"
+    padded = False  # each document is a row of its own, as long as the longest
     weights: Literal["fp32", "bf16"] = "fp32"  # dtype of the parameters, and so of their gradients and Adam's moments
 
     def own_reason(self, settings: TrialSettings) -> str | None:
@@ -94,7 +98,8 @@ class Transformers(WholeSequences):
 
     def request(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
         dtypes = {"weights": self.weights, "products": settings.dtype}
-        return super().request(settings, trial_dir) | dtypes
+        documents = {"documents": document_lengths(settings), "padded": self.padded}
+        return super().request(settings, trial_dir) | dtypes | documents
 
 
 METHOD = Transformers()

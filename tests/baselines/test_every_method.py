@@ -35,11 +35,11 @@ from tests.baselines.attention_runs import SHAPE, AttentionRun, run_all, run_att
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
-# Tensor parallelism divides a model, not its attention: test_tensor_parallel.py.
+# Tensor parallelism divides a model, not its attention: test_tensor_parallel.py. One rank: test_flash_attn.py.
 NATIVE = [
     name
     for name, method in all_methods().items()
-    if hasattr(method, "attention") and not hasattr(method, "tensor_parallel")
+    if hasattr(method, "attention") and not hasattr(method, "tensor_parallel") and getattr(method, "most_cp", 2) > 1
 ]
 ODD_HEADS = ModelShape(name="odd", layers=1, hidden=24, ffn=32, heads=3, kv_heads=3, head_dim=8, vocab=256)
 FEW_KV_HEADS = replace(SHAPE, name="few", kv_heads=2)

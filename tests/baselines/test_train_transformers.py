@@ -17,6 +17,7 @@ from baselines.programs.program_parts import batch, llama_config
 from baselines.tokens import PLAIN, write_tokens
 from baselines.transformers import Transformers
 from baselines.transformers.transformers_bf16 import TransformersBf16
+from baselines.transformers.transformers_padded import TransformersPadded
 from baselines.upstream import PrintedSteps
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from tests.patience import AMPLE
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[Transformers, dict[str, object]]] = {
     "bf16": (TransformersBf16(), {"dtype": "bf16"}),
     "autocast": (Transformers(), {"dtype": "bf16"}),
     "kept": (Transformers(), {"dtype": "fp32", "checkpoint": Checkpoint(every=0)}),
+    # Two sequences of four documents.
+    "packed": (Transformers(), {"dtype": "fp32", "mask": "documents:25,1,20,18", "batch_size": 2}),
+    "padded": (TransformersPadded(), {"dtype": "fp32", "mask": "documents:25,1,20,18", "batch_size": 2}),
 }
 
 
@@ -107,6 +111,20 @@ def test_gradients_have_the_dtype_of_the_weights(runs) -> None:
     assert not any(as_bf16(norm) == norm for norm in under_autocast.grad_norm)
     for printed in (in_bf16, under_autocast):
         assert printed.loss[0] == pytest.approx(first_loss(request), abs=0.03)
+
+
+def test_documents_do_not_see_each_other_packed_or_padded(runs) -> None:
+    request, in_one_row = runs["packed"]
+    _, padded = runs["padded"]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(llama_config(request), attn_implementation="eager", dtype=torch.float32)
+    inputs, targets = (each.reshape(-1).split([25, 1, 20, 18] * 2) for each in batch(request, 0, 0, 1))
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=document[None]).logits[0] for document in inputs])
+    alone = torch.nn.functional.cross_entropy(logits, torch.cat(targets)).item()
+    assert in_one_row.loss[0] == pytest.approx(alone, abs=1e-5)
+    assert padded.loss == pytest.approx(in_one_row.loss, abs=1e-5)
+    assert padded.grad_norm == pytest.approx(in_one_row.grad_norm, rel=1e-4)
 
 
 def as_bf16(value: float) -> float:

@@ -66,7 +66,8 @@ def rendered(method: str, **changes: Any) -> tuple[str, dict[str, str], dict[str
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_a_system_is_pinned_and_names_itself(name: str) -> None:
     method: Upstream = method_named(name)  # type: ignore[assignment]
-    forms = {"transformers_bf16_upstream": "transformers"}  # another form of a system that has one already
+    # Other forms of a system that has one already.
+    forms = dict.fromkeys(("transformers_bf16_upstream", "transformers_padded_upstream"), "transformers")
     assert method.package == forms.get(name, name.removesuffix("_upstream"))
     assert method.places[0].pin.flavours
 
@@ -416,6 +417,7 @@ KERNELS: list[tuple[str, str, dict[str, Any], dict[str, str], str]] = [
     ("transformers", "current", {}, {}, TORCH_CHOOSES),
     ("transformers", "current", {"kernel": "fa4"}, {}, "fa4"),
     ("transformers_bf16", "current", {"kernel": "fa4"}, {}, "fa4"),
+    ("transformers_padded", "current", {"kernel": "fa4"}, {}, "fa4"),
     ("deepspeed", "current", {}, {}, TORCH_CHOOSES),
     ("deepspeed", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
     ("deepspeed", "current", {"kernel": "fa4"}, {}, "fa4"),

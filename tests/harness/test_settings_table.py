@@ -37,13 +37,17 @@ NODES = Machine(
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 FILLED: tuple[SettingsFrom, ...] = ("as_published", "tuned")
 METHODS = list(all_methods())
-NATIVE = [name for name, method in all_methods().items() if hasattr(method, "attention")]
+NATIVE = [
+    name
+    for name, method in all_methods().items()
+    if hasattr(method, "attention") and "train" in getattr(method, "tasks", ("train",))
+]
 
 
 def papers_trial(folder: Path, method: str, variant: str, machine: Machine = NODES, **fixed: Any) -> Trial:
     """The paper's 7B trial on 32 GPUs with this method, as near to it as a foreign system runs one."""
     tasks = getattr(method_named(method), "tasks", ("train",))
-    whole = {name: {"cp_size": 1} for name in ("trl_upstream", "transformers_upstream", "transformers_bf16_upstream")}
+    whole = {name: {"cp_size": 1} for name in METHODS if name.startswith(("trl_", "transformers_", "flash_attn"))}
     sizes = {**whole, "megatron_tp": {"tp_size": 8, "world_size": 32}}
     values = {"method": method, "seq_len": "1M", "settings": variant} | sizes.get(method, {"cp_size": 32}) | fixed
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in values.items())

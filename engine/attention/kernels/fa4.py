@@ -76,12 +76,14 @@ _BLOCK_ROWS = 128  # of the sum of dQ, to which the rows of each sequence are ro
 
 
 def kv_heads_at_once(q_BLND: Tensor, kv_heads: int, sequences: int = 0) -> int:
-    """KV heads, with the query heads that read them, of one backward call: the most that keep to `WORKSPACE_BYTES`.
-    `sequences`: how many the call has, where it takes cumulative lengths."""
+    """KV heads, with the query heads that read them, of one backward call: as many in each as keep to
+    `WORKSPACE_BYTES`. `sequences`: how many the call has, where it takes cumulative lengths."""
     per_head = 4 * q_BLND.numel() // kv_heads
     if sequences:
         per_head += 4 * sequences * _BLOCK_ROWS * q_BLND.shape[2] * q_BLND.shape[3] // kv_heads
-    return max(1, min(kv_heads, WORKSPACE_BYTES // max(1, per_head)))
+    most = max(1, min(kv_heads, WORKSPACE_BYTES // max(1, per_head)))
+    calls = -(-kv_heads // most)
+    return -(-kv_heads // calls)  # a last call of few heads would leave most of the GPU idle
 
 
 # One row of zeros, expanded, is an output of any number of rows.
@@ -190,7 +192,7 @@ class FlashAttention4Kernel(Kernel):
         named |= {"softmax_scale": scale, "deterministic": deterministic}
         if self.softcap is not None:
             named["softcap"] = self.softcap
-        if packed is None:
+        if packed is None or packed.as_they_are:
             return self._all_heads(given, dlse_BNL, named)
         queries, keys, batch = packed.queries, packed.keys, q_BLND.shape[0]
         q, out, dout = (queries.packed(each)[None] for each in (q_BLND, out_BLND, dout_BLND))
@@ -215,24 +217,26 @@ class FlashAttention4Kernel(Kernel):
             keys = slice(first, min(first + at_once, kv_heads))
             queries = slice(keys.start * group, keys.stop * group)
             part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
-            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _one_call(
-                given.heads(queries, keys), part_dlse_BNL, named
-            )
+            into = (dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys])
+            _one_call(given.heads(queries, keys), part_dlse_BNL, named, into)
         return dq_BLND, dk_BMKD, dv_BMKD
 
 
-def _one_call(given: WholeInputs, dlse_BNL: Tensor | None, named: dict[str, Any]) -> Gradients:
-    """One call of the kernel's backward."""
+def _one_call(
+    given: WholeInputs, dlse_BNL: Tensor | None, named: dict[str, Any], into: Gradients | None = None
+) -> Gradients:
+    """One call of the kernel's backward, which writes `into` these tensors where they are given."""
     tensors: list[Tensor] = [*given[:3], given.lse_BNL.contiguous(), *given[4:]]
+    optional = dict(zip(("dq", "dk", "dv"), into, strict=True)) if into else {}
     if dlse_BNL is not None:
-        tensors.append(dlse_BNL)
+        optional["dlse"] = dlse_BNL
     with_lengths = "cu_seqlens_q" in named
     if with_lengths:  # a batch of one, whose dimension the kernel does not take
-        tensors = [each[0] for each in tensors]
-    q, out, dout, lse, k, v, *dlse = tensors
-    more = {"dlse": dlse[0]} if dlse else {}
-    dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **more, **named)
-    return (dq[None], dk[None], dv[None]) if with_lengths else (dq, dk, dv)
+        tensors = [each.squeeze(0) for each in tensors]
+        optional = {name: each.squeeze(0) for name, each in optional.items()}
+    q, out, dout, lse, k, v = tensors
+    dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **optional, **named)
+    return (dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)) if with_lengths else (dq, dk, dv)
 
 
 KERNEL = FlashAttention4Kernel()

@@ -21,12 +21,17 @@ class Library:
     def __init__(self) -> None:
         self.workspaces: list[int] = []
 
-    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, deterministic, causal, dlse=0.0):
+    def _flash_attn_bwd(
+        self, q, k, v, out, dout, lse, *, softmax_scale, deterministic, causal, dlse=0.0, dq=None, dk=None, dv=None
+    ):
         assert causal
         assert lse.is_contiguous()
         self.workspaces.append(4 * q.numel())
         given = BackwardInputs(q, dout, lse, row_dot(dout, out) - dlse, k, v)
-        return REFERENCE.backward(given, CAUSAL, softmax_scale, deterministic)
+        found = REFERENCE.backward(given, CAUSAL, softmax_scale, deterministic)
+        if dq is None:
+            return found
+        return tuple(into.copy_(gradient) for into, gradient in zip((dq, dk, dv), found, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3)])
@@ -57,3 +62,9 @@ def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, whole, h
 def test_short_tiles_are_one_call() -> None:
     assert fa4.kv_heads_at_once(SimpleNamespace(numel=lambda: (128 << 10) * 32 * 128), 8) == 8
     assert fa4.kv_heads_at_once(SimpleNamespace(numel=lambda: (1 << 20) * 32 * 128), 8) == 1
+
+
+def test_heads_are_divided_evenly() -> None:
+    """31 of 32 heads would fit into one call: two calls of 16, not one more of a single head."""
+    q = torch.empty(1, 128 << 10, 32, 128, device="meta")
+    assert fa4.kv_heads_at_once(q, 32, sequences=28) == 16
