@@ -17,16 +17,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from burst.rows import Rows, by_rows, mask_of
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.prepared import burst_attention
-
-_Rows: TypeAlias = tuple[tuple[int, ...], ...]  # lengths of the documents in each row of a batch
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -78,7 +76,7 @@ class _ShardedAttention:
     def __init__(self, cp: ContextParallel) -> None:
         self._cp = cp
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []  # tensors of boundaries, and how often each was written
-        self._rows: _Rows = ()  # what they say
+        self._rows: Rows = ()  # what they say
 
     def mask(
         self,
@@ -149,20 +147,17 @@ class _ShardedAttention:
         self._refuse(attention_mask, dropout, kwargs)
         q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        rows_of_batch = self._documents(kwargs, q_BLND)
+        left = None if sliding_window is None else sliding_window - 1  # a window of W holds the token itself
 
         def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
             out_BLND: Tensor = burst_attention(
                 q_BLND[rows], k_BLKD[rows], v_BLKD[rows],
-                mask=_mask(lengths, bool(causal), sliding_window), cp=self._cp,
+                mask=mask_of(lengths, causal=bool(causal), left=left), cp=self._cp,
                 scale=scaling, softcap=softcap, sinks_N=s_aux, tensor_layout="BSHD",
             )  # fmt: skip
             return out_BLND
 
-        if len(set(rows_of_batch)) == 1:
-            return call(slice(None), rows_of_batch[0]), None
-        each = [call(slice(row, row + 1), lengths) for row, lengths in enumerate(rows_of_batch)]
-        return torch.cat(each), None
+        return by_rows(call, self._documents(kwargs, q_BLND)), None
 
     @staticmethod
     def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -184,7 +179,7 @@ class _ShardedAttention:
                     "leave it out, or take another attn_implementation"
                 )
 
-    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> _Rows:
+    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
         """The documents of the batch. Collective where these positions were not seen before, on all ranks alike: the
         layers of a forward ask with the same tensors."""
         batch, tokens = q_BLND.shape[:2]
@@ -269,19 +264,7 @@ def _lengths(positions: list[int]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
-def _mask(lengths: tuple[int, ...], causal: bool, sliding_window: int | None) -> Mask:
-    """transformers' window of W holds the token itself and W - 1 before it."""
-    left = None if sliding_window is None else sliding_window - 1
-    if left is not None and not causal:
-        raise ValueError("the model asks for a window to both sides; only causal windows are exact here")
-    if len(lengths) > 1:
-        return Documents(lengths, causal=causal, left=left)
-    if left is not None and left < lengths[0] - 1:
-        return SlidingWindow(left)
-    return Causal() if causal else Full()
-
-
-def _check_boundaries(kwargs: dict[str, Any], rows: _Rows) -> None:
+def _check_boundaries(kwargs: dict[str, Any], rows: Rows) -> None:
     """Raises ValueError where boundaries that the model was given are not those of the positions."""
     expected = [0, *itertools.accumulate(length for row in rows for length in row)]
     for name in BOUNDARIES:
