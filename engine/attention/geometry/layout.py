@@ -16,7 +16,7 @@ local rank i - t; a transfer between nodes starts with its outer step and may la
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -131,11 +131,6 @@ class ZigzagOfDocuments:
 
     lengths: tuple[int, ...] = ()
     name: str = "zigzag_of_documents"
-
-    def of_documents(self, lengths: tuple[int, ...], causal: bool, repeat: bool) -> ZigzagOfDocuments:
-        """This layout of a sequence of other documents."""
-        assert not repeat, "documents of a batch do not repeat"
-        return replace(self, lengths=lengths)
 
     def chunks(self, cp_size: int) -> int:
         return 2 * cp_size

@@ -39,7 +39,7 @@ class Documents(Mask):
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lengths = tuple(int(length) for length in self.lengths)
+        lengths = tuple(map(int, self.lengths))
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
         if self.left is not None and self.left < 0:
