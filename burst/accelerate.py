@@ -2,9 +2,9 @@
 
 accelerate knows one way to shard a sequence, torch's, which drops masks and refuses windows. `parallelism` makes a
 `ParallelismConfig` with another: accelerate's own meshes and data loaders, which give the ranks of one sequence the
-same batch, with attention and the cutting of batches from here. Three methods are replaced for it, `_prepare_cp` of
-`Accelerator`, and `_prepare_context_parallel_inputs` and `prediction_step` of `Trainer`; under any other configuration
-they do what they did.
+same batch, and models that take whole batches (`burst.whole_batches`). To a trainer, the ranks that share a sequence
+are one process: it is told that no context parallelism is on, and counts and gathers what they have once. The methods
+that are replaced for it are listed in `_replace`; under any other configuration they do what they did.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst.batch import shard_batch
-from burst.transformers import register
+from burst.whole_batches import causal_model_of, take_whole_batches, with_logits
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
-
-BACKEND = "burst"
 
 
 def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
@@ -34,15 +32,15 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
         args = TrainingArguments(..., parallelism_config=burst.accelerate.parallelism(cp_size=4))
         Trainer(model, args, train_dataset=packed).train()
 
-    The model's attention becomes `burst` (`burst.register`) when it is prepared. Batches are whole on all ranks of a
-    sequence and cut by `burst.shard_batch`, in training and in evaluation.
+    When a model is prepared, it gets the attention `burst` (`burst.register`), and takes whole batches from then on.
 
     Args:
         cp_size: ranks that share a sequence.
         layout: which tokens each rank holds: zigzag, contiguous or striped.
         others: of `ParallelismConfig`, such as `dp_shard_size`.
 
-    Raises ImportError without accelerate, ValueError for an unknown layout and for what `ParallelismConfig` refuses.
+    Raises ImportError without accelerate, ValueError for an unknown layout, for tensor parallelism beside it and for
+    what `ParallelismConfig` refuses.
     """
     try:
         from accelerate import ParallelismConfig
@@ -51,103 +49,183 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
     from accelerate.utils import DistributedType
 
     class Parallelism(ParallelismConfig):
-        """Also for CPU processes, which accelerate leaves to plain data parallelism."""
+        """Its meshes have the dimension `cp`; whoever asks is told that there is no context parallelism."""
+
+        burst_layout = as_layout(layout).name
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.cp_backend = BACKEND  # after its check, which knows torch alone
+            if self.tp_size > 1 or self.sp_size > 1:
+                raise ValueError(
+                    f"tp_size {self.tp_size} and sp_size {self.sp_size} are beside sequences sharded by burst; leave "
+                    "both at 1"
+                )
+
+        @property
+        def cp_enabled(self) -> bool:
+            return False
+
+        @property
+        def non_dp_dim_names(self) -> list[str]:
+            return ["cp"] if self.cp_size > 1 else []
+
+        @property
+        def dp_shard_cp_dim_names(self) -> list[str]:
+            return [*super().dp_shard_cp_dim_names, *self.non_dp_dim_names]
+
+        @property
+        def dp_cp_dim_names(self) -> list[str]:
+            return [*super().dp_cp_dim_names, *self.non_dp_dim_names]
 
         def _validate_accelerator(self, accelerator: Any) -> None:
-            if accelerator.distributed_type != DistributedType.MULTI_CPU:
+            processes = accelerator.state.num_processes
+            if self.cp_size == 1 and accelerator.distributed_type != DistributedType.MULTI_CPU:
                 super()._validate_accelerator(accelerator)
-            elif self.total_size != accelerator.num_processes:
+            elif self.total_size != processes:
                 raise ValueError(
-                    f"there are {accelerator.num_processes} processes and the configuration describes "
-                    f"{self.total_size}; start as many, or give dp_replicate_size or dp_shard_size"
+                    f"there are {processes} processes and the configuration describes {self.total_size}; start as "
+                    "many, or give dp_replicate_size or dp_shard_size"
                 )
 
     config = Parallelism(cp_size=cp_size, **others)
-    config.burst_layout = as_layout(layout).name
     _replace()
     return config
 
 
+def sharing_ranks(accelerator: object) -> int:
+    """How many ranks share a sequence under a configuration of `parallelism`; 1 under another."""
+    config: Any = getattr(accelerator, "parallelism_config", None)
+    return int(config.cp_size) if hasattr(config, "burst_layout") else 1
+
+
 @functools.cache
 def _replace() -> None:
-    """Give both classes the methods that know this backend, once."""
+    """Give the classes the methods that know such a configuration, once."""
     from accelerate import Accelerator
     from transformers import Trainer
 
-    for owner, name, made in (
-        (Accelerator, "_prepare_cp", _prepare_cp),
-        (Trainer, "_prepare_context_parallel_inputs", _prepare_inputs),
-        (Trainer, "prediction_step", _prediction_step),
-    ):
-        earlier = getattr(owner, name, None)
-        if earlier is None:
-            raise ImportError(
-                f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15 and transformers 5.23"
-            )
+    replace(Accelerator, "prepare", _prepare)
+    replace(Accelerator, "prepare_model", _prepare_model)
+    replace(Accelerator, "gather", _gather)
+    replace(Accelerator, "num_processes", _num_processes)
+    replace(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
+    replace(Trainer, "_get_num_items_in_batch", _count_items)
+    replace(Trainer, "floating_point_ops", _floating_point_ops)
+    replace(Trainer, "prediction_step", _prediction_step)
+
+
+def replace(owner: type | ModuleType, name: str, made: Callable[[Callable], Callable]) -> None:
+    """Put `made(earlier)` in the place of a method or property of a class, or of a function of a module.
+
+    Raises ImportError where there is none of that name.
+    """
+    earlier: Any = getattr(owner, name, None)
+    if earlier is None:
+        raise ImportError(
+            f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15, transformers 5.23, TRL 1.16"
+        )
+    if isinstance(earlier, property):
+        getter: Any = earlier.fget
+        setattr(owner, name, property(made(getter)))
+    else:
         setattr(owner, name, functools.wraps(earlier)(made(earlier)))
 
 
-def _is_ours(accelerator: Any) -> bool:
-    return getattr(getattr(accelerator, "parallelism_config", None), "cp_backend", None) == BACKEND
+def _share_sequences(accelerator: Any, model: nn.Module) -> None:
+    """Make a model take whole batches, once."""
+    if not hasattr(accelerator, "burst_context"):
+        layout = accelerator.parallelism_config.burst_layout
+        accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=layout)
+    take_whole_batches(model, accelerator.burst_context)
 
 
-def _prepare_cp(earlier: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(accelerator: Any, *args: Any) -> tuple[Any, ...]:
-        if not _is_ours(accelerator):
-            return tuple(earlier(accelerator, *args))
-        config = accelerator.parallelism_config
-        accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=config.burst_layout)
-        register(accelerator.burst_context)
-        for each in args:
-            if isinstance(each, nn.Module):
-                _attend_sharded(each)
-        return args
-
-    return prepare
-
-
-def _attend_sharded(model: nn.Module) -> None:
-    """Give a model of transformers, wrapped or not, this package's attention. Raises ValueError for another model."""
-    whole = next((each for each in model.modules() if hasattr(each, "set_attn_implementation")), None)
-    if whole is None:
-        raise ValueError(f"the model is a {type(model).__name__} and none of transformers; shard it by burst_attention")
-    if whole.config._attn_implementation != BACKEND:
-        whole.set_attn_implementation(BACKEND)
-
-
-def _prepare_inputs(earlier: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        accelerator = trainer.accelerator
-        if not _is_ours(accelerator) or not accelerator.parallelism_config.cp_enabled:
-            context, same = earlier(trainer, model, inputs)
-            return context, same
-        _attend_sharded(model)  # evaluation prepares a model without `_prepare_cp`
-        inputs = trainer._prepare_inputs(inputs)
-        tokenizer = getattr(trainer, "processing_class", None)
-        padding = getattr(tokenizer, "pad_token_id", None)
-        cut = shard_batch(inputs, accelerator.burst_context, pad_token_id=padding or 0)
-        del cut["num_items_in_batch"]  # the Trainer's own, over all its micro-batches
-        return contextlib.nullcontext, dict(cut)
+def _prepare(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(accelerator: Any, *args: Any, **settings: Any) -> Any:
+        if sharing_ranks(accelerator) > 1:
+            for each in args:
+                if isinstance(each, nn.Module):
+                    _share_sequences(accelerator, each)
+        return earlier(accelerator, *args, **settings)
 
     return prepare
 
 
-def _mean(loss: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    total = loss.clone()
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
+def _prepare_model(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(accelerator: Any, model: nn.Module, *args: Any, **settings: Any) -> Any:
+        # One that predicts no tokens, such as a model of rewards, is prepared alone and computes whole sequences.
+        if sharing_ranks(accelerator) > 1 and causal_model_of(model) is not None:
+            _share_sequences(accelerator, model)
+        return earlier(accelerator, model, *args, **settings)
+
+    return prepare
+
+
+def _gather(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def gather(accelerator: Any, tensor: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        gathered = earlier(accelerator, tensor)
+        return recursively_apply(lambda each: of_first_ranks(sharing_ranks(accelerator), each), gathered)
+
+    return gather
+
+
+def of_first_ranks(ranks: int, gathered: Tensor) -> Tensor:
+    """What the first of each `ranks` processes that share a sequence gave, of what all gave: [processes x n, ...]."""
+    if ranks == 1:
+        return gathered
+    return gathered.unflatten(0, (dist.get_world_size() // ranks, ranks, -1))[:, 0].flatten(0, 1)
+
+
+def _num_processes(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def num_processes(accelerator: Any) -> int:
+        return int(earlier(accelerator)) // sharing_ranks(accelerator)
+
+    return num_processes
+
+
+def _create_accelerator(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def create(trainer: Any) -> None:
+        earlier(trainer)
+        if sharing_ranks(trainer.accelerator) > 1:
+            _refuse_trainer(trainer)
+
+    return create
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    """Raises ValueError for a trainer of TRL whose way with batches has not been compared with one process."""
+    of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
+    if not of_trl:
+        return
+    opened = getattr(trainer.accelerator.parallelism_config, "burst_trainers", ())
+    if not opened:
+        raise ValueError(
+            f"{of_trl[0]} is a trainer of TRL; pass burst.trl.parallelism(cp_size=...) as its configuration"
+        )
+    if not set(opened) & set(of_trl):
+        raise ValueError(f"{of_trl[0]} has not been compared with one process; use one of {', '.join(opened)}")
+
+
+def _count_items(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def count(trainer: Any, *args: Any, **settings: Any) -> Any:
+        items = earlier(trainer, *args, **settings)
+        # It divides by the ranks that share a sequence, whose items were gathered once.
+        return items if items is None else items * sharing_ranks(trainer.accelerator)
+
+    return count
+
+
+def _floating_point_ops(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def of_rank(trainer: Any, inputs: Any) -> Any:
+        return earlier(trainer, inputs) / sharing_ranks(trainer.accelerator)  # the Trainer adds those of all ranks
+
+    return of_rank
 
 
 def _prediction_step(earlier: Callable[..., Any]) -> Callable[..., Any]:
-    def step(trainer: Any, *args: Any, **settings: Any) -> tuple[Any, Any, Any]:
-        loss, logits, labels = earlier(trainer, *args, **settings)
-        if _is_ours(trainer.accelerator) and loss is not None:
-            # The Trainer may drop the values of some ranks, as of batches that were given twice.
-            loss = _mean(loss, trainer.accelerator.burst_context.group)
-        return loss, logits, labels
+    def step(trainer: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, **settings: Any) -> Any:
+        with with_logits(model) if not prediction_loss_only else contextlib.nullcontext():
+            return earlier(trainer, model, inputs, prediction_loss_only, **settings)
 
     return step

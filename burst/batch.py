@@ -32,9 +32,10 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         `input_ids` [B, L]; `position_ids` [B, L], counted over the whole sequence; `labels` and `shift_labels` [B, L],
         both the label of the token after each, so that no model shifts them again; and `num_items_in_batch`, the
         labels that count in the whole batch. A model of transformers then returns this rank's part of the loss: the
-        sum over ranks is the mean over the batch. Padding is a document of its own, so no token attends to it.
+        sum over ranks is the mean over the batch. No token attends to padding: it is a document of its own before the
+        tokens of a row, which then begin with position 0, or comes after them.
 
-    Raises ValueError for a key it does not know, for shapes that differ, and for padding on the left or in the middle.
+    Raises ValueError for a key it does not know, for shapes that differ, and for padding between tokens.
     """
     if unknown := sorted(set(batch) - set(_KNOWN)):
         raise ValueError(f"the batch has {', '.join(unknown)}, which is not known how to cut; pass {', '.join(_KNOWN)}")
@@ -48,11 +49,20 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
             )
     seq_len = tokens_BS.shape[1]
     labels_BS = batch.get("labels", torch.full_like(tokens_BS, IGNORE))
-    positions_BS = batch.get("position_ids", torch.arange(seq_len, device=tokens_BS.device).expand_as(tokens_BS))
+    count_S = torch.arange(seq_len, device=tokens_BS.device)
+    positions_BS = batch.get("position_ids", count_S.expand_as(tokens_BS))
     if "attention_mask" in batch:
-        lengths_B = _real_tokens(batch["attention_mask"])
-        padding_BS = torch.arange(seq_len, device=tokens_BS.device) >= lengths_B[:, None]
-        labels_BS = labels_BS.masked_fill(padding_BS, IGNORE)
+        first_B1, end_B1 = _real_tokens(batch["attention_mask"])
+        before_BS = count_S < first_B1
+        labels_BS = labels_BS.masked_fill(before_BS | (count_S >= end_B1), IGNORE)
+        if bool((labels_BS.gather(1, first_B1) != IGNORE).logical_and(first_B1 > 0).any()):
+            raise ValueError(
+                "the first token after padding has a label, which padding would have to foretell; pad on the right, or "
+                "give it the label -100"
+            )
+        if "position_ids" not in batch:
+            positions_BS = count_S - first_B1
+        positions_BS = torch.where(before_BS, count_S, positions_BS)
     next_BS = torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
     added = -seq_len % cp.layout.chunks(cp.size) if cp.size > 1 else 0
     if added:
@@ -69,10 +79,12 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
     }
 
 
-def _real_tokens(mask_BS: Tensor) -> Tensor:
-    """Tokens of each row before its padding. Raises ValueError unless padding is at the end."""
+def _real_tokens(mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the tokens of each row begin and end, [B, 1] each. Raises ValueError for padding between them."""
     real_BS = mask_BS.bool()
-    lengths_B = real_BS.sum(dim=1)
-    if not bool((real_BS == (torch.arange(mask_BS.shape[1], device=mask_BS.device) < lengths_B[:, None])).all()):
-        raise ValueError("attention_mask has padding before a token; pad on the right (padding_side='right')")
-    return lengths_B
+    count_S = torch.arange(mask_BS.shape[1], device=mask_BS.device)
+    first_B1 = real_BS.int().argmax(dim=1, keepdim=True)
+    end_B1 = first_B1 + real_BS.sum(dim=1, keepdim=True)
+    if not bool((real_BS == ((count_S >= first_B1) & (count_S < end_B1))).all()):
+        raise ValueError("attention_mask has padding between tokens; move it to the left or the right of each row")
+    return first_B1, end_B1

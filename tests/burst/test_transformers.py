@@ -193,7 +193,7 @@ def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
     [
         ({"pixel_values": torch.ones(1, 8)}, "the batch has pixel_values"),
         ({"labels": torch.ones(1, 7)}, r"labels is \[1, 7\] and input_ids \[1, 8\]"),
-        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])}, "padding before a token"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1]])}, "padding between tokens"),
     ],
 )
 def test_batches_that_cannot_be_cut(changed: dict[str, torch.Tensor], sentence: str) -> None:
