@@ -88,13 +88,6 @@ class _Shard:
         self.starts, self.lengths = [], []
         return self.parts
 
-    def runs(self) -> tuple[list[int], list[int]]:
-        """First positions and tokens of all."""
-        return (
-            self.starts + [part.start + part.first for part in self.parts],
-            self.lengths + [part.last - part.first for part in self.parts],
-        )
-
 
 @dataclass(slots=True)
 class _Dealer:
@@ -136,16 +129,17 @@ class _Dealer:
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
         self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
-        self.light = self.lightest(tokens)
-        self.take_rests()
+        rests = [(self.density(rest), rest.last - rest.first, rest) for rest in self.cut]
+        self.light = self.lightest(tokens, rests)
+        self.take_rests(rests)
         self.take_whole_documents()
         while self.tokens:
             self.close()
         return self.shard
 
-    def lightest(self, tokens: int) -> float:
+    def lightest(self, tokens: int, cut: list[tuple[float, int, _Rest]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
-        rests = sorted([(self.density(rest), rest.last - rest.first) for rest in self.cut], reverse=True)
+        rests = sorted([each[:2] for each in cut], reverse=True)
         more, each, window = (1, 2, self.window) if self.causal else (0, 1, math.inf)
         left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else math.inf
         for length in self.lengths:
@@ -187,11 +181,10 @@ class _Dealer:
             return (rest.first + rest.last + 1) / 2
         return self.seen(rest, rest.first, rest.last) / (rest.last - rest.first)
 
-    def take_rests(self) -> None:
+    def take_rests(self, cut: list[tuple[float, int, _Rest]]) -> None:
         """Take what is left of cut documents where it fits, and a part of a heavy one that does not."""
         taken, heavy, heaviest, room = [], None, 0.0, self.excess + self.slack
-        for rest in self.cut:
-            count, density = rest.last - rest.first, self.density(rest)
+        for density, count, rest in cut:
             excess = count * (density - self.light)
             if count <= self.tokens and excess <= room:
                 taken.append(rest)
@@ -370,10 +363,11 @@ def deal(lengths: Sequence[int], ranks: int, work: Work = Work(), *, cut: int = 
     sizes = np.array(lengths, dtype=np.int64)
     for begin, end in ((0, cut), (cut, int(sizes.sum()))):
         for shard in _dealt_between(sizes, ranks, work, begin, end) if begin < end else ():
-            starts, counts = shard.runs()
-            start += starts
-            count += counts
-            runs.append(len(starts))
+            start += shard.starts
+            start += [part.start + part.first for part in shard.parts]
+            count += shard.lengths
+            count += [part.last - part.first for part in shard.parts]
+            runs.append(len(shard.starts) + len(shard.parts))
     rank = np.repeat(np.arange(len(runs)) % ranks, runs)
     return ShardSegments.of_runs(ranks, rank, np.array(start), np.array(count))
 

@@ -138,9 +138,9 @@ class Documents(Mask):
         starts = starts[starts < tokens]
         stops = np.append(starts[1:], min(tokens, times * self.tokens))
         left, right = NO_LIMIT if self.left is None else self.left, 0 if self.causal else NO_LIMIT
-        regions = np.stack(
-            (starts, stops, starts, stops, *(np.full_like(starts, limit) for limit in (left, right))), axis=-1
-        )
+        regions = np.empty((len(starts), 6), dtype=np.int64)
+        regions[:, 0::2], regions[:, 1::2] = starts[:, None], stops[:, None]
+        regions[:, 4:] = left, right
         if not self.spans:
             return regions
         start, stop = np.array(self.spans).T  # queries see the later keys of their span, at a distance of 1 and more

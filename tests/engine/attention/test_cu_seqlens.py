@@ -109,6 +109,8 @@ def test_boundaries_of_any_whole_numbers_are_taken(dtype) -> None:
     given = torch.tensor(BOUNDS, dtype=dtype)
     for bounds in (given, given.numpy(), [each for each in given]):
         assert torch.equal(burst_attention(*inputs, cu_seqlens=bounds, max_seqlen=given[4] - given[3]), expected)
+    with pytest.raises(ValueError, match="cu_seqlens is of float64"):
+        burst_attention(*inputs, cu_seqlens=list(map(float, BOUNDS)))  # equal to whole numbers that are known
 
 
 def test_wrong_shapes_beside_boundaries_are_refused_in_a_sentence() -> None:
