@@ -129,7 +129,10 @@ class _Dealer:
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
         self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
-        rests = [(self.density(rest), rest.last - rest.first, rest) for rest in self.cut]
+        if self.causal and self.window == math.inf:
+            rests = [((rest.first + rest.last + 1) / 2, rest.last - rest.first, rest) for rest in self.cut]
+        else:
+            rests = [(self.density(rest), rest.last - rest.first, rest) for rest in self.cut]
         self.light = self.lightest(tokens, rests)
         self.take_rests(rests)
         self.take_whole_documents()
@@ -218,7 +221,10 @@ class _Dealer:
     def take_ends(self, rest: _Rest, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
         first, last, tokens, wanted = rest.first, rest.last, rest.last - rest.first, excess + count * self.light
-        least, most = self.seen(rest, first, first + count), self.seen(rest, last - count, last)
+        if self.causal and last <= self.window:
+            least, most = count * (2 * first + count + 1) / 2, count * (2 * last - count + 1) / 2
+        else:
+            least, most = self.seen(rest, first, first + count), self.seen(rest, last - count, last)
         begin = 0
         if 2 * count <= tokens and abs(least - wanted) <= self.slack:
             begin = count  # the rank with the others receives fewer keys
@@ -273,7 +279,11 @@ class _Dealer:
             if fits > window:
                 fits = (excess + window * (window - 1) / 2) / (window - light) if window > light else math.inf
             at = search(lengths, fits if fits < tokens else tokens) - 1
-            if excess > lacks and (at < 0 or lengths[at] < self.as_dense(excess / tokens + light) + 1):
+            if excess > lacks and (
+                at < 0
+                or (lengths[at] < times * (excess / tokens + light) <= window)
+                or (window < math.inf and lengths[at] < self.as_dense(excess / tokens + light))
+            ):
                 lacks, place = math.inf, bisect_right(lengths, fits)
                 if place < len(lengths):
                     self.tokens, self.pairs = tokens, excess - self.slack + tokens * light
@@ -397,7 +407,7 @@ def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: i
     pairs_in = _exactly(dealer.seen, work) if work.irregular else dealer.seen
     if work.irregular:
         areas = [sum(pairs_in(part, part.first, part.last) for part in shard.all_parts()) for shard in dealt]
-    _even_out(dealt, areas, _Exchange(work, pairs_in))
+    _even_out(dealt, areas, _Exchange(work, pairs_in, work == Work()))
     # The keys that a rank lacks of a long document are then those of the ranks before it, whose chunks come first.
     return dealt[::-1]
 
@@ -435,13 +445,18 @@ class _Exchange:
 
     work: Work
     pairs_in: Callable[[_Rest, int, int], float]
+    plain: bool  # causal documents without windows and spans
 
     def move(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> float:
         """Returns the pairs that are moved, at most about `pairs`."""
         best, found, count = 0.0, None, 0
         for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
             tokens = self.tokens(swap, pairs)
-            moved = self.moved(swap, tokens) if tokens > 0 else 0.0
+            moved = 0.0
+            if tokens > 0 and self.plain:  # as below, in less time
+                moved = tokens * (swap.given.last - swap.taken.first - tokens)
+            elif tokens > 0:
+                moved = self.moved(swap, tokens)
             if moved > best:
                 best, found, count = moved, swap, tokens
             if best >= 0.5 * pairs:
