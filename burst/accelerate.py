@@ -107,8 +107,7 @@ def _replace() -> None:
     replace(Accelerator, "prepare", _prepare)
     replace(Accelerator, "prepare_model", _prepare_model)
     replace(Accelerator, "gather", _gather)
-    replace(Accelerator, "num_processes", _divided)
-    replace(Accelerator, "process_index", _divided)
+    replace(Accelerator, "num_processes", _num_processes)
     replace(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
     replace(Trainer, "_get_num_items_in_batch", _count_items)
     replace(Trainer, "floating_point_ops", _floating_point_ops)
@@ -178,11 +177,11 @@ def of_first_ranks(ranks: int, gathered: Tensor) -> Tensor:
     return gathered.unflatten(0, (dist.get_world_size() // ranks, ranks, -1))[:, 0].flatten(0, 1)
 
 
-def _divided(earlier: Callable[..., Any]) -> Callable[..., Any]:
-    def divided(accelerator: Any) -> int:
+def _num_processes(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def num_processes(accelerator: Any) -> int:
         return int(earlier(accelerator)) // sharing_ranks(accelerator)
 
-    return divided
+    return num_processes
 
 
 def _create_accelerator(earlier: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ _HAS = frozenset(("causal_mask_function", _FULL, "sliding_window_overlay", "pack
 _COMPOSED = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")
 
 
-def register(cp: ContextParallel, *, name: str = "burst") -> None:
+def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str = "burst") -> None:
     """Let models of transformers attend over the sequence that the ranks of `cp` share.
 
         burst.register(cp)
@@ -51,23 +52,34 @@ def register(cp: ContextParallel, *, name: str = "burst") -> None:
         loss = model(**burst.shard_batch(batch, cp)).loss
 
     Args:
-        cp: the ranks, and the layout in which each holds its tokens. It replaces the one of an earlier call.
+        cp: the ranks, and the layout in which each holds its tokens; or a function that gives those of each call, for
+            trainers that change them. It replaces the one of an earlier call.
         name: under which models ask for it. The names of flash attention 2, 3 and 4 answer alike from then on.
 
     Every call raises ValueError, with what was found, for what is not exact: dropout, padding on the left, masks other
     than causal, full, windows and packed documents, positions counted per rank, `cu_seq_lens` that contradict them.
     Raises ImportError without transformers 5.
     """
-    if not isinstance(cp, ContextParallel):
-        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
+    if not isinstance(cp, ContextParallel) and not callable(cp):
+        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel, or a function that gives one")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError("register needs transformers 5: pip install 'transformers>=5'") from error
-    sharded = _ShardedAttention(cp)
+    sharded = lru_cache(maxsize=16)(_ShardedAttention)
+
+    def of_call() -> _ShardedAttention:
+        return sharded(cp if isinstance(cp, ContextParallel) else cp())
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return of_call().attend(*args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return of_call().mask(*args, **kwargs)
+
     for each in (name, *FLASH_NAMES):
-        AttentionInterface.register(each, sharded.attend)
-        AttentionMaskInterface.register(each, sharded.mask)
+        AttentionInterface.register(each, attend)
+        AttentionMaskInterface.register(each, mask)
 
 
 class _ShardedAttention:

@@ -56,6 +56,7 @@ def _replace() -> None:
     replace(grpo_trainer, "gather", _gather)
     replace(grpo_trainer, "gather_object", _gather_object)
     replace(grpo_trainer.GRPOTrainer, "_generate", _generate)
+    replace(grpo_trainer.GRPOTrainer, "_generate_and_score_completions", _generate_and_score)
 
 
 def _post_init(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +73,18 @@ def _post_init(earlier: Callable[..., Any]) -> Callable[..., Any]:
             return earlier(args)
 
     return post_init
+
+
+def _generate_and_score(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def generate_and_score(trainer: Any, inputs: list[Any]) -> Any:
+        ranks, kind = sharing_ranks(trainer.accelerator), type(trainer.accelerator)
+        if ranks == 1:
+            return earlier(trainer, inputs)
+        # It finds its own part of all rewards, which are there once for each sequence, by the index of its process.
+        with mock.patch.object(kind, "process_index", property(lambda self: self.state.process_index // ranks)):
+            return earlier(trainer, inputs)
+
+    return generate_and_score
 
 
 def _state() -> Any:

@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import fields, replace
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -33,7 +32,6 @@ from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
 MAX_PLANS = 64  # of a context: layers share one, and masks that differ every step pass through
-_OF_DOCUMENTS = ("lengths", "causal", "repeat", "left", "spans")  # of a mask, which a layout that knows documents has
 _MESH_DIM = "cp"  # of a mesh of several dimensions
 
 Plan = TypeVar("Plan")
@@ -129,8 +127,7 @@ class ContextParallel:
         other = copy.copy(self)
         other._name()  # its shards are others
         other.plans = PlanCache()
-        dealt = [each.name for each in fields(layout) if each.name in _OF_DOCUMENTS]
-        other.layout = replace(layout, **{name: getattr(mask, name) for name in dealt})
+        other.layout = mask.dealt(layout)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:

@@ -427,17 +427,13 @@ class TrainTask:
 
     def packed_row(self, micro_batch: int) -> PackedRow:
         """The rows of a micro-batch, counted over all steps and replicas, as one."""
-        store, size = cast(PackedSequences, self.store), self.settings.batch_size
-        numbers = range(micro_batch * size, (micro_batch + 1) * size)
-        return joined((store.row(store.place(number)) for number in numbers), self.settings.row_tokens)
+        store = cast(PackedSequences, self.store)
+        rows = (store.row(store.place(number)) for number in store.of_micro_batch(micro_batch))
+        return joined(rows, self.settings.row_tokens)
 
     def packed_counts(self, first: int, steps: int = 1) -> PackedCounts | None:
         """What the rows of `steps` steps from `first` on hold, over all ranks; None where rows are not packed."""
-        settings = self.settings
-        rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
-        if not isinstance(self.store, PackedSequences):
-            return None
-        return self.store.counts(range(first * rows, (first + steps) * rows))
+        return self.store.of_steps(first, steps) if isinstance(self.store, PackedSequences) else None
 
     def _packed_facts(self) -> dict[str, object]:
         """What the measured steps learnt from, for the record."""

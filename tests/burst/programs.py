@@ -74,15 +74,18 @@ def logged(trainer: Any) -> dict[str, float]:
     return found | {name: each.detach().double().abs().sum().item() for name, each in model.named_parameters()}
 
 
-def train(kinds: tuple[str, ...], model: str) -> dict[str, dict[str, float]]:
-    """Train by the trainer of TRL that each kind names the model of a folder. Returns what each logged."""
-    ranks = as_launched()
+def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Train by the trainer of TRL that each kind names the model of a folder. Returns what each logged.
+
+    `sizes` are those of `burst.trl.parallelism`; without any, ranks are those of data parallelism.
+    """
+    as_launched()
     import trl
     from datasets import Dataset
 
     import burst.trl
 
-    shared = {"parallelism_config": burst.trl.parallelism(cp_size=ranks)} if ranks > 1 else {}
+    shared = {"parallelism_config": burst.trl.parallelism(**sizes)} if sizes else {}
     found = {}
     for kind in kinds:
         name = kind.split()[0]

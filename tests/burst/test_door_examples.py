@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {  # by program, the packages that it needs
     "megatron_core.py": ("megatron.core",),
+    "nemo_sharder.py": ("nemo_automodel", "transformers"),
     "torchtitan_override.py": ("torchtitan", "triton"),  # which it imports also on CPUs
+    "verl_log_probabilities.py": ("verl", "tensordict", "transformers"),
 }
 
 

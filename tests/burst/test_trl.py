@@ -14,8 +14,14 @@ KINDS = ("SFT packed", "SFT padded", "SFT LoRA", "DPO", "GRPO")
 
 
 @pytest.mark.slow
-def test_two_ranks_log_what_one_process_logs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batches", "ranks", "sizes"), [(1, 2, {"cp_size": 2}), (2, 4, {"cp_size": 2, "dp_shard_size": 2})]
+)
+def test_what_is_logged_is_that_of_processes_with_whole_sequences(
+    batches: int, ranks: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
     llama().save_pretrained(tmp_path)
-    expected, found = (run_on_ranks(ranks, train, KINDS, str(tmp_path))[0] for ranks in (1, 2))
+    expected = run_on_ranks(batches, train, KINDS, str(tmp_path), {})[0]
+    found = run_on_ranks(ranks, train, KINDS, str(tmp_path), sizes)[0]
     for kind in KINDS:
         assert found[kind] == pytest.approx(expected[kind], rel=1e-4, abs=1e-5), kind
