@@ -242,7 +242,7 @@ def _rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
 
 
 def _of_columns(frame: pd.DataFrame, expression: str) -> pd.Series:
-    """A column, or an expression of columns. pandas prepares all columns that it is given, so it gets the named ones."""
+    """A column, or an expression of columns. pandas prepares every column that it is given: it gets the named ones."""
     if expression in frame.columns:
         return frame[expression]
     named = {quoted or plain for quoted, plain in re.findall(r"`([^`]+)`|([A-Za-z_]\w*)", expression)}
