@@ -127,7 +127,7 @@ class ContextParallel:
         other = copy.copy(self)
         other._name()  # its shards are others
         other.plans = PlanCache()
-        other.layout = mask.dealt(self.layout)
+        other.layout = mask.dealt(layout)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:
