@@ -17,7 +17,7 @@ from engine.attention.masks.mask import Mask
 if TYPE_CHECKING:
     from torch import Tensor
 
-DealtLayout = TypeVar("DealtLayout", Balanced, ZigzagOfDocuments)
+DealtLayout = TypeVar("DealtLayout", bound=Balanced | ZigzagOfDocuments)
 
 
 @dataclass(frozen=True, slots=True)
