@@ -271,6 +271,22 @@ def told_of_a_mask() -> str:
     return str(caught.value)
 
 
+def sinks_in_a_checkpoint() -> dict[str, tuple[int, ...]]:
+    """Of each learned sink, its shape over all ranks in Megatron's distributed checkpoint."""
+    from megatron.core import parallel_state
+
+    model = build({"softmax_type": "learnable", "tensor_model_parallel_size": 2}, 1, sharded=True)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    return {name: each.global_shape for name, each in state.items() if "softmax_offset" in name}
+
+
+@pytest.mark.slow
+def test_learned_sinks_are_in_checkpoints_divided_by_heads() -> None:
+    found = run_on_ranks(2, sinks_in_a_checkpoint)[0]
+    assert set(found.values()) == {(2, 4)}  # layers, heads of both ranks
+
+
 @pytest.mark.slow
 def test_all_ranks_refuse_a_mask_that_differs_on_one() -> None:
     told = run_on_ranks(2, told_of_a_mask)
