@@ -192,7 +192,8 @@ def attention(own: dict[str, Any] | None = None, **built: Any) -> Any:
     return burst.megatron.BurstCoreAttention(config, 1, **built)
 
 
-ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
+ONE = SimpleNamespace(size=lambda: 1)
+ALONE = SimpleNamespace(tp=ONE, cp=None)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,11 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
         ({"qk_clip": True}, {}, "asks for qk_clip"),
         ({}, {"attention_type": "cross"}, "cross-attention; only self-attention"),
         ({}, {"cp_comm_type": "ring"}, "cp_comm_type is 'ring'; choose p2p, all_gather"),
+        (
+            {"context_parallel_size": 4},
+            {"pg_collection": SimpleNamespace(tp=ONE, cp=ONE)},
+            "context_parallel_size is 4 and the group of ranks has 1",
+        ),
     ],
 )
 def test_layers_that_are_not_exact_are_refused(own: dict[str, Any], built: dict[str, Any], sentence: str) -> None:
