@@ -23,7 +23,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
 
 if TYPE_CHECKING:
-    from accelerate import ParallelismConfig
+    from accelerate import Accelerator, ParallelismConfig
 
 
 def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
@@ -131,8 +131,15 @@ def replace(owner: type | ModuleType, name: str, made: Callable[[Callable], Call
         setattr(owner, name, functools.wraps(earlier)(made(earlier)))
 
 
-def _share_sequences(accelerator: Any, model: nn.Module) -> None:
-    """Make a model take whole batches, once."""
+def share_sequences(accelerator: Accelerator, model: nn.Module) -> None:
+    """Make a model take whole batches, once. Raises ValueError beside what shards it in another way than FSDP2."""
+    from accelerate.utils import DistributedType
+
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    ):
+        raise ValueError(f"{kind.value} has not been tried with sequences sharded by burst; use FSDP2 (fsdp_version=2)")
     if not hasattr(accelerator, "burst_context"):
         layout = accelerator.parallelism_config.burst_layout
         accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=layout)
@@ -144,7 +151,7 @@ def _prepare(earlier: Callable[..., Any]) -> Callable[..., Any]:
         if sharing_ranks(accelerator) > 1:
             for each in args:
                 if isinstance(each, nn.Module):
-                    _share_sequences(accelerator, each)
+                    share_sequences(accelerator, each)
         return earlier(accelerator, *args, **settings)
 
     return prepare
@@ -154,7 +161,7 @@ def _prepare_model(earlier: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(accelerator: Any, model: nn.Module, *args: Any, **settings: Any) -> Any:
         # One that predicts no tokens, such as a model of rewards, is prepared alone and computes whole sequences.
         if sharing_ranks(accelerator) > 1 and causal_model_of(model) is not None:
-            _share_sequences(accelerator, model)
+            share_sequences(accelerator, model)
         return earlier(accelerator, model, *args, **settings)
 
     return prepare

@@ -17,9 +17,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import burst.accelerate as adapter
-from burst.accelerate import of_first_ranks, replace, sharing_ranks
+from burst.accelerate import of_first_ranks, replace, share_sequences, sharing_ranks
+from burst.whole_batches import causal_model_of
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -48,15 +50,26 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
 
 @functools.cache
 def _replace() -> None:
-    """Give GRPO the functions and methods that know such a configuration, once."""
-    from trl.trainer import grpo_config, grpo_trainer
+    """Give DPO and GRPO the functions and methods that know such a configuration, once."""
+    from trl.trainer import dpo_trainer, grpo_config, grpo_trainer
 
+    for trainer in (dpo_trainer, grpo_trainer):
+        replace(trainer, "prepare_fsdp", _prepare_fsdp)
     replace(grpo_config.GRPOConfig, "__post_init__", _post_init)
     replace(grpo_trainer, "set_seed", _set_seed)
     replace(grpo_trainer, "gather", _gather)
     replace(grpo_trainer, "gather_object", _gather_object)
     replace(grpo_trainer.GRPOTrainer, "_generate", _generate)
     replace(grpo_trainer.GRPOTrainer, "_generate_and_score_completions", _generate_and_score)
+
+
+def _prepare_fsdp(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(model: nn.Module, accelerator: Any) -> Any:
+        if sharing_ranks(accelerator) > 1 and causal_model_of(model) is not None:
+            share_sequences(accelerator, model)  # a reference, which accelerate does not prepare here
+        return earlier(model, accelerator)
+
+    return prepare
 
 
 def _post_init(earlier: Callable[..., Any]) -> Callable[..., Any]:

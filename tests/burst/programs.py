@@ -62,7 +62,7 @@ def texts(count: int, longest: int, seed: int) -> list[str]:
     ]
 
 
-def logged(trainer: Any) -> dict[str, float]:
+def logged(trainer: Any, fsdp: bool) -> dict[str, float]:
     """Everything that was logged, but times, and sums of the parameters' magnitudes, by name."""
     found = {
         f"{at} {name}": float(value)
@@ -71,15 +71,19 @@ def logged(trainer: Any) -> dict[str, float]:
         if not any(time in name for time in TIMES)
     }
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return found | {name: each.detach().double().abs().sum().item() for name, each in model.named_parameters()}
+    assert {hasattr(each, "full_tensor") for each in model.parameters()} == {fsdp}
+    whole = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in model.named_parameters())
+    return found | {name: each.detach().double().abs().sum().item() for name, each in whole}
 
 
-def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int]) -> dict[str, dict[str, float]]:
+def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int], fsdp: bool = False) -> dict[str, dict[str, float]]:
     """Train by the trainer of TRL that each kind names the model of a folder. Returns what each logged.
 
     `sizes` are those of `burst.trl.parallelism`; without any, ranks are those of data parallelism.
     """
     as_launched()
+    if fsdp:
+        _shard_parameters_of_cpus()
     import trl
     from datasets import Dataset
 
@@ -98,7 +102,7 @@ def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int]) -> dict[str
                 processing_class=tokenizer(), **given,
             )  # fmt: skip
             trainer.train()
-            found[kind] = logged(trainer)
+            found[kind] = logged(trainer, fsdp)
     return found
 
 
@@ -134,9 +138,11 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [len(set(each.split())) + 0.3 * each.count("w1") for each in completions]
 
 
-def transformers_trainer() -> dict[str, Any]:
+def transformers_trainer(fsdp: bool = False) -> dict[str, Any]:
     """Train by the Trainer of transformers on packed rows, evaluate with a metric of its predictions, and predict."""
     ranks = as_launched()
+    if fsdp:
+        _shard_parameters_of_cpus()
     from transformers import Trainer, TrainingArguments
 
     import burst.accelerate
@@ -151,7 +157,25 @@ def transformers_trainer() -> dict[str, Any]:
         )  # fmt: skip
         trainer.train()
         predicted = trainer.predict(rows[:3])
-        return logged(trainer) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+        return logged(trainer, fsdp) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+
+
+def _shard_parameters_of_cpus() -> None:
+    """accelerate knows FSDP2 on accelerators alone: CPU ranks get what its state would have there."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    earlier = AcceleratorState.__init__
+
+    def initialise(state: AcceleratorState, *args: Any, **settings: Any) -> None:
+        earlier(state, *args, **settings)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialise
 
 
 def _packed_row(lengths: tuple[int, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("accelerate", reason="the Trainer needs it: extra `test` has it")
 
 
-def test_steps_evaluation_metrics_and_predictions_on_two_ranks_are_those_of_one() -> None:
-    expected, found = (run_on_ranks(ranks, transformers_trainer)[0] for ranks in (1, 2))
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"])
+def test_steps_evaluation_metrics_and_predictions_on_two_ranks_are_those_of_one(fsdp: bool) -> None:
+    expected = run_on_ranks(1, transformers_trainer)[0]
+    found = run_on_ranks(2, transformers_trainer, fsdp)[0]
     for name in ("predictions", "labels"):
         np.testing.assert_allclose(found.pop(name), expected.pop(name), atol=1e-5)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
