@@ -57,7 +57,7 @@ RUN case "$CUDA" in \
 FROM needed AS build
 COPY . .
 RUN pip install --no-deps --editable .
-RUN python -m compileall -q engine baselines cluster harness \
+RUN python -m compileall -q burst engine baselines cluster harness \
     && mkdir -p results/runs
 
 # With the programs of the tests; the tests themselves are mounted.

@@ -11,6 +11,8 @@ Nothing of the benchmark harness is imported. Names are loaded on first use.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +52,20 @@ __all__ = [
     "register",
     "shard_batch",
 ]
+
+
+def _check_engine(beside: Path) -> None:
+    """Raises ImportError where a package or file `engine` of the user's own comes before the one of this package."""
+    found = find_spec("engine")
+    place = None if found is None or found.origin is None else Path(found.origin).resolve().parent
+    if place != beside / "engine":
+        raise ImportError(
+            f"import burst found engine in {place}, and needs the package engine in {beside}; rename your own module "
+            "engine, or put its folder behind that one in sys.path"
+        )
+
+
+_check_engine(Path(__file__).resolve().parents[1])
 
 
 def __getattr__(name: str) -> Any:

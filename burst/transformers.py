@@ -17,16 +17,15 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from burst.rows import Rows, by_rows, mask_of
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
 from engine.attention.prepared import burst_attention
-
-_Rows: TypeAlias = tuple[tuple[int, ...], ...]  # lengths of the documents in each row of a batch
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -45,7 +44,7 @@ _HAS = frozenset(("causal_mask_function", _FULL, "sliding_window_overlay", "pack
 _COMPOSED = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")
 
 
-def register(cp: ContextParallel, *, name: str = "burst") -> None:
+def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str = "burst") -> None:
     """Let models of transformers attend over the sequence that the ranks of `cp` share.
 
         burst.register(cp)
@@ -53,23 +52,34 @@ def register(cp: ContextParallel, *, name: str = "burst") -> None:
         loss = model(**burst.shard_batch(batch, cp)).loss
 
     Args:
-        cp: the ranks, and the layout in which each holds its tokens. It replaces the one of an earlier call.
+        cp: the ranks, and the layout in which each holds its tokens; or a function that gives those of each call, for
+            trainers that change them. It replaces the one of an earlier call.
         name: under which models ask for it. The names of flash attention 2, 3 and 4 answer alike from then on.
 
     Every call raises ValueError, with what was found, for what is not exact: dropout, padding on the left, masks other
     than causal, full, windows and packed documents, positions counted per rank, `cu_seq_lens` that contradict them.
     Raises ImportError without transformers 5.
     """
-    if not isinstance(cp, ContextParallel):
-        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
+    if not isinstance(cp, ContextParallel) and not callable(cp):
+        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel, or a function that gives one")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError("register needs transformers 5: pip install 'transformers>=5'") from error
-    sharded = _ShardedAttention(cp)
+    sharded = lru_cache(maxsize=16)(_ShardedAttention)
+
+    def of_call() -> _ShardedAttention:
+        return sharded(cp if isinstance(cp, ContextParallel) else cp())
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return of_call().attend(*args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return of_call().mask(*args, **kwargs)
+
     for each in (name, *FLASH_NAMES):
-        AttentionInterface.register(each, sharded.attend)
-        AttentionMaskInterface.register(each, sharded.mask)
+        AttentionInterface.register(each, attend)
+        AttentionMaskInterface.register(each, mask)
 
 
 class _ShardedAttention:
@@ -78,7 +88,7 @@ class _ShardedAttention:
     def __init__(self, cp: ContextParallel) -> None:
         self._cp = cp
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []  # tensors of boundaries, and how often each was written
-        self._rows: _Rows = ()  # what they say
+        self._rows: Rows = ()  # what they say
 
     def mask(
         self,
@@ -149,20 +159,17 @@ class _ShardedAttention:
         self._refuse(attention_mask, dropout, kwargs)
         q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        rows_of_batch = self._documents(kwargs, q_BLND)
+        left = None if sliding_window is None else sliding_window - 1  # a window of W holds the token itself
 
         def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
             out_BLND: Tensor = burst_attention(
                 q_BLND[rows], k_BLKD[rows], v_BLKD[rows],
-                mask=_mask(lengths, bool(causal), sliding_window), cp=self._cp,
+                mask=mask_of(lengths, causal=bool(causal), left=left), cp=self._cp,
                 scale=scaling, softcap=softcap, sinks_N=s_aux, tensor_layout="BSHD",
             )  # fmt: skip
             return out_BLND
 
-        if len(set(rows_of_batch)) == 1:
-            return call(slice(None), rows_of_batch[0]), None
-        each = [call(slice(row, row + 1), lengths) for row, lengths in enumerate(rows_of_batch)]
-        return torch.cat(each), None
+        return by_rows(call, self._documents(kwargs, q_BLND)), None
 
     @staticmethod
     def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -184,7 +191,7 @@ class _ShardedAttention:
                     "leave it out, or take another attn_implementation"
                 )
 
-    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> _Rows:
+    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
         """The documents of the batch. Collective where these positions were not seen before, on all ranks alike: the
         layers of a forward ask with the same tensors."""
         batch, tokens = q_BLND.shape[:2]
@@ -269,19 +276,7 @@ def _lengths(positions: list[int]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
-def _mask(lengths: tuple[int, ...], causal: bool, sliding_window: int | None) -> Mask:
-    """transformers' window of W holds the token itself and W - 1 before it."""
-    left = None if sliding_window is None else sliding_window - 1
-    if left is not None and not causal:
-        raise ValueError("the model asks for a window to both sides; only causal windows are exact here")
-    if len(lengths) > 1:
-        return Documents(lengths, causal=causal, left=left)
-    if left is not None and left < lengths[0] - 1:
-        return SlidingWindow(left)
-    return Causal() if causal else Full()
-
-
-def _check_boundaries(kwargs: dict[str, Any], rows: _Rows) -> None:
+def _check_boundaries(kwargs: dict[str, Any], rows: Rows) -> None:
     """Raises ValueError where boundaries that the model was given are not those of the positions."""
     expected = [0, *itertools.accumulate(length for row in rows for length in row)]
     for name in BOUNDARIES:

@@ -28,9 +28,12 @@ STAGES = [instruction.stage for instruction in INSTRUCTIONS if instruction.keywo
 SYSTEMS = [system.replace("_", "-") for system in pinned_systems()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-INSTALLED = ("gpu", "peers", "ray", "train")
+INSTALLED = ("gpu", "harness", "peers", "ray", "train")  # ray and train bring harness
 NEEDED = [
-    Requirement(line) for lines in (PROJECT["dependencies"], *(EXTRAS[name] for name in INSTALLED)) for line in lines
+    Requirement(line)
+    for lines in (PROJECT["dependencies"], *(EXTRAS[name] for name in INSTALLED))
+    for line in lines
+    if not line.startswith(PROJECT["name"])
 ]
 PINNED = (ROOT / "pins.txt").read_text(encoding="utf-8").splitlines()
 PINS = dict(line.split("==") for line in PINNED if not line.startswith("#"))
@@ -127,7 +130,7 @@ def test_what_the_build_needs_is_not_ignored():
         pytest.skip("not a git checkout, so its files cannot be told from others")
     kept = {"pyproject.toml", "pins.txt", "README.md", "LICENSE", "check_nodes.py"}
     for path in listed.stdout.splitlines():
-        if path in kept or path.split("/")[0] in {"harness", "engine", "baselines", "cluster", "experiments"}:
+        if path in kept or path.split("/")[0] in {"burst", "harness", "engine", "baselines", "cluster", "experiments"}:
             assert not any(fnmatch.fnmatch(path, f"{line}*") for line in ignored), path
     assert {".git/", ".venv/", "results/runs/", "baselines/*/upstream/"} <= set(ignored)
 
@@ -262,7 +265,7 @@ def test_the_code_is_compiled_and_the_folder_for_results_is_there(shell, tmp_pat
     run = run_line("build", "compileall")
     packages = re.findall(r"compileall -q ([\w ]+)", run.text)[0].split()
     for name in packages:
-        assert (ROOT / name / "__init__.py").exists() or name == "harness"
+        assert (ROOT / name / "__init__.py").exists()
         (tmp_path / "work" / name).mkdir(parents=True)
         (tmp_path / "work" / name / "module.py").write_text("x = 1\n")
     done, _ = shell(run, path=[str(Path(sys.executable).parent)])

@@ -81,7 +81,7 @@ cp_size: 2
 checkpoint: {tail: 0.5, every: 1, offload: inputs}
 mask: sliding_window:64
 learning_rate: 1e-3
-metrics: {tensorboard: true}
+metrics: {tracker: tensorboard}
 gradient_accumulation: 2
 lm_head_fusion: true
 """,

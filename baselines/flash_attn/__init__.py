@@ -50,10 +50,13 @@ class FlashAttention(EngineCommand):
         )
 
     def unavailable(self, device: str) -> str | None:
-        """Why a GPU machine cannot run it: the library is not there, or the GPU is too old for it."""
+        """Why the GPUs here cannot run it: the library is not there, or they are too old for it. A plan for other
+        machines is made where there is no GPU."""
+        import torch
+
         from engine.attention.kernels import kernel_named
 
-        return kernel_named("fa4").unsupported_reason() if device == "cuda" else None
+        return kernel_named("fa4").unsupported_reason() if device == "cuda" and torch.cuda.is_available() else None
 
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"

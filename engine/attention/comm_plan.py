@@ -236,9 +236,8 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, every_ran
     far = (arrived[..., 1] - arrived[..., 0]).sum(axis=1).max()
     tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
     # Of a rank's own chunk and of its neighbour's, which is the most like the others.
-    own, other = (
-        max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in set(ranks.tolist())) for by in (0, 1)
-    )
+    counted = {0} if tables.pairs.one_by_one else set(ranks.tolist())
+    own, other = (max(tables.pairs.call_count(rank, (rank - by) % ring.cp_size) for rank in counted) for by in (0, 1))
     return RingTraffic(
         int(steps) / ring.cp_size,
         int(near) / max(1, tokens * nodes * (size - 1)),

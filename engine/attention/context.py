@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.attention.comm.communicators import Communicators, found_node_size
 from engine.attention.comm.p2p import peers_needed
 from engine.attention.geometry.balanced import Balanced
-from engine.attention.geometry.layout import Layout, Segment, as_layout, rows_before, split_unsupported_reason
+from engine.attention.geometry.layout import (
+    Layout,
+    Segment,
+    ZigzagOfDocuments,
+    as_layout,
+    rows_before,
+    split_unsupported_reason,
+)
 from engine.attention.masks import Documents, Mask
 from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
@@ -115,12 +121,13 @@ class ContextParallel:
     def under(self, mask: Mask) -> ContextParallel:
         """These ranks as they share a sequence of this mask: where the layout deals documents, it deals those of the
         mask, with plans of their own."""
-        if self.size == 1 or not isinstance(self.layout, Balanced) or not isinstance(mask, Documents):
+        layout = self.layout
+        if self.size == 1 or not isinstance(layout, Balanced | ZigzagOfDocuments) or not isinstance(mask, Documents):
             return self
         other = copy.copy(self)
         other._name()  # its shards are others
         other.plans = PlanCache()
-        other.layout = replace(self.layout, lengths=tuple(mask.lengths), causal=mask.causal, repeat=mask.repeat)
+        other.layout = mask.dealt(layout)
         return other
 
     def ring_of(self, division: Division) -> ContextParallel:

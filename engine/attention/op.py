@@ -91,7 +91,9 @@ def _whole_forward(plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: 
     """(out_BLND in the inputs' dtype, lse_BNL) by the one kernel call of `plan.one_call`."""
     assert plan.one_call is not None
     out_BLND, lse_BNL = plan.kernel.forward(q_BLND, k_BLKD, v_BLKD, plan.one_call, plan.scale)
-    return out_BLND.to(q_BLND.dtype).contiguous(), lse_BNL.contiguous()
+    if out_BLND.dtype is not q_BLND.dtype:  # `to` of the same dtype takes host time
+        out_BLND = out_BLND.to(q_BLND.dtype)
+    return out_BLND.contiguous(), lse_BNL.contiguous()
 
 
 def _whole_backward(
@@ -100,14 +102,16 @@ def _whole_backward(
     """(dq_BLND, dk_BLKD, dv_BLKD) by one kernel call, which forms delta of O and dO itself."""
     q_BLND, k_BLKD, v_BLKD = shards
     assert plan.one_call is not None
-    dq_BLND, dk_BLKD, dv_BLKD = plan.kernel.backward_of_whole(
+    found = plan.kernel.backward_of_whole(
         WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BLKD, v_BLKD),
         plan.one_call,
         plan.scale,
         plan.choice.choices.deterministic,
     )
-    dtype = q_BLND.dtype
-    return dq_BLND.to(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)
+    if plan.kernel.writes_input_dtype:
+        return found
+    dq_BLND, dk_BLKD, dv_BLKD = (gradient.to(q_BLND.dtype) for gradient in found)
+    return dq_BLND, dk_BLKD, dv_BLKD
 
 
 def _gradients(

@@ -439,9 +439,9 @@ def _faster(chosen: Layout, others: Sequence[Layout], mask: Mask, seq_len: int, 
 
 def balanced(mask: Mask, tail: float = 1.0) -> Balanced:
     """The layout that deals the documents of a mask, those of the last `tail` of the sequence by themselves; any other
-    mask counts as one document. Windows and spans inside documents do not change it."""
+    mask counts as one document."""
     if isinstance(mask, Documents):
-        return Balanced(tuple(mask.lengths), mask.causal, mask.repeat, tail)
+        return mask.dealt(Balanced(tail=tail))
     return Balanced(causal=not isinstance(mask, Full), tail=tail)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,14 +132,20 @@ def joined(rows: Iterable[PackedRow], tokens: int) -> PackedRow:
     import torch
 
     rows = list(rows)
-    free = tokens - sum(len(row.tokens_S) for row in rows)
-    assert free >= 0, (tokens, free)
-    padding = torch.zeros(free, dtype=torch.int64)
+    lengths = joined_lengths([row.lengths for row in rows], tokens)
+    padding = torch.zeros(tokens - sum(len(row.tokens_S) for row in rows), dtype=torch.int64)
     return PackedRow(
         tokens_S=torch.cat([*(row.tokens_S for row in rows), padding]),
         labels_S=torch.cat([*(row.labels_S for row in rows), padding + IGNORE]),
-        lengths=np.concatenate([*(row.lengths for row in rows), np.array(padding_lengths(free), np.int64)]),
+        lengths=lengths,
     )
+
+
+def joined_lengths(rows: Sequence[Integers], tokens: int) -> Integers:
+    """Lengths of the documents of rows one after another, those of the padding at their end included."""
+    free = tokens - sum(int(lengths.sum()) for lengths in rows)
+    assert free >= 0, (tokens, free)
+    return np.concatenate([*rows, np.array(padding_lengths(free), np.int64)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +165,7 @@ class PackedSequences(TrainingData):
 
     def __init__(self, store: TokenStore, span: TokenSpan, settings: TrialSettings) -> None:
         """Raises ValueError when there are no documents to pack."""
-        self._store, self._seed = store, settings.seed
+        self._store, self._seed, self._settings = store, settings.seed, settings
         starts = store.document_starts
         stops = np.append(starts[1:], store.header.count)
         starts, stops = np.maximum(starts, span.start), np.minimum(stops, span.stop)
@@ -203,6 +209,21 @@ class PackedSequences(TrainingData):
             labels_S=torch.from_numpy(labels),
             lengths=lengths,
         )
+
+    def of_micro_batch(self, number: int) -> range:
+        """The rows of a micro-batch, counted over all steps and replicas."""
+        size = self._settings.batch_size
+        return range(number * size, (number + 1) * size)
+
+    def documents(self, micro_batch: int) -> Documents:
+        """Those of a micro-batch, as a mask."""
+        rows = [self.packing.row(self.place(number))[1] for number in self.of_micro_batch(micro_batch)]
+        return Documents(tuple(joined_lengths(rows, self._settings.row_tokens).tolist()))
+
+    def of_steps(self, first: int, steps: int) -> PackedCounts:
+        """What the rows of `steps` steps from `first` on hold, over all ranks."""
+        rows = self._settings.batch_size * self._settings.gradient_accumulation * self._settings.dp_size
+        return self.counts(range(first * rows, (first + steps) * rows))
 
     def counts(self, numbers: range) -> PackedCounts:
         """Of the rows with these numbers of the training."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
+from engine.attention.masks import Documents
 from engine.attention.masks.pairs import pair_table
 from engine.data import open_tokens
 from engine.data.sequences import (
@@ -361,22 +362,29 @@ class TrainTask:
     def attend_under(self, packed: PackedMask) -> None:
         """Let the forwards that follow attend inside these documents. A forward that is open keeps its own, also where
         backward runs its layers again."""
-        attend = self.attend.under(packed.documents, packed.cp)
-        within = attend
-        if window := any(self.settings.model.windowed) and self.settings.model.window:
-            inside = replace(packed.documents, left=window - 1)
+        attend = within = self.attend.under(packed.documents, packed.cp)
+        if any(self.settings.model.windowed):
+            inside = self._inside_window(packed.documents)
             within = (self._attend_in_window or self.attend).under(inside, packed.cp)
         for block in self.model.blocks:
             block.attend = within if block.windowed else attend
 
     def mask_of(self, row: PackedRow) -> PackedMask:
-        """The documents of a row, dealt to the ranks where the layout depends on them. What plans need of them is
-        formed here, on the host, while the device may still compute the step before."""
-        documents = row.documents
-        cp = self.cp.under(documents)
+        """The documents of a row, dealt to the ranks where the layout depends on them: by what layers without a window
+        see, where there are some. What plans need of them is formed here, on the host, while the device may still
+        compute the step before."""
+        documents, windowed = row.documents, self.settings.model.windowed
+        inside = [self._inside_window(documents)] if any(windowed) else []
+        seen = inside if all(windowed) else [documents, *inside]
+        cp = self.cp.under(seen[0])
         if cp.size > 1:
-            pair_table(documents, cp.layout, len(row.tokens_S), cp.size)  # which is cached
+            for mask in seen:
+                pair_table(mask, cp.layout, len(row.tokens_S), cp.size)  # which is cached
         return PackedMask(documents=documents, cp=cp)
+
+    def _inside_window(self, documents: Documents) -> Documents:
+        """What layers with a window see of a row."""
+        return replace(documents, left=self.settings.model.window - 1)
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's tokens of step `index` by micro-batch, with the labels their global neighbours give them.
@@ -419,17 +427,13 @@ class TrainTask:
 
     def packed_row(self, micro_batch: int) -> PackedRow:
         """The rows of a micro-batch, counted over all steps and replicas, as one."""
-        store, size = cast(PackedSequences, self.store), self.settings.batch_size
-        numbers = range(micro_batch * size, (micro_batch + 1) * size)
-        return joined((store.row(store.place(number)) for number in numbers), self.settings.row_tokens)
+        store = cast(PackedSequences, self.store)
+        rows = (store.row(store.place(number)) for number in store.of_micro_batch(micro_batch))
+        return joined(rows, self.settings.row_tokens)
 
     def packed_counts(self, first: int, steps: int = 1) -> PackedCounts | None:
         """What the rows of `steps` steps from `first` on hold, over all ranks; None where rows are not packed."""
-        settings = self.settings
-        rows = settings.batch_size * settings.gradient_accumulation * settings.dp_size
-        if not isinstance(self.store, PackedSequences):
-            return None
-        return self.store.counts(range(first * rows, (first + steps) * rows))
+        return self.store.of_steps(first, steps) if isinstance(self.store, PackedSequences) else None
 
     def _packed_facts(self) -> dict[str, object]:
         """What the measured steps learnt from, for the record."""

@@ -12,6 +12,7 @@ from engine.checkpoint.counts import packed_shares
 from engine.data.sequences import PackedCounts
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
+from engine.training.trackers import TrackerName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Saving:
 class MetricsChoice:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
-    tensorboard: bool = False
+    tracker: TrackerName = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

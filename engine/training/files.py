@@ -2,7 +2,7 @@
 
 RUN/training.json            the run, as configured; its presence makes RUN the directory of a training run
 RUN/metrics.jsonl            one line per step and per evaluation
-RUN/tensorboard/             the same as event files, where asked for
+RUN/tensorboard/, RUN/wandb/ the same for a tracker (engine/training/trackers.py); RUN/tracker_id names the run there
 RUN/checkpoints/step-<n>/    one checkpoint; `latest` names the newest
 RUN/attempts/<n>/            order.json, progress.jsonl, logs/ and errors/ of the n-th start
 """
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.atomic import write_atomic
+
+if TYPE_CHECKING:
+    from engine.training.trackers import Tracker
 
 RUN_FILE = "training.json"
 ORDER_FILE = "order.json"
@@ -34,47 +37,32 @@ def checkpoints_directory(run: Path) -> Path:
     return run / "checkpoints"
 
 
-def tensorboard_directory(run: Path) -> Path:
-    return run / "tensorboard"
-
-
 class MetricsWriter:
     """Appends lines that begin with `kind` ("step" or "evaluation"), `step` and `tokens` (trained on so far)."""
 
-    def __init__(self, run: Path, *, from_step: int, tensorboard: bool) -> None:
-        """Removes lines after `from_step`, whose steps will be repeated. Raises ValueError when TensorBoard is
-        configured and not installed."""
+    def __init__(self, run: Path, *, from_step: int, tracker: Tracker | None = None) -> None:
+        """Removes lines after `from_step`, whose steps will be repeated. `tracker` gets the same figures."""
         self._path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if float(line["step"]) <= from_step]
         write_atomic(self._path, "".join(map(_line, kept)))
-        self._events: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    f"metrics.tensorboard needs the tensorboard package, which cannot be imported here ({error}); "
-                    "install it with: pip install 'burst-harness[train]', or set metrics.tensorboard to false"
-                ) from error
-            self._events = SummaryWriter(str(tensorboard_directory(run)), purge_step=from_step + 1)
+        self._tracker = tracker
 
     def write(self, kind: str, step: int, tokens: int, **figures: float | None) -> None:
         """One line. Figures that are None were not measured, and are left out."""
         measured = {name: value for name, value in figures.items() if value is not None}
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(_line({"kind": kind, "step": step, "tokens": tokens, **measured}))
-        if self._events is not None:
-            for name, value in measured.items():
-                self._events.add_scalar(f"{kind}/{name}", value, global_step=step)
+        if self._tracker is not None:
+            self._tracker.log({f"{kind}/{name}": value for name, value in measured.items()}, step)
 
     def flush(self) -> None:
-        """Write event files to disk, as the lines already are."""
-        if self._events is not None:
-            self._events.flush()
+        """Write what the tracker holds to disk, as the lines already are."""
+        if self._tracker is not None:
+            self._tracker.flush()
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def read_metrics(run: Path) -> list[dict[str, float | str]]:

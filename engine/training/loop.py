@@ -44,6 +44,7 @@ from engine.training.config import Order, learning_rate
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, MetricsWriter, checkpoints_directory, run_of
 from engine.training.preflight import RunData, check_shape, check_steps, check_weights, facts_of, training_data
 from engine.training.state import Checkpoints
+from engine.training.trackers import open_tracker
 from engine.worker import exit_on_error, prepare, silent
 
 _Found = TypeVar("_Found")
@@ -115,11 +116,10 @@ class TrainingRun:
         elif config.init_from:
             agreed(world, lambda: check_weights(config, data.store.header))
             start_from(self.task.model, Path(config.init_from))
-        self.writer = (
-            MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
-            if world.rank == 0
-            else None
-        )
+        self.writer = None
+        if world.rank == 0:
+            tracker = open_tracker(run, config, from_step=self.steps_done)
+            self.writer = MetricsWriter(run, from_step=self.steps_done, tracker=tracker)
 
     def _about_storage(self) -> list[str]:
         """Where checkpoints are, unless all ranks see one directory. Collective."""

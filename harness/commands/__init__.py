@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from harness.machine.this_machine import Machine
 
 
-# Commands of version 0.1 that are part of another one now: the words that stand for them until the next version.
+# Commands of version 0.1 that are part of another one now: the words that stand for them until version 0.3.
 RENAMED = {
     "archive": "verify pack",
     "baselines": "setup baselines",

@@ -20,6 +20,7 @@ from cluster.files.errors import shown_value
 from cluster.files.progress import Progress
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
+from engine.training.trackers import missing_package
 from harness.base.errors import UsageError, one_of
 from harness.base.interrupts import interruptible
 from harness.base.writable import make_writable
@@ -135,11 +136,9 @@ def _loaded(arguments: argparse.Namespace) -> TrainingFile:
     from harness.training.file import load_training
 
     file = load_training(arguments.config, arguments.overrides)
-    if file.config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "metrics.tensorboard is true, but the tensorboard package is not installed; install it with: "
-            "pip install 'burst-harness[train]', or set metrics.tensorboard to false"
-        )
+    tracker = file.config.metrics.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise UsageError(missing_package(tracker, "is not installed"))
     return file
 
 

@@ -11,11 +11,11 @@ from functools import cache
 from engine.measurement import Forecast
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
-from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
 from harness.plan.checkpointing import with_plan
 from harness.plan.predict import engine_memory, fits_gpu, ranks_of_node, ranks_per_node, time_or_reason
+from harness.predict.packed import step_tokens, step_work
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare_times
@@ -65,13 +65,13 @@ class TrialForecast:
     def tokens_per_gpu_per_second(self) -> float | None:
         if self.time is None:
             return None
-        return tokens_per_step(self.settings) / self.settings.world_size / self.time.seconds
+        return step_tokens(self.settings) / self.settings.world_size / self.time.seconds
 
     @property
     def mfu(self) -> float | None:
         if self.time is None:
             return None
-        flops = work_of(self.settings).model / self.settings.world_size / self.time.seconds
+        flops = step_work(self.settings).model / self.settings.world_size / self.time.seconds
         return flops / (self.hardware.peak_bf16_tflops * TERA)
 
 

@@ -36,12 +36,12 @@ from engine.settings import (
 from engine.tasks import cuda_graph
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
-from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
 from harness.plan.forecast import forecast, plan_words
 from harness.plan.predict import gpu_room, ranks_of_node
+from harness.predict.packed import step_work
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
 from harness.spec.experiment import Experiment
@@ -199,7 +199,7 @@ def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
 def _model_tflop(settings: TrialSettings) -> float | None:
     """1e12 model FLOPs of one step or call, None where the mask does not describe a sequence of that length."""
     described = parse_mask(settings.mask).unsupported_reason(settings.seq_len) is None
-    return work_of(settings).model / 1e12 if described else None
+    return step_work(settings).model / 1e12 if described else None
 
 
 def plan_table(

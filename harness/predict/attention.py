@@ -29,6 +29,7 @@ from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
 from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB, TERA
+from harness.predict.packed import packed_rows
 from harness.spec.methods import all_methods, method_named
 
 
@@ -61,14 +62,16 @@ def context_ranks_of_node(settings: TrialSettings, node_ranks: int) -> int:
 
 
 def attention_problem(settings: TrialSettings, node_size: int) -> Problem:
-    """Attention of one layer of a trial. Raises ValueError for a method that is not modelled, and for a mask or layout
-    that does not exist."""
+    """Attention of one layer of a trial; of packed documents, those of a typical micro-batch of its data. Raises
+    ValueError for a method that is not modelled, and for a mask or layout that does not exist."""
     method = planned_method(method_named(settings.method))
     if method is None:
         known = ", ".join(name for name, each in all_methods().items() if planned_method(each))
         raise ValueError(f"method {settings.method} is not predicted; choose one of {known}")
     problem = problem_of_trial(settings, as_layout(method.layout(settings)), node_size)
-    return replace(problem, kv_heads=max(1, method.kv_heads(settings) // settings.tp_size))
+    problem = replace(problem, kv_heads=max(1, method.kv_heads(settings) // settings.tp_size))
+    rows = packed_rows(settings)
+    return problem if rows is None else rows.applied(problem)
 
 
 def layer_attention(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds) -> LayerAttention:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.attention.masks import parse_mask
+from engine.attention.masks import Documents, DocumentsOfBatch, parse_mask
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
-from harness.metrics.flops import StepFlops, work_of
+from harness.metrics.flops import StepFlops
 from harness.metrics.hardware import HardwareSpeeds
 from harness.metrics.throughput import GIB, TERA
 from harness.predict.attention import (
@@ -26,6 +26,7 @@ from harness.predict.attention import (
     layer_attention,
     tensor_parallel_seconds,
 )
+from harness.predict.packed import step_work
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
 _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
@@ -70,7 +71,7 @@ def step_time(
     node_size = context_ranks_of_node(settings, node_ranks)
     problem = attention_problem(settings, node_size)
     attention = attention or layer_attention(settings, problem, speeds)
-    work, ranks = work_of(settings), settings.world_size
+    work, ranks = step_work(settings), settings.world_size
     phases: dict[str, float] = {}
     if settings.task == "lm_head":
         phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
@@ -86,7 +87,10 @@ def step_time(
     for mask in settings.masks:  # layers with a window choose their own schedule
         ahead, back = forward, backward
         if mask != settings.masks[0]:
-            inside = layer_attention(settings, replace(problem, mask=parse_mask(mask)), speeds)
+            seen = parse_mask(mask)
+            if isinstance(seen, DocumentsOfBatch) and isinstance(problem.mask, Documents):
+                seen = replace(problem.mask, left=seen.left)
+            inside = layer_attention(settings, replace(problem, mask=seen), speeds)
             ahead, back = attention_passes(inside, speeds)
         count = settings.layer_masks.count(mask) * calls
         _add(phases, "attention forward", ahead, count)

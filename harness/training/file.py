@@ -54,6 +54,7 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
     entries = node.mapping("the training configuration")
     _refuse_experiment(entries)
     _point_elsewhere(entries)
+    entries = _with_tracker(entries)
     check_keys(entries, (*_ENGINE, *_OWN), "the training configuration")
     if missing := [key for key in ("model", "seq_len", "steps") if key not in entries]:
         raise UsageError(
@@ -69,6 +70,19 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def _with_tracker(entries: dict[str, Node]) -> dict[str, Node]:
+    """The entries with `metrics.tracker` for the `metrics.tensorboard: true` or `false` of version 0.1."""
+    metrics = entries.get("metrics")
+    if metrics is None or not isinstance(metrics.value, dict) or "tensorboard" not in metrics.value:
+        return entries
+    inner = dict(metrics.value)
+    old = inner.pop("tensorboard")
+    if "tracker" in inner:
+        raise UsageError(f"{old.place}: metrics has both tensorboard and tracker; leave tensorboard out")
+    named = "tensorboard" if convert(old, bool, "metrics.tensorboard") else "none"
+    return {**entries, "metrics": Node({**inner, "tracker": Node(named, old.place)}, metrics.place)}
 
 
 def _own(key: str, node: Node) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.atomic import flush_to_disk, write_atomic
-from engine.training.files import METRICS_FILE, checkpoints_directory, tensorboard_directory
+from engine.training.files import METRICS_FILE, checkpoints_directory
 from engine.training.manifest import (
     MANIFEST_FILE,
     aside_path,
@@ -28,6 +28,7 @@ from engine.training.manifest import (
     step_of,
     sweep,
 )
+from engine.training.trackers import tensorboard_directory
 from harness.launch.launcher import Folder
 from harness.launch.ray.host import FETCH_BYTES
 from harness.launch.ray.watch import PIECE_BYTES, HostLost

@@ -34,7 +34,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
     text = MINIMAL + (
         "cp_size: 2\nworld_size: 4\nbatch_size: 3\ngradient_accumulation: 5\ncheckpoint: {every: 1, tail: 0.5}\n"
         "optimizer: {weight_decay: 0}\nlr_schedule: {warmup: 2}\nevaluate: {every: 5}\nsave: {every: 4}\n"
-        "metrics: {tensorboard: true}\n"
+        "metrics: {tracker: wandb}\n"
     )
     overrides = ["save.keep=7", "checkpoint.tail=0.25", "lr_schedule={minimum: 0}", "learning_rate=1e-3"]
     config = load_training(written(text), overrides).config
@@ -43,7 +43,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
     assert config.optimizer == AdamWSettings(weight_decay=0.0)
     assert config.lr_schedule == Schedule(warmup=2, minimum=0.0)
     assert (config.evaluate, config.save) == (Evaluation(every=5), Saving(every=4, keep=7))
-    assert config.metrics.tensorboard
+    assert config.metrics.tracker == "wandb"
     assert (config.sequences_per_step, config.tokens_per_step) == (2 * 3 * 5, 2 * 3 * 5 * 1024)
 
 
@@ -69,7 +69,9 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("data: no/such", ":4: data is 'no/such', which is no file here"),
         ("init_from: no/such", ":4: init_from is 'no/such', which is no directory here"),
         ("cp_size: 0", ":4: cp_size is 0"),
+        ("metrics: {tracker: wand}", r":4: metrics.tracker is 'wand'; .*did you mean wandb\?"),
         ("metrics: {tensorboard: 1}", ":4: metrics.tensorboard is 1; expected true or false"),
+        ("metrics: {tensorboard: true, tracker: none}", ":4: metrics has both tensorboard and tracker; leave"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) -> None:
@@ -82,6 +84,13 @@ def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) ->
     lines.write_text('{"text": "one"}\n{"text": "two"}\n')
     with pytest.raises(UsageError, match=r"run\.yaml:4: data .*my\.jsonl' looks like JSON Lines, whose syntax"):
         load_training(written(MINIMAL + f"data: {lines}\n"))
+
+
+def test_the_key_of_version_0_1_still_means_tensorboard(written) -> None:
+    config = load_training(written(MINIMAL + "metrics: {tensorboard: true}\n")).config
+    assert config.metrics.tracker == "tensorboard"
+    config = load_training(written(MINIMAL), ["metrics.tensorboard=false"]).config
+    assert config.metrics.tracker == "none"
 
 
 @pytest.mark.parametrize("key", ["model", "seq_len", "steps"])

@@ -139,7 +139,7 @@ def test_status_says_how_far_a_run_has_come(tmp_path: Path) -> None:
     assert is_training_run(run)
     start = "run stopped before its end; no step of 10 yet; no checkpoint yet; started 2"
     assert training_status(run).startswith(start)
-    writer = MetricsWriter(run, from_step=0, tensorboard=False)
+    writer = MetricsWriter(run, from_step=0)
     writer.write("step", 4, 256, loss=2.5, seconds=0.25)
     writer.write("evaluation", 3, 192, loss=2.75)
     (run / "checkpoints" / "step-00000004").mkdir(parents=True)

@@ -121,6 +121,43 @@ class Striped:
 
 
 @dataclass(frozen=True, slots=True)
+class ZigzagOfDocuments:
+    """Zigzag over each packed document by itself: rank r holds chunks r and 2P-1-r of every document. Megatron-LM cuts
+    packed sequences so.
+
+    Args:
+        lengths: tokens of each document, multiples of 2P, in the order of the sequence; none: one document fills it.
+    """
+
+    lengths: tuple[int, ...] = ()
+    name: str = "zigzag_of_documents"
+
+    def chunks(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        """Raises ValueError for a document that 2P chunks do not divide."""
+        lengths = self.lengths or (seq_len,)
+        if wrong := [length for length in lengths if length % (2 * cp_size)]:
+            raise ValueError(
+                f"a document has {wrong[0]} tokens, which do not split into 2 x cp_size = {2 * cp_size} equal chunks; "
+                "pad each document to a multiple of them"
+            )
+        if sum(lengths) != seq_len:
+            raise ValueError(
+                f"{len(lengths)} documents hold {sum(lengths)} tokens and the sequence has {seq_len}; give lengths "
+                "that sum to it"
+            )
+        runs: list[Segment] = []
+        start = 0
+        for length in lengths:
+            parts = Zigzag().segments(length, cp_size, cp_rank)
+            runs += [Segment(start + part.start, part.count) for part in parts]
+            start += length
+        return merged(runs)
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
     """Shards of another layout put together: rank i holds the tokens of `members[i]`, in order of position."""
 

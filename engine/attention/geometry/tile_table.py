@@ -7,6 +7,7 @@ regions by all shards, trims the rectangles to what their bands show, and joins 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
@@ -14,7 +15,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.layout import Layout, Segment
+from engine.attention.geometry.balanced import Balanced
+from engine.attention.geometry.layout import Layout
+from engine.attention.geometry.shards import ShardSegments
 from engine.attention.geometry.tiles import (
     NO_LIMIT,
     Call,
@@ -47,58 +50,12 @@ class Region(NamedTuple):
     right: int = NO_LIMIT
 
 
-@dataclass(frozen=True, eq=False)
-class ShardSegments:
-    """The segments of some shards as arrays, in order."""
-
-    segments: tuple[tuple[Segment, ...], ...]  # by shard
-
-    @cached_property
-    def step(self) -> int:
-        """Distance of neighbouring positions, of all segments."""
-        (step,) = {segment.step for shard in self.segments for segment in shard} or {1}
-        return step
-
-    @cached_property
-    def shard(self) -> Integers:
-        """Of each segment."""
-        return np.repeat(np.arange(len(self.segments)), [len(shard) for shard in self.segments])
-
-    @cached_property
-    def start(self) -> Integers:
-        """First position of each segment."""
-        return np.array([segment.start for shard in self.segments for segment in shard], dtype=np.int64)
-
-    @cached_property
-    def count(self) -> Integers:
-        """Tokens of each segment."""
-        return np.array([segment.count for shard in self.segments for segment in shard], dtype=np.int64)
-
-    @cached_property
-    def tokens(self) -> Integers:
-        """Of each shard."""
-        tokens = np.zeros(len(self.segments), dtype=np.int64)
-        np.add.at(tokens, self.shard, self.count)
-        return tokens
-
-    @cached_property
-    def offset(self) -> Integers:
-        """Local tokens in front of each segment."""
-        before = np.cumsum(self.count) - self.count
-        return before - (np.cumsum(self.tokens) - self.tokens)[self.shard]
-
-    def rows_before(self, cuts: Integers) -> Integers:
-        """Local tokens of each shard before global positions, [shards, cuts]."""
-        rows = np.zeros((len(self.segments), len(cuts)), dtype=np.int64)
-        of_segments = np.clip(-((self.start[:, None] - cuts) // self.step), 0, self.count[:, None])
-        np.add.at(rows, self.shard, of_segments)
-        return rows
-
-
 @lru_cache(maxsize=64)
 def shards_of(layout: Layout, seq_len: int, cp_size: int) -> ShardSegments:
     """The shards of all ranks."""
-    return ShardSegments(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
+    if isinstance(layout, Balanced):
+        return layout.shards(seq_len, cp_size)
+    return ShardSegments.of(*(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +71,12 @@ class TileTable:
     @cached_property
     def bounds(self) -> Integers:
         """The tiles of pair i are bounds[i] to bounds[i + 1] - 1."""
-        return np.searchsorted(self.pair, np.arange(self.pairs + 1))
+        return np.concatenate(([0], np.cumsum(self.counts)))
 
     @cached_property
     def counts(self) -> Integers:
         """How many tiles each pair has."""
-        return np.diff(self.bounds)
+        return np.bincount(self.pair, minlength=self.pairs)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -173,9 +130,11 @@ class TileTable:
         if len(some):
             first[some] = np.minimum.reduceat(start, self.bounds[some])
             last[some] = np.maximum.reduceat(stop, self.bounds[some])
-            order = np.lexsort((start, self.pair))
-            pair, start, stop = self.pair[order], start[order], stop[order]
-            apart[pair[1:][(pair[1:] == pair[:-1]) & (stop[:-1] > start[1:])]] = False
+            pair, same = self.pair, self.pair[1:] == self.pair[:-1]
+            if (same & (start[1:] < start[:-1])).any():
+                order = np.lexsort((start, pair))
+                start, stop = start[order], stop[order]
+            apart[pair[1:][same & (stop[:-1] > start[1:])]] = False
         return first, last, apart
 
     @classmethod
@@ -206,7 +165,7 @@ def tile_table(regions: Integers, queries: ShardSegments, keys: ShardSegments, m
     if merges and len(found.pair):
         found = _merged(found)
     shown = _trimmed(found)
-    table = _tiles(shown, len(queries.segments) * len(keys.segments))
+    table = _tiles(shown, len(queries) * len(keys))
     if len(table.pair) > MAX_TILES and int(table.counts.max()) > MAX_TILES:
         most = table.call_count(int(table.counts.argmax()))
         if most > MAX_TILES:
@@ -246,6 +205,9 @@ class _Runs(NamedTuple):
     unit: Integers  # the segment, or the whole shard, that they are a part of
     end: Integers  # local tokens before the end of it
 
+    def followed_by(self, others: _Runs) -> _Runs:
+        return _Runs(*map(np.concatenate, zip(self, others, strict=True)))
+
 
 def _runs(low: Integers, high: Integers, shards: ShardSegments) -> _Runs:
     """The tokens of each segment at positions low[i] <= position < high[i] of region i."""
@@ -260,7 +222,7 @@ def _runs(low: Integers, high: Integers, shards: ShardSegments) -> _Runs:
         offset + first,
         offset + last,
         start + first * step,
-        segment + len(shards.segments),
+        segment + len(shards),
         offset + count,
     )
     some = first < last
@@ -279,7 +241,7 @@ def _met(low: Integers, high: Integers, shards: ShardSegments) -> tuple[Integers
     counts = np.maximum(0, last - first)
     region = np.repeat(np.arange(len(low)), counts)
     segment = ascending[np.arange(len(region)) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
-    order = np.argsort(region * len(stop) + segment)
+    order = np.argsort(region * len(stop) + segment, kind="stable")  # nearly in order
     return region, segment[order]
 
 
@@ -303,11 +265,16 @@ def _crossed(queries: _Runs, keys: _Runs, regions: int) -> tuple[Integers, Integ
     return q, np.arange(len(q)) + np.repeat(firsts - (np.cumsum(each) - each), each)
 
 
-def _same_shards(queries: ShardSegments, keys: ShardSegments) -> Booleans:
-    """Which shards hold the same positions, [shards of queries, shards of keys]."""
-    numbers: dict[tuple[Segment, ...], int] = {}
-    sides = ([numbers.setdefault(each, len(numbers)) for each in side.segments] for side in (queries, keys))
-    return np.equal.outer(*map(np.array, sides))
+def _numbered(queries: ShardSegments, keys: ShardSegments) -> tuple[Integers, Integers]:
+    """A number of each shard of queries and of keys, the same of shards with the same positions."""
+    if queries is keys:  # shards share no token
+        return (numbers := np.arange(len(queries))), numbers
+    known: dict[bytes, int] = {}
+    of_queries, of_keys = (
+        np.array([known.setdefault(side.bytes_of(shard), len(known)) for shard in range(len(side))])
+        for side in (queries, keys)
+    )
+    return of_queries, of_keys
 
 
 def _local(regions: Integers, queries: ShardSegments, keys: ShardSegments) -> _Rectangles:
@@ -315,50 +282,61 @@ def _local(regions: Integers, queries: ShardSegments, keys: ShardSegments) -> _R
     diagonal serves all segments of a shard against itself."""
     left, right = regions[:, 4], regions[:, 5]
     of_queries = _runs(regions[:, 0], regions[:, 1], queries)
-    of_keys = _runs(regions[:, 2], regions[:, 3], keys)
+    alike = queries is keys and np.array_equal(regions[:, :2], regions[:, 2:4])
+    of_keys = of_queries if alike else _runs(regions[:, 2], regions[:, 3], keys)
     causal, whole = (left >= NO_LIMIT) & (right == 0), (left >= NO_LIMIT) & (right >= NO_LIMIT)
-    several = max(len(queries.start) - len(queries.segments), len(keys.start) - len(keys.segments)) > 0
-    same = _same_shards(queries, keys) if several else np.empty((0, 0), dtype=bool)
-    units = max(len(queries.segments) + len(queries.start), len(keys.segments) + len(keys.start))
+    q, k = _crossed(of_queries, of_keys, len(regions))
+    divided = len(q)  # the first ones are between two segments
+    if max(len(queries.start) - len(queries), len(keys.start) - len(keys)) > 0:
+        q_number, k_number = _numbered(queries, keys)
 
-    def rectangles(q_runs: _Runs, k_runs: _Runs, shards: bool) -> _Rectangles:
-        q, k = _crossed(q_runs, k_runs, len(regions))
-        if several:  # which pairs are taken as whole shards
-            region = q_runs.region[q]
-            taken = (whole[region] | (causal[region] & same[q_runs.shard[q], k_runs.shard[k]])) == shards
-            q, k = q[taken], k[taken]
-        region, top, first = q_runs.region[q], q_runs.start[q], k_runs.start[k]
-        if shards:
-            lo, hi = np.full(len(q), -NO_LIMIT), np.where(causal[region], 0, NO_LIMIT)
+        def undivided(q: Integers, k: Integers) -> Booleans:
+            region, same = of_queries.region[q], q_number[of_queries.shard[q]] == k_number[of_keys.shard[k]]
+            return whole[region] | (causal[region] & same)
+
+        last = of_queries.position + (of_queries.stop - of_queries.start - 1) * queries.step
+        seen = of_keys.position[k] <= (last + right[of_queries.region])[q]  # the others are cut off in any case
+        between_segments = seen & ~undivided(q, k)
+        q, k = q[between_segments], k[between_segments]
+        divided = len(q)
+        q_base, k_base = len(of_queries.region), len(of_keys.region)
+        shards_of_queries = _of_whole_shards(of_queries, queries)
+        shards_of_keys = shards_of_queries if alike else _of_whole_shards(of_keys, keys)
+        of_queries = of_queries.followed_by(shards_of_queries)
+        of_keys = of_queries if alike else of_keys.followed_by(shards_of_keys)
+        if alike and not whole.any():  # each shard with itself
+            more_q = more_k = q_base + np.flatnonzero(causal[shards_of_queries.region])
         else:
-            distance = k_runs.position[k] - q_runs.position[q]
-            lo, hi = np.full(len(q), -NO_LIMIT), np.full(len(q), NO_LIMIT)
-            if (left < NO_LIMIT).any():
-                limits = first - top - (left[region] + distance) // queries.step
-                lo = np.where(left[region] < NO_LIMIT, limits, lo)
-            if (right < NO_LIMIT).any():
-                limits = first - top + (right[region] - distance) // queries.step
-                hi = np.where(right[region] < NO_LIMIT, limits, hi)
-        pair = q_runs.shard[q] * len(keys.segments) + k_runs.shard[k]
-        part = q_runs.unit[q] * units + k_runs.unit[k]
-        return _Rectangles(
-            pair,
-            top,
-            q_runs.stop[q],
-            first,
-            k_runs.stop[k],
-            lo,
-            hi,
-            causal[region].astype(np.int64),
-            part,
-            k_runs.end[k],
-        )
-
-    found = rectangles(of_queries, of_keys, False)
-    if not several:
-        return found
-    of_shards = rectangles(_of_whole_shards(of_queries, queries), _of_whole_shards(of_keys, keys), True)
-    return _Rectangles(*(np.concatenate(each) for each in zip(found, of_shards, strict=True)))
+            more_q, more_k = _crossed(shards_of_queries, shards_of_keys, len(regions))
+            more_q, more_k = more_q + q_base, more_k + k_base
+            between_shards = undivided(more_q, more_k)
+            more_q, more_k = more_q[between_shards], more_k[between_shards]
+        q, k = np.concatenate((q, more_q)), np.concatenate((k, more_k))
+    region, top, first = of_queries.region[q], of_queries.start[q], of_keys.start[k]
+    distance = of_keys.position[k] - of_queries.position[q]
+    lo, hi = np.full(len(q), -NO_LIMIT), np.full(len(q), NO_LIMIT)
+    if (left < NO_LIMIT).any():
+        limits = first - top - (left[region] + distance) // queries.step
+        lo = np.where(left[region] < NO_LIMIT, limits, lo)
+    if (right < NO_LIMIT).any():
+        limits = first - top + (right[region] - distance) // queries.step
+        hi = np.where(right[region] < NO_LIMIT, limits, hi)
+        hi[divided:] = np.where(causal[region[divided:]], 0, NO_LIMIT)
+    pair = of_queries.shard[q] * len(keys) + of_keys.shard[k]
+    units = max(len(queries) + len(queries.start), len(keys) + len(keys.start))
+    part = of_queries.unit[q] * units + of_keys.unit[k]
+    return _Rectangles(
+        pair,
+        top,
+        of_queries.stop[q],
+        first,
+        of_keys.stop[k],
+        lo,
+        hi,
+        causal.astype(np.int64)[region],
+        part,
+        of_keys.end[k],
+    )
 
 
 def _merged(found: _Rectangles) -> _Rectangles:
@@ -449,41 +427,48 @@ def _tiles(shown: _Rectangles, pairs: int) -> TileTable:
     no_lo, no_hi = lo == -NO_LIMIT, hi == NO_LIMIT
     cut = no_lo & ~no_hi & ((shown.causal > 0) | (past == 0))
     middle, corner = top + (right - left - past), left + past  # the end of the square's rows, its first column
-    full = np.concatenate(
-        [
-            np.stack(sides)[:, chosen]
-            for sides, chosen in (
-                ((pair, top, bottom, left, right), no_lo & no_hi),
-                ((pair, top, bottom, left, corner), cut & (past > 0)),
-                ((pair, middle, bottom, corner, right), cut & (middle < bottom)),
-            )
-        ],
-        axis=1,
-    )
+    whole, over, below = no_lo & no_hi, cut & (past > 0), cut & (middle < bottom)
+    full = _columns((pair, top, bottom, left, right), whole)
+    if over.any() or below.any():
+        over_and_below = (
+            _columns((pair, top, bottom, left, corner), over),
+            _columns((pair, middle, bottom, corner, right), below),
+        )
+        full = np.concatenate((full, *over_and_below), axis=1)
     full = _joined(full)
-    squares = np.stack((pair, top, middle, corner, right))[:, cut]
-    rest = ~cut & ~(no_lo & no_hi)
-    bands = np.stack((pair, top, bottom, left, right))[:, rest]
-    of, *corners = np.concatenate((full, squares, bands), axis=1)
+    squares = _columns((pair, top, middle, corner, right), cut)
+    rest = ~cut & ~whole
+    bands = _columns((pair, top, bottom, left, right), rest)
+    tiles = np.concatenate((full, squares, bands), axis=1)
     shift = (top - left)[rest]  # limits are counted from the tile's corner
     unlimited, zero = np.full(full.shape[1], NO_LIMIT), np.zeros(squares.shape[1], dtype=np.int64)
     lo = np.concatenate((-unlimited, zero - NO_LIMIT, np.where(no_lo[rest], -NO_LIMIT, lo[rest] + shift)))
     hi = np.concatenate((unlimited, zero, np.where(no_hi[rest], NO_LIMIT, hi[rest] + shift)))
-    order = np.argsort(of, kind="stable")
-    return TileTable(pairs, of[order], np.stack(corners)[:, order], lo[order], hi[order])
+    order = np.argsort(tiles[0], kind="stable")
+    tiles = tiles[:, order]
+    return TileTable(pairs, tiles[0], tiles[1:], lo[order], hi[order])
+
+
+def _columns(rows: Sequence[Integers], which: Booleans) -> Integers:
+    """Those elements of each row, [rows, elements]."""
+    at = np.flatnonzero(which)
+    return np.stack([row[at] for row in rows])
 
 
 def _joined(full: Integers) -> Integers:
     """Full tiles [pair and corners; tiles] of which those that share a whole edge are one: along the keys, then along
     the queries. One large kernel call is faster than two small ones."""
+    width = int(full[1:].max(initial=0)) + 1
     for first, along in ((1, 3), (3, 1)):
-        full = full[:, np.lexsort((full[along], full[first + 1], full[first], full[0]))]
-        fixed = full[[0, first, first + 1]]
-        same = (fixed[:, 1:] == fixed[:, :-1]).all(axis=0) & (full[along, 1:] == full[along + 1, :-1])
-        firsts, lasts = _groups(same, full.shape[1])
-        stops = full[along + 1, lasts]
-        full = full[:, firsts]
-        full[along + 1] = stops
+        # Tiles share no pair of tokens, so those that begin at one edge are in order without their other ends.
+        full = full[:, np.argsort((full[0] * width + full[first]) * width + full[along])]
+        same = (full[along, 1:] == full[along + 1, :-1]) & (full[0, 1:] == full[0, :-1])
+        same &= (full[first, 1:] == full[first, :-1]) & (full[first + 1, 1:] == full[first + 1, :-1])
+        if same.any():
+            firsts, lasts = _groups(same, full.shape[1])
+            stops = full[along + 1, lasts]
+            full = full[:, firsts]
+            full[along + 1] = stops
     return full
 
 
@@ -493,7 +478,7 @@ def region_areas(regions: Integers, shards: ShardSegments) -> Integers:
     runs = _runs(regions[:, 0], regions[:, 1], shards)
     region = runs.region
     before = runs.position - k_start[region]  # keys of the region in front of the first query
-    areas = np.zeros(len(shards.segments), dtype=np.int64)
+    areas = np.zeros(len(shards), dtype=np.int64)
     columns = (k_stop - k_start)[region]
     seen = band_area(runs.stop - runs.start, columns, before - left[region], before + right[region], shards.step)
     np.add.at(areas, runs.shard, seen)
@@ -508,9 +493,9 @@ def outermost_spans(regions: Integers, shards: ShardSegments, enough: int) -> tu
     segments.
     """
     ascend = bool((regions[1:, [0, 2]] >= regions[:-1, [1, 3]]).all())
-    if not ascend or 3 * len(regions) > MAX_TILES or len(shards.start) > len(shards.segments):
+    if not ascend or 3 * len(regions) > MAX_TILES or len(shards.start) > len(shards):
         return None
-    pairs = len(shards.segments) ** 2
+    pairs = len(shards) ** 2
     spans, seen = np.zeros((2, 2, pairs), dtype=np.int64), np.zeros(pairs, dtype=np.int64)
     for end, ordered in enumerate((regions, regions[::-1])):
         known, at, size = np.zeros(pairs, dtype=bool), 0, 1 if end else enough + 2

@@ -235,8 +235,11 @@ def _one_call(
         tensors = [each.squeeze(0) for each in tensors]
         optional = {name: each.squeeze(0) for name, each in optional.items()}
     q, out, dout, lse, k, v = tensors
-    dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **optional, **named)
-    return (dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)) if with_lengths else (dq, dk, dv)
+    found: Gradients = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **optional, **named)
+    if not with_lengths:
+        return found
+    dq, dk, dv = found
+    return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
 
 
 KERNEL = FlashAttention4Kernel()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from engine.attention.geometry.balanced import Balanced
+from engine.attention.geometry.layout import ZigzagOfDocuments
 from engine.attention.geometry.tile_table import Region
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DealtLayout = TypeVar("DealtLayout", bound=Balanced | ZigzagOfDocuments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Documents(Mask):
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lengths = tuple(int(length) for length in self.lengths)
+        lengths = tuple(map(int, self.lengths))
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
         if self.left is not None and self.left < 0:
@@ -101,6 +105,11 @@ class Documents(Mask):
     def tokens(self) -> int:
         """Tokens of all documents together."""
         return int(self._starts[-1])
+
+    def dealt(self, layout: DealtLayout) -> DealtLayout:
+        """A layout that knows documents, with these."""
+        seen = ("lengths", "causal", "repeat", "left", "spans")
+        return replace(layout, **{each.name: getattr(self, each.name) for each in fields(layout) if each.name in seen})
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         if self.repeat or self.tokens == seq_len:

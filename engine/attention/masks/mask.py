@@ -15,7 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.tile_table import Region, ShardSegments, region_areas, tile_table
+from engine.attention.geometry.shards import ShardSegments
+from engine.attention.geometry.tile_table import Region, region_areas, tile_table
 from engine.attention.geometry.tiles import Integers, Tile
 
 _names: dict[Mask, str] = {}
@@ -54,7 +55,7 @@ class Mask:
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
         check_length(self, seq_len)
-        return int(region_areas(regions_of(self, seq_len), ShardSegments(((Segment(0, seq_len),),)))[0])
+        return int(region_areas(regions_of(self, seq_len), ShardSegments.of((Segment(0, seq_len),)))[0])
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key.
@@ -63,7 +64,7 @@ class Mask:
         """
         ends = [segment.start + (segment.count - 1) * segment.step for segment in (*q, *k) if segment.count]
         regions = regions_of(self, max(ends, default=-1) + 1)
-        return tile_table(regions, ShardSegments((q,)), ShardSegments((k,)), self.merges).tiles(0)
+        return tile_table(regions, ShardSegments.of(q), ShardSegments.of(k), self.merges).tiles(0)
 
 
 def mask_named(name: str) -> Mask:

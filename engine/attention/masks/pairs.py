@@ -9,9 +9,9 @@ import numpy as np
 
 from engine.attention.accumulate import WAITING_PARTS
 from engine.attention.geometry.layout import Layout, Segment, rows_before
+from engine.attention.geometry.shards import ShardSegments
 from engine.attention.geometry.tile_table import (
     Booleans,
-    ShardSegments,
     TileTable,
     outermost_spans,
     region_areas,
@@ -44,6 +44,7 @@ class PairTable:
     _kind_of: Integers  # [query ranks, key ranks]: the pair of `_tiles` that has equal tiles
     _tiles: TileTable | None  # None: a pair's tiles are formed when they are asked for
     _formed: dict[int, tuple[Call, ...]] = field(default_factory=dict)  # by kind
+    _counted: dict[int, int] = field(default_factory=dict)  # calls of a kind whose tiles are not in `_tiles`
 
     def calls(self, q_rank: int, k_rank: int) -> tuple[Call, ...]:
         """Kernel calls of one pair."""
@@ -55,9 +56,17 @@ class PairTable:
 
     def call_count(self, q_rank: int, k_rank: int) -> int:
         """How many calls one pair has; they are not formed."""
-        if self._tiles is None:
-            return pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
-        return self._tiles.call_count(int(self._kind_of[q_rank, k_rank]))
+        kind = int(self._kind_of[q_rank, k_rank])
+        if self._tiles is not None:
+            return self._tiles.call_count(kind)
+        if kind not in self._counted:
+            self._counted[kind] = pair_tiles(*self._problem, q_rank, k_rank).call_count(0)
+        return self._counted[kind]
+
+    @property
+    def one_by_one(self) -> bool:
+        """Tiles of a pair are formed when they are asked for: of striped ranks, whose pairs are much alike."""
+        return self._tiles is None
 
     @property
     def has_sequences(self) -> bool:
@@ -104,7 +113,7 @@ def _token_spans(tiles: TileTable, queries: bool, kind_of: Integers) -> TokenSpa
 def _kinds(regions: Integers, shards: ShardSegments) -> tuple[Integers, Integers]:
     """(kind of each pair of ranks, a pair of each kind) of shards of one segment: pairs of one kind have equal tiles,
     because their ranks have equally many tokens before each edge of a region, and lie alike to each other."""
-    ranks, distance = len(shards.segments), shards.start - shards.start[:, None]
+    ranks, distance = len(shards), shards.start - shards.start[:, None]
     rows = shards.rows_before(np.unique(regions[:, :4]))
     alike = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
     kinds = alike[:, None] * ranks + alike
@@ -119,7 +128,7 @@ def _kinds(regions: Integers, shards: ShardSegments) -> tuple[Integers, Integers
 
 def pair_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> TileTable:
     """The tiles of one pair of ranks."""
-    queries, keys = (ShardSegments((layout.segments(seq_len, cp_size, rank),)) for rank in (q_rank, k_rank))
+    queries, keys = (ShardSegments.of(layout.segments(seq_len, cp_size, rank)) for rank in (q_rank, k_rank))
     return tile_table(regions_of(mask, seq_len), queries, keys, mask.merges)
 
 
@@ -128,7 +137,7 @@ def tiles_of_all_keys(mask: Mask, layout: Layout, seq_len: int, cp_size: int) ->
     """Pair r of the table: the queries of rank r against all keys in order of position. Shards are runs of consecutive
     tokens. Raises ValueError for a length the mask does not fit."""
     check_length(mask, seq_len)
-    whole = ShardSegments(((Segment(0, seq_len),),))
+    whole = ShardSegments.of((Segment(0, seq_len),))
     return tile_table(regions_of(mask, seq_len), shards_of(layout, seq_len, cp_size), whole, mask.merges)
 
 

@@ -37,8 +37,9 @@ from numpy.typing import NDArray
 
 from engine.attention.comm_plan import RingTraffic
 from engine.attention.cost import HardwareModel, Workload, choose_schedule, estimate
-from engine.attention.geometry.balanced import deal
+from engine.attention.geometry.dealing import deal
 from engine.attention.geometry.layout import LAYOUTS
+from engine.attention.geometry.tile_table import shards_of
 from engine.attention.masks import Documents
 from engine.attention.problem import Problem
 
@@ -115,10 +116,9 @@ class Pieces(NamedTuple):
     last: Integers
 
 
-def pieces_of(lengths: tuple[int, ...], runs: list[tuple[int, int, int]]) -> Pieces:
-    """From runs of positions (rank, start, stop)."""
+def pieces_of(lengths: tuple[int, ...], rank: Integers, start: Integers, stop: Integers) -> Pieces:
+    """From runs of positions [start, stop), each on a rank."""
     bounds = np.cumsum((0, *lengths))
-    rank, start, stop = np.array(runs, dtype=np.int64).T
     low, high = np.searchsorted(bounds, start, side="right") - 1, np.searchsorted(bounds, stop)
     count = high - low
     run = np.repeat(np.arange(len(rank)), count)
@@ -130,33 +130,31 @@ def pieces_of(lengths: tuple[int, ...], runs: list[tuple[int, int, int]]) -> Pie
 
 def of_layout(name: str) -> Callable[[tuple[int, ...], int], Pieces]:
     def place(lengths: tuple[int, ...], ranks: int) -> Pieces:
-        shards = [LAYOUTS[name].segments(sum(lengths), ranks, rank) for rank in range(ranks)]
-        return pieces_of(
-            lengths, [(rank, s.start, s.start + s.count) for rank, each in enumerate(shards) for s in each]
-        )
+        shards = shards_of(LAYOUTS[name], sum(lengths), ranks)
+        return pieces_of(lengths, shards.shard, shards.start, shards.start + shards.count)
 
     return place
 
 
 def balanced(lengths: tuple[int, ...], ranks: int) -> Pieces:
     dealt = deal(lengths, ranks)
-    return pieces_of(lengths, [(rank, s.start, s.start + s.count) for rank, each in enumerate(dealt) for s in each])
+    return pieces_of(lengths, dealt.shard, dealt.start, dealt.start + dealt.count)
 
 
 def heap_of_chunks(lengths: tuple[int, ...], ranks: int) -> Pieces:
     """Equal chunks of the sequence, heaviest first to the rank with least work that has fewer than its share."""
     seq_len = sum(lengths)
-    starts = range(0, seq_len, CHUNK)
-    pieces = pieces_of(lengths, [(at, start, start + CHUNK) for at, start in enumerate(starts)])
+    starts = np.arange(0, seq_len, CHUNK)
+    pieces = pieces_of(lengths, np.arange(len(starts)), starts, starts + CHUNK)
     work = np.bincount(pieces.rank, weights=pairs(pieces))
-    heap, taken, runs = [(0.0, rank) for rank in range(ranks)], [0] * ranks, []
+    heap, taken, rank_of = [(0.0, rank) for rank in range(ranks)], [0] * ranks, np.zeros_like(starts)
     for chunk in np.argsort(-work, kind="stable").tolist():
         load, rank = heapq.heappop(heap)
-        runs.append((rank, chunk * CHUNK, (chunk + 1) * CHUNK))
+        rank_of[chunk] = rank
         taken[rank] += 1
         if taken[rank] < len(starts) // ranks:
             heapq.heappush(heap, (load + work[chunk], rank))
-    return pieces_of(lengths, runs)
+    return pieces_of(lengths, rank_of, starts, starts + CHUNK)
 
 
 def bins_of_blocks(lengths: tuple[int, ...], ranks: int) -> Pieces:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import P2PRing
 from engine.attention.comm.p2p import Transport
-from engine.attention.geometry.layout import LAYOUTS, Gathered, Ring, layout_named, split_unsupported_reason
+from engine.attention.geometry.layout import (
+    LAYOUTS,
+    Gathered,
+    Ring,
+    ZigzagOfDocuments,
+    layout_named,
+    split_unsupported_reason,
+)
 from engine.attention.geometry.tiles import Tile, band_area, row_blocks, trim
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas
 from tests.positions import rank_pair_tiles, shard_positions
@@ -40,6 +47,15 @@ def test_every_token_belongs_to_exactly_one_rank_in_ascending_order(layout, cp_s
     assert all(shard == sorted(shard) for shard in shards)
     assert {len(shard) for shard in shards} == {seq_len // cp_size}
     assert sorted(token for shard in shards for token in shard) == list(range(seq_len))
+
+
+def test_zigzag_of_documents_cuts_each_document_by_itself() -> None:
+    found = [shard_positions(ZigzagOfDocuments((4, 8)), 12, 2, rank) for rank in range(2)]
+    assert found == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+    with pytest.raises(ValueError, match="a document has 6 tokens, which do not split into 2 x cp_size = 4"):
+        shard_positions(ZigzagOfDocuments((6, 6)), 12, 2, 0)
+    with pytest.raises(ValueError, match="2 documents hold 12 tokens and the sequence has 16"):
+        shard_positions(ZigzagOfDocuments((4, 8)), 16, 2, 0)
 
 
 @pytest.mark.parametrize(("layout", "mask"), list(product(LAYOUTS.values(), MASKS)), ids=str)

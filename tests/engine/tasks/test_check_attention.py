@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from engine import ContextParallel
 from engine.attention.geometry.layout import LAYOUTS, Segment, SplitZigzag
-from engine.attention.geometry.tile_table import ShardSegments, region_areas
+from engine.attention.geometry.shards import ShardSegments
+from engine.attention.geometry.tile_table import region_areas
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.masks.mask import regions_of
 from engine.attention.reference import dense_gradients
@@ -173,7 +174,7 @@ def test_a_row_of_a_mask_with_many_blocks_is_read_off_its_pattern_not_off_tiles(
     """A row against 8192 blocks takes seconds to form in tiles, and too many of them are refused."""
     mask, rows = parse_mask("block_sparse:128:strided-2:causal"), [0, 127, 128, 500_000, (1 << 20) - 1]
     starts_RI, stops_RI = check_attention.seen_runs(mask, rows, 1 << 20)
-    queries = ShardSegments(tuple((Segment(row, 1),) for row in rows))
+    queries = ShardSegments.of(*((Segment(row, 1),) for row in rows))
     pairs = region_areas(regions_of(mask, 1 << 20), queries).tolist()
     assert (stops_RI - starts_RI).sum(dim=1).tolist() == pairs
     assert (starts_RI[1:, 0] % 128 == 0).all()

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from engine.attention.comm_plan import ring_tables
-from engine.attention.geometry.balanced import Balanced, deal
+from engine.attention.geometry.balanced import Balanced
+from engine.attention.geometry.dealing import deal
 from engine.attention.geometry.layout import LAYOUTS, Ring, layout_named, tail_cut
 from engine.attention.masks import Causal, Documents, Full, SlidingWindow, imbalance, kept_share, rank_areas
 from engine.attention.masks.mask import FirstRows
@@ -52,14 +53,39 @@ def test_every_rank_has_equal_tokens_and_work_within_five_percent(kind: str) -> 
         assert (max(areas) - min(areas)) * ranks / sum(areas) <= 0.05, (ranks, causal, seed)
 
 
+def spans_in(lengths: tuple[int, ...], seed: int, longest: int) -> tuple[tuple[int, int], ...]:
+    """Runs of positions in documents, of up to `longest` tokens."""
+    chance, found, start = random.Random(seed), [], 0
+    for length in lengths:
+        at = start + chance.randint(0, max(1, length // 2))
+        while (stop := at + chance.randint(2, longest)) <= start + length:
+            found.append((at, stop))
+            at = stop + chance.randint(1, 3 * longest)
+        start += length
+    return tuple(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_and_spans_inside_documents_are_counted(kind: str) -> None:
+    for ranks, left in itertools.product((2, 8, 64), (0, 127, 1023, 4095)):
+        lengths = drawn(kind, ranks, left)
+        masks = [Documents(lengths, left=left), Documents(lengths, causal=False, left=left)]
+        masks += [Documents(lengths, left=some, spans=spans_in(lengths, left, 600)) for some in (None, left)]
+        for mask in masks:
+            areas = rank_areas(mask, balanced(mask), mask.tokens, ranks)
+            assert (max(areas) - min(areas)) * ranks / sum(areas) <= 0.05, (ranks, left, mask.causal, bool(mask.spans))
+
+
 def test_any_lengths_of_a_few_tokens_are_dealt() -> None:
     chance = random.Random(0)
-    for _ in range(400):
+    for _ in range(600):
         ranks, causal = chance.choice((1, 2, 3, 4, 8)), chance.random() < 0.5
         seq_len = ranks * chance.randint(1, 12)
         bounds = sorted({0, seq_len, *(chance.randrange(seq_len + 1) for _ in range(chance.randint(0, 9)))})
         lengths = tuple(stop - start for start, stop in itertools.pairwise(bounds))
-        layout = Balanced(lengths, causal, tail=chance.choice((1.0, 1.0, 0.4)))
+        left = chance.choice((None, None, 0, 1, 3))
+        spans = spans_in(lengths, seq_len, 4) if causal and chance.random() < 0.3 else ()
+        layout = Balanced(lengths, causal, tail=chance.choice((1.0, 1.0, 0.4)), left=left, spans=spans)
         shards = [shard_positions(layout, seq_len, ranks, rank) for rank in range(ranks)]
         assert all(shard == sorted(shard) for shard in shards)
         assert {len(shard) for shard in shards} == {seq_len // ranks}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
 from engine.attention.op import run_attention
 from engine.attention.problem import ULYSSES_SCHEDULES
-from engine.attention.resolve import cheaper_backward, group_backward_bytes
+from engine.attention.resolve import balanced, cheaper_backward, group_backward_bytes
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -58,10 +58,10 @@ def choices(schedules: tuple[str, ...], layout: str) -> Iterator[dict[str, Any]]
 
 
 class Posted:
-    """Bytes passed to torch.distributed for other ranks, while it is used as a context."""
+    """Bytes passed to torch.distributed for other ranks, while it is used as a context; `seen` gets the tensors."""
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.node_size, self.rank = cp.node_size, cp.rank
+    def __init__(self, cp: ContextParallel, seen: Callable[[torch.Tensor], object] = id) -> None:
+        self.node_size, self.rank, self.seen = cp.node_size, cp.rank, seen
         self.sent = SentBytes()
         self._point = dist.P2POp
 
@@ -76,6 +76,7 @@ class Posted:
     def _operation(self, op, tensor, peer, group, tag):
         if op is dist.isend:
             near = peer // self.node_size == self.rank // self.node_size
+            self.seen(tensor)
             nbytes = tensor.numel() * tensor.itemsize
             self.sent += SentBytes(nbytes, 0) if near else SentBytes(0, nbytes)
         return self._point(op, tensor, peer, group, tag)
@@ -139,6 +140,62 @@ def test_the_bytes_computed_are_the_bytes_posted(world_size, node_size, schedule
     for count, found in run_on_ranks(world_size, differing, schedules, node_size, layout, widths, most):
         assert count >= min(most, len(HEADS) * len(MASKS) * 4)
         assert found == {}
+
+
+CHUNK = 8  # tokens of half a shard
+LAYOUTS_OF_DOCUMENTS = ("balanced", "contiguous", "zigzag")
+
+
+def whole_and_mixed(ranks: int) -> dict[str, Documents]:
+    """Documents that all fit on a rank and end with its chunks; and one that does not fit, before others that do."""
+    return {
+        "whole": Documents((5, 3) * 2 * ranks),
+        "mixed": Documents(((ranks + 1) * CHUNK, *(3, 5) * (ranks - 1))),
+    }
+
+
+def positions_posted(layouts: tuple[str, ...]) -> dict[str, tuple[list[int], SentBytes, SentBytes]]:
+    """For each layout and mask the positions whose keys this rank posts in a forward, and the bytes of both passes.
+    Keys and values of a token are its position."""
+    ranks, found = dist.get_world_size(), {}
+    for name, (kind, mask) in itertools.product(layouts, whole_and_mixed(ranks).items()):
+        cp = ContextParallel(layout=balanced(mask) if name == "balanced" else name)
+        positions = cp.positions(mask.tokens).double()
+        q, k, v = (positions.reshape(1, -1, 1, 1).repeat(1, 1, heads, 4).requires_grad_() for heads in (4, 2, 2))
+        plan = plan_attention(q, k, mask=mask, cp=cp, schedule="ring", exchange="direct")
+        keys: set[float] = set()
+        with Posted(cp, lambda tensor, keys=keys: keys.update(tensor.unique().tolist())) as forward:
+            out = run_attention(plan, q, k, v)
+        with Posted(cp) as backward:
+            out.sum().backward()
+        found[f"{name} {kind}"] = sorted(map(int, keys)), forward.sent, backward.sent
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, *slow(8)])
+def test_nothing_of_a_document_that_lies_on_one_rank_is_sent(ranks: int) -> None:
+    by_rank = run_on_ranks(ranks, positions_posted, LAYOUTS_OF_DOCUMENTS)
+    for name, (kind, mask) in itertools.product(LAYOUTS_OF_DOCUMENTS, whole_and_mixed(ranks).items()):
+        layout = balanced(mask) if name == "balanced" else layout_named(name)
+        owner = {
+            position: rank
+            for rank in range(ranks)
+            for segment in layout.segments(mask.tokens, ranks, rank)
+            for position in segment.positions()
+        }
+        bounds = list(itertools.accumulate(mask.lengths, initial=0))
+        divided = [
+            position
+            for start, stop in itertools.pairwise(bounds)
+            if len({owner[position] for position in range(start, stop)}) > 1
+            for position in range(start, stop)
+        ]
+        for rank, found in enumerate(by_rank):
+            keys, forward, backward = found[f"{name} {kind}"]
+            if (name, kind, ranks) != ("balanced", "mixed", 8):  # a run from one divided document to the next is sent
+                assert set(keys) <= set(divided), (name, kind, rank)
+            assert (kind == "mixed") or (forward, backward) == (SentBytes(), SentBytes()), (name, rank)
+        assert bool(divided) == (kind == "mixed") == any(found[f"{name} {kind}"][0] for found in by_rank), name
 
 
 @pytest.mark.parametrize("kept", [True, False])
