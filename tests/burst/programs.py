@@ -116,7 +116,7 @@ def _settings(kind: str) -> tuple[dict[str, Any], dict[str, list[str]], dict[str
         "GRPO": (
             {
                 "per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 4, "beta": 0.1,
-                "max_completion_length": 9, "scale_rewards": "batch", "per_device_eval_batch_size": 4,
+                "max_completion_length": 9, "scale_rewards": "batch", "per_device_eval_batch_size": 4, "max_steps": 3,
             },
             {"prompt": prompts},
             {"reward_funcs": _reward},
