@@ -106,25 +106,24 @@ def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int], fsdp: bool 
     return found
 
 
-def _settings(kind: str) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, Any]]:
+def _settings(kind: str) -> tuple[dict[str, Any], dict[str, list[Any]], dict[str, Any]]:
     """(settings of the configuration, columns of the data, arguments of the trainer)."""
     prompts, answers, others = (texts(24, longest, seed) for seed, longest in enumerate((8, 18, 11)))
-    of_kind: dict[str, tuple[dict[str, Any], dict[str, list[str]], dict[str, Any]]] = {
-        "SFT packed": ({"packing": True, "max_length": 45}, {"text": answers}, {}),
-        "SFT padded": ({"loss_type": "dft"}, {"prompt": prompts, "completion": answers}, {}),
-        "DPO": ({}, {"prompt": prompts, "chosen": answers, "rejected": others}, {}),
-        "GRPO": (
-            {
-                "per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 4, "beta": 0.1,
-                "max_completion_length": 9, "scale_rewards": "batch", "per_device_eval_batch_size": 4, "max_steps": 3,
-            },
-            {"prompt": prompts},
-            {"reward_funcs": _reward},
-        ),
+    packing, of_answers = {"packing": True, "max_length": 45}, {"prompt": prompts, "completion": answers}
+    generation = {
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 4, "beta": 0.1,
+        "steps_per_generation": 4, "max_completion_length": 9, "max_steps": 3,
     }  # fmt: skip
-    if kind == "SFT LoRA":
-        settings, data, _ = of_kind["SFT packed"]
-        return settings, data, {"peft_config": lora()}
+    rewards = {"reward_funcs": _reward}
+    of_kind: dict[str, tuple[dict[str, Any], dict[str, list[Any]], dict[str, Any]]] = {
+        "SFT packed": (packing, {"text": answers}, {}),
+        "SFT padded": ({"loss_type": "dft"}, of_answers, {}),
+        "SFT LoRA": (packing, {"text": answers}, {"peft_config": lora()}),
+        "DPO": ({}, {"prompt": prompts, "chosen": answers, "rejected": others}, {}),
+        "KTO": ({"per_device_train_batch_size": 4}, of_answers | {"label": [at % 3 != 0 for at in range(24)]}, {}),
+        "GRPO": (generation | {"scale_rewards": "batch"}, {"prompt": prompts}, rewards),
+        "RLOO": (generation, {"prompt": prompts}, rewards),
+    }
     return of_kind[kind]
 
 
