@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,13 +23,10 @@ import burst.accelerate as adapter
 from burst.accelerate import of_first_ranks, replace, share_sequences, sharing_ranks
 from burst.whole_batches import causal_model_of
 
-if TYPE_CHECKING:
-    from accelerate import ParallelismConfig
-
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")  # compared with one process
 
 
-def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
+def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> adapter.SharedSequences:
     """The configuration of `burst.accelerate.parallelism`, for `SFTConfig`, `DPOConfig`, `GRPOConfig` and the like.
 
         args = SFTConfig(..., packing=True, parallelism_config=burst.trl.parallelism(cp_size=4))

@@ -137,8 +137,9 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [len(set(each.split())) + 0.3 * each.count("w1") for each in completions]
 
 
-def transformers_trainer(fsdp: bool = False) -> dict[str, Any]:
-    """Train by the Trainer of transformers on packed rows, evaluate with a metric of its predictions, and predict."""
+def transformers_trainer(fsdp: bool, folder: str) -> dict[str, Any]:
+    """Train by the Trainer of transformers on packed rows, evaluate with a metric of its predictions, and predict. The
+    last step is taken again from a checkpoint, and one with a loss that the Trainer forms from whole logits."""
     ranks = as_launched()
     if fsdp:
         _shard_parameters_of_cpus()
@@ -149,14 +150,23 @@ def transformers_trainer(fsdp: bool = False) -> dict[str, Any]:
     shared = {"parallelism_config": burst.accelerate.parallelism(cp_size=ranks)} if ranks > 1 else {}
     generator = torch.Generator().manual_seed(1)
     rows = [_packed_row(lengths, generator) for lengths in ((20, 5, 12), (30, 7), (37,), (1, 36), (9, 28))]
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            llama(), TrainingArguments(output_dir=folder, **COMMON, **shared), train_dataset=rows,
-            eval_dataset=rows[:3], compute_metrics=_accuracy,
-        )  # fmt: skip
-        trainer.train()
-        predicted = trainer.predict(rows[:3])
-        return logged(trainer, fsdp) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+
+    def trainer_with(**changed: Any) -> Trainer:
+        settings = {"output_dir": folder, **COMMON, "save_strategy": "steps", "save_steps": 1, **shared, **changed}
+        given = {"train_dataset": rows, "eval_dataset": rows[:3], "compute_metrics": _accuracy}
+        return Trainer(llama(), TrainingArguments(**settings), **given)
+
+    trainer = trainer_with()
+    trainer.train()
+    predicted = trainer.predict(rows[:3])
+    found = logged(trainer, fsdp) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+    if not fsdp:
+        again, smoothed = trainer_with(), trainer_with(label_smoothing_factor=0.1)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+        smoothed.train()
+        for name, other in (("again", again), ("smoothed", smoothed)):
+            found |= {f"{name} {key}": value for key, value in logged(other, fsdp).items()}
+    return found
 
 
 def _shard_parameters_of_cpus() -> None:
