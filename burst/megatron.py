@@ -130,6 +130,11 @@ class BurstCoreAttention(MegatronModule):
         self.schedule = _SCHEDULES[cp_comm_type]
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp if config.context_parallel_size > 1 else None
+        if self.cp_group is not None and self.cp_group.size() != config.context_parallel_size:
+            raise ValueError(
+                f"context_parallel_size is {config.context_parallel_size} and the group of ranks has "
+                f"{self.cp_group.size()}; initialise model parallelism with the same number"
+            )
         heads = config.num_attention_heads // groups.tp.size()
         if config.softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(heads), persistent=False)

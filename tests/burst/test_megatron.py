@@ -30,6 +30,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "a sink of score 0": ({"softmax_type": "off-by-one"}, ()),
     "packed documents": ({"num_query_groups": 2}, (8, 16)),
     "all-to-all": ({"cp_comm_type": "a2a"}, ()),
+    "matrices over two ranks": (
+        {"tensor_model_parallel_size": 2, "num_query_groups": 2, "softmax_type": "learnable"}, (),
+    ),
 }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def build(own: dict[str, Any], ranks: int, sharded: bool) -> Any:
     torch.Tensor.cuda = lambda tensor, **_: tensor  # type: ignore[method-assign,assignment]
     rope_utils.torch = utils.torch = TorchWithoutGpu()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    parallel_state.initialize_model_parallel(own.get("tensor_model_parallel_size", 1), context_parallel_size=ranks)
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the one that needs no GPU
     settings = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8,
@@ -132,7 +135,7 @@ def on_many_ranks(names: list[str]) -> dict[str, tuple[float, dict[str, Any]]]:
     results = {}
     for name in names:
         own, lengths = CASES[name]
-        model = build(own, dist.get_world_size(), sharded=True)
+        model = build(own, dist.get_world_size() // own.get("tensor_model_parallel_size", 1), sharded=True)
         group = parallel_state.get_context_parallel_group()
         if not lengths:
             loss = loss_of(model, get_batch_on_this_cp_rank(batch(), group))
@@ -148,7 +151,7 @@ def on_many_ranks(names: list[str]) -> dict[str, tuple[float, dict[str, Any]]]:
         own_gradients = gradients(model)
         total = loss.detach().clone()
         for each in (total, *own_gradients.values()):
-            dist.all_reduce(each)
+            dist.all_reduce(each, group=group)
         results[name] = total.item(), {key: each.numpy() for key, each in own_gradients.items()}
     return results
 
@@ -158,11 +161,19 @@ def both(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(2, list(CASES)), pytest.param(4, ["causal", "learned sinks"], marks=pytest.mark.slow)]
+    ("ranks", "names"),
+    [
+        (2, [name for name in CASES if name != "matrices over two ranks"]),
+        pytest.param(4, ["causal", "learned sinks", "matrices over two ranks"], marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradients_are_those_of_megatron_on_one_rank(ranks: int, names: list[str]) -> None:
-    expected, found = run_on_ranks(ranks, both, names)[0]
-    for name in names:
+    for expected, found in run_on_ranks(ranks, both, names):
+        compare(expected, found)
+
+
+def compare(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for name in expected:
         assert found[name][0] == pytest.approx(expected[name][0], rel=1e-6), name  # Megatron's loss is in float32
         assert found[name][1].keys() == expected[name][1].keys()
         for key, gradient in expected[name][1].items():
@@ -181,7 +192,8 @@ def attention(own: dict[str, Any] | None = None, **built: Any) -> Any:
     return burst.megatron.BurstCoreAttention(config, 1, **built)
 
 
-ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
+ONE = SimpleNamespace(size=lambda: 1)
+ALONE = SimpleNamespace(tp=ONE, cp=None)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,11 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
         ({"qk_clip": True}, {}, "asks for qk_clip"),
         ({}, {"attention_type": "cross"}, "cross-attention; only self-attention"),
         ({}, {"cp_comm_type": "ring"}, "cp_comm_type is 'ring'; choose p2p, all_gather"),
+        (
+            {"context_parallel_size": 4},
+            {"pg_collection": SimpleNamespace(tp=ONE, cp=ONE)},
+            "context_parallel_size is 4 and the group of ranks has 1",
+        ),
     ],
 )
 def test_layers_that_are_not_exact_are_refused(own: dict[str, Any], built: dict[str, Any], sentence: str) -> None:
@@ -258,6 +275,22 @@ def told_of_a_mask() -> str:
     with pytest.raises(ValueError, match=r".") as caught:
         loss_of(model, get_batch_on_this_cp_rank(whole))
     return str(caught.value)
+
+
+def sinks_in_a_checkpoint() -> dict[str, tuple[int, ...]]:
+    """Of each learned sink, its shape over all ranks in Megatron's distributed checkpoint."""
+    from megatron.core import parallel_state
+
+    model = build({"softmax_type": "learnable", "tensor_model_parallel_size": 2}, 1, sharded=True)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    return {name: each.global_shape for name, each in state.items() if "softmax_offset" in name}
+
+
+@pytest.mark.slow
+def test_learned_sinks_are_in_checkpoints_divided_by_heads() -> None:
+    found = run_on_ranks(2, sinks_in_a_checkpoint)[0]
+    assert set(found.values()) == {(2, 4)}  # layers, heads of both ranks
 
 
 @pytest.mark.slow

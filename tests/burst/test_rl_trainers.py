@@ -7,7 +7,11 @@ in for it, with the signatures that were read from its source (559b4477, August 
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,7 @@ import burst
 import burst.prime_rl
 from tests.ranks import run_on_ranks
 
+tokenizers = pytest.importorskip("tokenizers", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers: extra `test` has it")
 
 LENGTHS = (9, 4, 8)  # of packed documents: 21 tokens, which verl pads
@@ -38,6 +43,12 @@ def model_of(attention: str) -> Any:
 
 def log_probabilities(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
     return logits[0].log_softmax(dim=-1).gather(1, next_tokens[0, :, None])[:, 0]
+
+
+def need_verl() -> None:
+    """Its wheel also holds a package `tests`, which hides ours where it is installed as a whole."""
+    pytest.importorskip("tensordict", reason="verl 0.9.1 needs tensordict")
+    pytest.importorskip("verl", reason="the adapter is tested against verl 0.9.1")
 
 
 def by_verl() -> tuple[float, dict[str, Any]]:
@@ -65,10 +76,7 @@ def by_verl() -> tuple[float, dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_log_probabilities_of_verl_and_their_gradients_are_those_of_one_device(ranks: int) -> None:
-    pytest.importorskip("tensordict", reason="verl 0.9.1 needs tensordict")
-    pytest.importorskip(
-        "verl", reason="the adapter is tested against verl 0.9.1, which ships a package `tests` beside it"
-    )
+    need_verl()
     loss, gradients = run_on_ranks(ranks, by_verl)[0]
     model, start = model_of("eager"), 0
     expected = torch.zeros((), dtype=torch.float64)
@@ -82,6 +90,30 @@ def test_log_probabilities_of_verl_and_their_gradients_are_those_of_one_device(r
     for name, parameter in model.named_parameters():
         error = (torch.from_numpy(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-5, (name, error)
+
+
+@pytest.mark.slow
+def test_verls_worker_takes_the_same_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
+    need_verl()
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(at): at for at in range(64)}, unk_token="0"))
+    named = {"unk_token": "0", "pad_token": "0", "eos_token": "2"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(tmp_path)
+    norms = []
+    for ranks in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *launcher, str(Path(__file__).with_name("verl_worker.py")), str(tmp_path)],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        norms.append([float(each) for each in re.findall(r"gradient norm (.*)", done.stdout)])
+        assert len(norms[-1]) == 3, done.stdout + done.stderr
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 class FlashAttention:

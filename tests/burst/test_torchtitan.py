@@ -3,6 +3,13 @@ with dense attention under torchtitan's own mask."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +141,40 @@ def test_loss_and_gradients_are_those_of_one_rank(ranks: int, balancer: str | No
     for name, gradient in expected.items():
         error = (torch.from_numpy(found[1][name]) - gradient).abs().max() / gradient.abs().max()
         assert error < 1e-4, (name, error)
+
+
+def write(folder: Path) -> None:
+    """A tokenizer of bytes, and short texts, several to a sequence."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    (folder / "data").mkdir()
+    vocabulary = {byte: at for at, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<s>": 256, "</s>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    draw = random.Random(0)
+    texts = (" ".join(draw.choices(["lorem", "ipsum", "dolor", "sit"], k=draw.randint(5, 80))) for _ in range(100))
+    (folder / "data" / "train.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_the_same_steps_on_one_and_two_ranks_beside_fsdp(tmp_path: Path) -> None:
+    """By gradient norms: under `full_dtensor` torchtitan 0.3 logs losses times the ranks, with FlexAttention too."""
+    pytest.importorskip("datasets", reason="torchtitan's trainer needs it")
+    pytest.importorskip("torchdata", reason="torchtitan's trainer needs it")
+    write(tmp_path)
+    norms = []
+    for ranks in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *launcher, str(Path(__file__).with_name("titan_trainer.py")), str(tmp_path)],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        norms.append([float(each) for each in re.findall(r"gradient norm (.*)", done.stdout)])
+        assert len(norms[-1]) == 3, done.stdout + done.stderr
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 SEQ_LEN = 24
