@@ -80,7 +80,7 @@ def test_windows_and_spans_inside_documents_are_counted(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", measure_balance.LENGTHS)
 def test_more_ranks_are_never_slower_by_the_cost_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of 1M tokens. Of 128K tokens 64 ranks are slower than 32: shards of 2K tokens need keys of most ranks."""
+    """Sequences of 1M tokens. Of 128K, 64 ranks are slower than 32: shards of 2K tokens need keys of most ranks."""
     for seed in range(34):
         lengths, seconds = measure_balance.drawn(kind, 1 << 20, seed), []
         for ranks in (8, 16, 32, 64):
