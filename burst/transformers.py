@@ -169,7 +169,7 @@ class _ShardedAttention:
             )  # fmt: skip
             return out_BLND
 
-        return by_rows(call, self._documents(kwargs, q_BLND)), None
+        return by_rows(call, self._documents(module, kwargs, q_BLND)), None
 
     @staticmethod
     def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class _ShardedAttention:
                     "leave it out, or take another attn_implementation"
                 )
 
-    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
+    def _documents(self, module: nn.Module, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
         """The documents of the batch. Collective where these positions were not seen before, on all ranks alike: the
         layers of a forward ask with the same tensors."""
         batch, tokens = q_BLND.shape[:2]
@@ -214,6 +214,8 @@ class _ShardedAttention:
             raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
         whole_BS = self._cp.unshard(position_ids.detach().contiguous(), dim=1).expand(batch, -1).cpu()
         self._refuse_positions_of_a_rank(whole_BS, tokens)
+        if self._cp.size > 1:
+            _refuse_rotation(module, int(whole_BS.max()) + 1)
         rows = tuple(_lengths(row) for row in whole_BS.tolist())
         _check_boundaries(kwargs, rows)
         self._seen, self._rows = [(weakref.ref(each), each._version) for each in given], rows
@@ -227,6 +229,20 @@ class _ShardedAttention:
             raise ValueError(
                 f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is "
                 "given none; pass those of shard_batch, which count over the whole sequence"
+            )
+
+
+def _refuse_rotation(module: nn.Module, positions: int) -> None:
+    """Raises ValueError where a rotation depends on the longest position of the batch: each rank would take that of its
+    own tokens."""
+    config: Any = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        trained = int(each.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if each.get("rope_type") in ("dynamic", "longrope") and positions > trained:
+            raise ValueError(
+                f"rope_type {each['rope_type']} changes with the longest position beyond {trained}, which here is "
+                f"{positions - 1} and differs between ranks; take shorter documents, or a rope_type such as yarn"
             )
 
 

@@ -32,10 +32,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, attention: str) -> Any:
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+def model_of(name: str, attention: str, **changed: Any) -> Any:
     """The same weights in each call: random, but for those that begin as 0 or 1, which could hide a mistake."""
     kind, own = MODELS[name]
-    config = getattr(transformers, kind)(**TINY | own)
+    config = getattr(transformers, kind)(**TINY | own | changed)
     config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
@@ -192,6 +195,8 @@ def refused(layout: str) -> dict[str, str]:
     burst.register(cp)
     model = model_of("llama 3.1", "burst")
     whole = batch()
+    rotated = model_of("llama 3.1", "burst", rope_parameters=dict(DYNAMIC), max_position_embeddings=20)
+    rotated(**burst.shard_batch(batch((20, 4)), cp))  # no longer than trained
     sharded_batch = burst.shard_batch(whole, cp)
     left = torch.ones_like(whole["input_ids"])
     left[0, :3] = 0
@@ -201,6 +206,9 @@ def refused(layout: str) -> dict[str, str]:
         "layout": {**sharded_batch, "position_ids": sharded_batch["position_ids"].flip(1)},
     }
     told = {}
+    with pytest.raises(ValueError, match=r".") as caught:
+        rotated(**sharded_batch)
+    told["rotation"] = str(caught.value)
     for name, inputs in cases.items():
         with pytest.raises(ValueError, match=r".") as caught:
             model(**inputs)
@@ -216,6 +224,7 @@ def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
     assert "0 to 11 on all 2 ranks, as a model counts them" in told["counted"]
     assert "pad on the right" in told["left"]
     assert "first position is" in told["layout"]
+    assert "longest position beyond 20, which here is 23" in told["rotation"]
     assert "generate" in told["generate"] or "as a model counts them" in told["generate"]
 
 
