@@ -1,7 +1,7 @@
 """Which upstream systems each native baseline is written after: where both ran, reports say when ours is slower.
 
 `ring` has none: RingAttention itself is a program of JAX, and the other systems' rings balance causal work, as `ring`
-does not.
+does not. `flash_attn` is the library's own call, and needs none.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.attention.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow
     from engine.attention.prepared import burst_attention, prepare_attention
     from engine.attention.resolve import choose_layout
+    from engine.lm_head.log_probs import fused_log_probs
 
 _MODULES = {
     "BlockSparse": "engine.attention.masks",
@@ -33,6 +34,7 @@ _MODULES = {
     "SlidingWindow": "engine.attention.masks",
     "burst_attention": "engine.attention.prepared",
     "choose_layout": "engine.attention.resolve",
+    "fused_log_probs": "engine.lm_head.log_probs",
     "prepare_attention": "engine.attention.prepared",
     "register": "burst.transformers",
     "shard_batch": "burst.batch",
@@ -48,6 +50,7 @@ __all__ = [
     "SlidingWindow",
     "burst_attention",
     "choose_layout",
+    "fused_log_probs",
     "prepare_attention",
     "register",
     "shard_batch",

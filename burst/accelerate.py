@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,11 +22,55 @@ from burst.whole_batches import causal_model_of, take_whole_batches, with_logits
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
 
-if TYPE_CHECKING:
-    from accelerate import ParallelismConfig
+try:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError("burst.accelerate needs accelerate: pip install accelerate") from error
 
 
-def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
+class SharedSequences(ParallelismConfig):
+    """What `parallelism` makes. Its meshes have the dimension `cp`; a trainer that asks is told that there is none."""
+
+    burst_layout = ""  # which tokens each rank holds
+    burst_trainers: tuple[str, ...] = ()  # names of the trainers of TRL that take it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tp_size > 1 or self.sp_size > 1:
+            raise ValueError(
+                f"tp_size {self.tp_size} and sp_size {self.sp_size} are beside sequences sharded by burst; leave both "
+                "at 1"
+            )
+
+    @property
+    def cp_enabled(self) -> bool:
+        return False
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return ["cp"] if self.cp_size > 1 else []
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return [*super().dp_shard_cp_dim_names, *self.non_dp_dim_names]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return [*super().dp_cp_dim_names, *self.non_dp_dim_names]
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        processes = accelerator.state.num_processes
+        if self.cp_size == 1 and accelerator.distributed_type != DistributedType.MULTI_CPU:
+            super()._validate_accelerator(accelerator)
+        elif self.total_size != processes:
+            raise ValueError(
+                f"there are {processes} processes and the configuration describes {self.total_size}; start as many, "
+                "or give dp_replicate_size or dp_shard_size"
+            )
+
+
+def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> SharedSequences:
     """A `ParallelismConfig` whose sequences are sharded over `cp_size` ranks.
 
         args = TrainingArguments(..., parallelism_config=burst.accelerate.parallelism(cp_size=4))
@@ -39,69 +83,23 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
         layout: which tokens each rank holds: zigzag, contiguous or striped.
         others: of `ParallelismConfig`, such as `dp_shard_size`.
 
-    Raises ImportError without accelerate, ValueError for an unknown layout, for tensor parallelism beside it and for
-    what `ParallelismConfig` refuses.
+    Raises ValueError for an unknown layout, for tensor parallelism beside it and for what `ParallelismConfig` refuses.
     """
-    try:
-        from accelerate import ParallelismConfig
-    except ImportError as error:
-        raise ImportError("parallelism needs accelerate: pip install accelerate") from error
-    from accelerate.utils import DistributedType
-
-    class Parallelism(ParallelismConfig):
-        """Its meshes have the dimension `cp`; whoever asks is told that there is no context parallelism."""
-
-        burst_layout = as_layout(layout).name
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.tp_size > 1 or self.sp_size > 1:
-                raise ValueError(
-                    f"tp_size {self.tp_size} and sp_size {self.sp_size} are beside sequences sharded by burst; leave "
-                    "both at 1"
-                )
-
-        @property
-        def cp_enabled(self) -> bool:
-            return False
-
-        @property
-        def non_dp_dim_names(self) -> list[str]:
-            return ["cp"] if self.cp_size > 1 else []
-
-        @property
-        def dp_shard_cp_dim_names(self) -> list[str]:
-            return [*super().dp_shard_cp_dim_names, *self.non_dp_dim_names]
-
-        @property
-        def dp_cp_dim_names(self) -> list[str]:
-            return [*super().dp_cp_dim_names, *self.non_dp_dim_names]
-
-        def _validate_accelerator(self, accelerator: Any) -> None:
-            processes = accelerator.state.num_processes
-            if self.cp_size == 1 and accelerator.distributed_type != DistributedType.MULTI_CPU:
-                super()._validate_accelerator(accelerator)
-            elif self.total_size != processes:
-                raise ValueError(
-                    f"there are {processes} processes and the configuration describes {self.total_size}; start as "
-                    "many, or give dp_replicate_size or dp_shard_size"
-                )
-
-    config = Parallelism(cp_size=cp_size, **others)
+    config = SharedSequences(cp_size=cp_size, **others)
+    config.burst_layout = as_layout(layout).name
     _replace()
     return config
 
 
 def sharing_ranks(accelerator: object) -> int:
     """How many ranks share a sequence under a configuration of `parallelism`; 1 under another."""
-    config: Any = getattr(accelerator, "parallelism_config", None)
-    return int(config.cp_size) if hasattr(config, "burst_layout") else 1
+    config = getattr(accelerator, "parallelism_config", None)
+    return int(config.cp_size) if isinstance(config, SharedSequences) else 1
 
 
 @functools.cache
 def _replace() -> None:
     """Give the classes the methods that know such a configuration, once."""
-    from accelerate import Accelerator
     from transformers import Trainer
 
     replace(Accelerator, "prepare", _prepare)
@@ -131,8 +129,13 @@ def replace(owner: type | ModuleType, name: str, made: Callable[[Callable], Call
         setattr(owner, name, functools.wraps(earlier)(made(earlier)))
 
 
-def _share_sequences(accelerator: Any, model: nn.Module) -> None:
-    """Make a model take whole batches, once."""
+def share_sequences(accelerator: Accelerator, model: nn.Module) -> None:
+    """Make a model take whole batches, once. Raises ValueError beside what shards it in another way than FSDP2."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    ):
+        raise ValueError(f"{kind.value} has not been tried with sequences sharded by burst; use FSDP2 (fsdp_version=2)")
     if not hasattr(accelerator, "burst_context"):
         layout = accelerator.parallelism_config.burst_layout
         accelerator.burst_context = ContextParallel(accelerator.torch_device_mesh["cp"], layout=layout)
@@ -144,7 +147,7 @@ def _prepare(earlier: Callable[..., Any]) -> Callable[..., Any]:
         if sharing_ranks(accelerator) > 1:
             for each in args:
                 if isinstance(each, nn.Module):
-                    _share_sequences(accelerator, each)
+                    share_sequences(accelerator, each)
         return earlier(accelerator, *args, **settings)
 
     return prepare
@@ -154,7 +157,7 @@ def _prepare_model(earlier: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(accelerator: Any, model: nn.Module, *args: Any, **settings: Any) -> Any:
         # One that predicts no tokens, such as a model of rewards, is prepared alone and computes whole sequences.
         if sharing_ranks(accelerator) > 1 and causal_model_of(model) is not None:
-            _share_sequences(accelerator, model)
+            share_sequences(accelerator, model)
         return earlier(accelerator, model, *args, **settings)
 
     return prepare
@@ -198,7 +201,7 @@ def _refuse_trainer(trainer: Any) -> None:
     of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     if not of_trl:
         return
-    opened = getattr(trainer.accelerator.parallelism_config, "burst_trainers", ())
+    opened = trainer.accelerator.parallelism_config.burst_trainers
     if not opened:
         raise ValueError(
             f"{of_trl[0]} is a trainer of TRL; pass burst.trl.parallelism(cp_size=...) as its configuration"

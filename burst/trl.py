@@ -1,40 +1,39 @@
-"""Sequences sharded by burst in the trainers of TRL: SFT, DPO and GRPO.
+"""Sequences sharded by burst in the trainers of TRL: SFT, DPO, KTO, GRPO and RLOO.
 
 TRL refuses packing and GRPO under the context parallelism of accelerate, which drops masks and cuts what a data loader
 gives. Here the model takes whole batches, so its trainers see none of it; logits are never whole, because TRL's own LM
 head computes log-probabilities of this rank's tokens tile by tile, and only those are gathered.
 
-GRPO makes its batches itself, from what it generates. All ranks of a sequence need the same: they have one seed, take
-completions from the first of them, and count its rewards once.
+GRPO and RLOO make their batches themselves, from what they generate. All ranks of a sequence need the same: they have
+one seed, take completions from the first of them, and count its rewards once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import burst.accelerate as adapter
-from burst.accelerate import of_first_ranks, replace, sharing_ranks
+from burst.accelerate import of_first_ranks, replace, share_sequences, sharing_ranks
+from burst.whole_batches import causal_model_of
 
-if TYPE_CHECKING:
-    from accelerate import ParallelismConfig
-
-TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")  # compared with one process
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")  # compared with one process
 
 
-def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> ParallelismConfig:
-    """The configuration of `burst.accelerate.parallelism`, for `SFTConfig`, `DPOConfig` and `GRPOConfig`.
+def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> adapter.SharedSequences:
+    """The configuration of `burst.accelerate.parallelism`, for `SFTConfig`, `DPOConfig`, `GRPOConfig` and the like.
 
         args = SFTConfig(..., packing=True, parallelism_config=burst.trl.parallelism(cp_size=4))
         SFTTrainer(model, args, train_dataset=dataset).train()
 
     Raises ImportError without TRL, and ValueError for what `burst.accelerate.parallelism` refuses. Other trainers of
-    TRL, and GRPO's other ways to generate (vLLM, continuous batching), are refused by name when they start.
+    TRL, and other ways to generate (vLLM, continuous batching), are refused by name when they start.
     """
     try:
         import trl  # noqa: F401
@@ -48,15 +47,31 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Pa
 
 @functools.cache
 def _replace() -> None:
-    """Give GRPO the functions and methods that know such a configuration, once."""
-    from trl.trainer import grpo_config, grpo_trainer
+    """Give the trainers the functions and methods that know such a configuration, once."""
+    from trl.trainer import dpo_trainer, grpo_config, grpo_trainer, kto_trainer, rloo_config, rloo_trainer
 
-    replace(grpo_config.GRPOConfig, "__post_init__", _post_init)
-    replace(grpo_trainer, "set_seed", _set_seed)
-    replace(grpo_trainer, "gather", _gather)
-    replace(grpo_trainer, "gather_object", _gather_object)
-    replace(grpo_trainer.GRPOTrainer, "_generate", _generate)
-    replace(grpo_trainer.GRPOTrainer, "_generate_and_score_completions", _generate_and_score)
+    for module in (dpo_trainer, kto_trainer, grpo_trainer, rloo_trainer):
+        replace(module, "prepare_fsdp", _prepare_fsdp)
+    for config in (grpo_config.GRPOConfig, rloo_config.RLOOConfig):
+        replace(config, "__post_init__", _post_init)
+    for module, trainer in (
+        (grpo_trainer, grpo_trainer.GRPOTrainer),
+        (rloo_trainer, rloo_trainer.RLOOTrainer),
+    ):
+        replace(module, "set_seed", _set_seed)
+        replace(module, "gather", _gather)
+        replace(module, "gather_object", _gather_object)
+        replace(trainer, "_generate", _generate)
+        replace(trainer, "_generate_and_score_completions", _generate_and_score)
+
+
+def _prepare_fsdp(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(model: nn.Module, accelerator: Any) -> Any:
+        if sharing_ranks(accelerator) > 1 and causal_model_of(model) is not None:
+            share_sequences(accelerator, model)  # a reference, which accelerate does not prepare here
+        return earlier(model, accelerator)
+
+    return prepare
 
 
 def _post_init(earlier: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,6 +61,15 @@ def _server(environment: Mapping[str, str], preload: Sequence[str]) -> ForkServe
 
 
 @pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of token stores that is not the user's: one for all of a process's tests, whose ranks and programs have
+    it too. With the same environment they share a fork server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURST_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def kept_fork_servers() -> Iterator[None]:
     """Of commands that tests run in their own process: each server takes seconds of processor time to load torch, and
     forks the ranks of every trial anew."""

@@ -235,10 +235,10 @@ def table(listed: Sequence[Mutant], results: Sequence[Result]) -> str:
         file = Path(found.caught_by.partition("::")[0]).name.removesuffix(".py")
         return f"`{file}`" if found.outcome == CAUGHT else f"**{_SHORT[found.outcome]}**"
 
-    lines = ["| id | file | breaks | caught by, before→after |", "|---|---|---|---|"]
+    lines = ["| id | file | caught by, before→after |", "|---|---|---|"]
     for one in listed:
         before, after = cell(one, "before"), cell(one, "after")
-        lines.append(f"| {one.id} | {one.file} | {one.breaks} | {before}{f'→{after}' if after != before else ''} |")
+        lines.append(f"| {one.id} | {one.file} | {before}{f'→{after}' if after != before else ''} |")
     counts = []
     for when in ("before", "after"):
         outcomes = Counter(one.outcome for one in results if one.when == when)

@@ -10,6 +10,7 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import index
 from typing import TypeAlias
 
 import torch
@@ -132,6 +133,12 @@ def _problem(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, ch
     """What the tensors ask for. Raises ValueError for a length that the layout cannot split."""
     batch, tokens, heads, head_dim = q_BLND.shape
     cp.segments(tokens * cp.size)  # raises where the layout cannot split them
+    if batch > 1 and isinstance(mask, Documents) and not mask.repeat and mask.tokens == batch * tokens * cp.size:
+        raise ValueError(
+            f"{len(mask.lengths)} documents hold {mask.tokens} tokens, those of all {batch} sequences of the batch, "
+            f"and each has {tokens * cp.size}; give q, k and v as [tokens, heads, head_dim] with "
+            'tensor_layout="THD", or the documents of one sequence, which all share'
+        )
     # Ranks ask each other whether they can copy, which is collective, only where that may decide something.
     copies = choices.exchange in ("auto", "copy_engine") and choices.schedule != ALL_GATHER
     return Problem(
@@ -203,13 +210,25 @@ def mask_of(mask: Mask | None, cu_seqlens: Bounds | None, max_seqlen: int | None
             f"cu_seqlens is given beside mask {mask}; pass one of them: Documents.from_cu_seqlens(cu_seqlens, "
             "causal=..., left=...) is a mask"
         )
-    found = _read(cu_seqlens) if isinstance(cu_seqlens, Tensor) else _documents(tuple(cu_seqlens))
-    if max_seqlen is not None and max_seqlen < max(found.lengths):
+    found = _read(cu_seqlens) if isinstance(cu_seqlens, Tensor) else _listed(cu_seqlens)
+    try:
+        longest = max(found.lengths) if max_seqlen is None else index(max_seqlen)
+    except TypeError as error:
+        raise ValueError(f"max_seqlen is {max_seqlen!r}; give a whole number of tokens, or None") from error
+    if longest < max(found.lengths):
         raise ValueError(
             f"max_seqlen is {max_seqlen} and a document has {max(found.lengths)} tokens; give the length of the "
             "longest one, or None"
         )
     return found
+
+
+def _listed(cu_seqlens: Sequence[int]) -> Documents:
+    """The documents of a sequence of numbers."""
+    try:
+        return _documents(tuple(map(index, cu_seqlens)))
+    except TypeError:  # numbers that are not whole, and what is no sequence: refused in a sentence
+        return Documents.from_cu_seqlens(cu_seqlens)
 
 
 @lru_cache(maxsize=MAX_READ)

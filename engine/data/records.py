@@ -7,6 +7,7 @@ Parquet and Arrow need pyarrow, the extra `data`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from typing import Any, Literal
 from engine.data.chat import Message
 
 Kind = Literal["json_lines", "json", "parquet", "arrow"]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write one without its other half
 
 MAX_JSON_BYTES = 1 << 30  # of a JSON list, which is in memory whole
 
@@ -28,7 +31,7 @@ def values_of(path: Path, kind: Kind, field: str) -> Iterator[tuple[str, str | l
         if record is None:  # a blank line
             continue
         if not isinstance(record, dict):
-            raise ValueError(f"{place} is a {type(record).__name__}; expected an object with the field {field!r}")
+            raise ValueError(f"{place} is {_named(record)}; expected an object with the field {field!r}")
         if field not in record:
             found = ", ".join(map(str, record)) or "none"
             raise ValueError(f"{place} has no field {field!r}, its fields are {found}; give --field one of them")
@@ -37,6 +40,10 @@ def values_of(path: Path, kind: Kind, field: str) -> Iterator[tuple[str, str | l
 
 def _checked(value: object, place: str, field: str) -> str | list[Message]:
     if isinstance(value, str):
+        if not value.isascii() and (half := _SURROGATE.search(value)):
+            raise ValueError(
+                f"{place} has half a character, {half[0]!r}, in field {field!r}; write the text in whole characters"
+            )
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         if all("role" in each and "content" in each for each in value):
@@ -45,10 +52,16 @@ def _checked(value: object, place: str, field: str) -> str | list[Message]:
             f"{place} has messages without role or content in field {field!r}; expected objects with both, such as "
             '{"role": "user", "content": "..."}'
         )
-    raise ValueError(
-        f"{place} has {'an empty list' if value == [] else f'a {type(value).__name__}'} in field {field!r}; expected a "
-        "text or a list of chat messages"
-    )
+    raise ValueError(f"{place} has {_named(value)} in field {field!r}; expected a text or a list of chat messages")
+
+
+def _named(value: object) -> str:
+    """A JSON value in words."""
+    if value == []:
+        return "an empty list"
+    words = {"NoneType": "null", "bool": "true or false", "int": "a number", "float": "a number", "str": "a text"}
+    words |= {"list": "a list", "dict": "an object", "bytes": "bytes"}
+    return words.get(type(value).__name__, f"a {type(value).__name__}")
 
 
 def _records(path: Path, kind: Kind, field: str) -> Iterator[Any]:
@@ -66,7 +79,12 @@ def _json_lines(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(text) if text else None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number} is no JSON ({error}); repair or remove that line") from error
+                remedy = "repair or remove that line"
+                if "\0" in text:
+                    remedy = "convert the file to UTF-8, if it is UTF-16"
+                elif "\r" in text:
+                    remedy = "end lines with a line feed, not with a carriage return alone"
+                raise ValueError(f"{path}:{number} is no JSON ({error}); {remedy}") from error
 
 
 def _json_list(path: Path) -> Iterator[Any]:
@@ -77,7 +95,7 @@ def _json_list(path: Path) -> Iterator[Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}); repair it") from error
     if not isinstance(found, list):
-        raise ValueError(f"{path} is one JSON {type(found).__name__}; expected a list of records, or one record a line")
+        raise ValueError(f"{path} is one JSON value, {_named(found)}; expected a list of records, or one record a line")
     return iter(found)
 
 

@@ -289,7 +289,8 @@ class _StoreWriter:
             if self.count > before:
                 self.starts.append(before)
         if self.count == tokens:
-            raise ValueError(f"data {source!r} is empty; give a text of at least one byte")
+            found = "is empty" if field is None else f"holds no text in field {field!r}"
+            raise ValueError(f"data {source!r} {found}; give a text of at least one byte")
         return {
             "name": name_of(source),
             "sha256": own.hexdigest(),

@@ -65,7 +65,7 @@ def fused_loss_sum(
     labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
     for tokens, counts in of_tokens:
         if counts:
-            loss += _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0]
+            loss += losses_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0].sum()
     return loss
 
 
@@ -83,8 +83,8 @@ class _FusedLossSum(torch.autograd.Function):
             if not counts:
                 dhidden_TE[tokens].zero_()
                 continue
-            of_run, dlogits_TV = _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)
-            loss += of_run
+            losses_T, dlogits_TV = losses_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)
+            loss += losses_T.sum()
             torch.mm(dlogits_TV, weight_VE, out=dhidden_TE[tokens])
             if dweight_VE is not None:
                 add_product(dweight_VE, dlogits_TV, hidden_TE[tokens])
@@ -107,8 +107,10 @@ class _FusedLossSum(torch.autograd.Function):
         )
 
 
-def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """(loss sum, gradient of the logits in the inputs' dtype) of one run of tokens.
+def losses_and_dlogits(
+    hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(loss of each token, gradient of the logits in the inputs' dtype) of one run of tokens; 0 where ignored.
 
     On GPUs the matmul writes the logits in the inputs' dtype, as in a plain run, and one Triton kernel overwrites them
     with their gradient. Elsewhere its reference implementation runs, in fp32 or wider.
@@ -116,7 +118,7 @@ def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_
     kernels = kernels_for(hidden_TE, SOFTMAX_KERNELS)
     if kernels is not None:
         logits_TV = hidden_TE @ weight_VE.T
-        return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
+        return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss), logits_TV
     logits_TV = (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
     return loss_and_gradient(logits_TV, labels_T, z_loss, hidden_TE.dtype)
 
@@ -132,7 +134,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -
 
 
 def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, z_loss: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, d loss / d logits in `dtype`), which may take the place of the logits; 0 where ignored.
+    """(loss of each token, d loss / d logits in `dtype`), which may take the place of the logits; 0 where ignored.
 
     Two sums are formed so that they keep what a label of probability nearly 1 leaves. The logarithm of the sum of
     exponentials is separate from the maximum: it is then the whole loss, and adding the maximum would round it to 0.
@@ -152,7 +154,7 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, z_loss: float, dtype:
     out_TV = exps_TV if exps_TV.dtype == dtype else torch.empty_like(exps_TV, dtype=dtype)
     dlogits_TV = torch.mul(exps_TV, factor_T1, out=out_TV)
     entry_T1 = (torch.expm1(log_p_T1) + z_factor_T1 * log_p_T1.exp()).masked_fill(ignored_T1, 0).to(dtype)
-    return loss_T1.masked_fill(ignored_T1, 0).sum(), dlogits_TV.scatter_(1, label_T1, entry_T1)
+    return loss_T1.masked_fill(ignored_T1, 0).squeeze(1), dlogits_TV.scatter_(1, label_T1, entry_T1)
 
 
 def tile_tokens(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> int:

@@ -238,7 +238,15 @@ def _spreads(rows: Sequence[Row]) -> dict[str, pd.Series]:
 
 
 def _rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    return frame.query(where, engine="python") if where else frame
+    return frame.loc[_of_columns(frame, where)] if where else frame
+
+
+def _of_columns(frame: pd.DataFrame, expression: str) -> pd.Series:
+    """A column, or an expression of columns. pandas prepares every column that it is given: it gets the named ones."""
+    if expression in frame.columns:
+        return frame[expression]
+    named = {quoted or plain for quoted, plain in re.findall(r"`([^`]+)`|([A-Za-z_]\w*)", expression)}
+    return frame[[column for column in frame.columns if column in named]].eval(expression, engine="python")
 
 
 def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
@@ -248,7 +256,7 @@ def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
         raise QuantityMissing(NOT_MEASURED)
     if quantity.than:
         return _times_as_fast(rows, _rows(frame, quantity.than))
-    values = rows.eval(quantity.value, engine="python").dropna()
+    values = _of_columns(rows, quantity.value).dropna()
     if values.empty:
         raise QuantityMissing("/".join(sorted(set(rows["status"]))))
     if quantity.take == "the only":

@@ -158,6 +158,8 @@ def test_over_several_ranks_samples_of_megatron_lm_do_not_name_their_dataset(tmp
     package, source = tmp_path / "site" / "megatron" / "core" / "datasets", tmp_path / "source"
     package.mkdir(parents=True)
     source.mkdir()
+    for folder in (package, package.parent, package.parents[1]):
+        (folder / "__init__.py").touch()  # comes before a Megatron-LM that is installed
     (package / "blended_dataset.py").write_text(BLENDED)
     (source / "beside.py").write_text("here = 'beside'\n")
     program = source / "pretrain_gpt.py"

@@ -62,7 +62,7 @@ def texts(count: int, longest: int, seed: int) -> list[str]:
     ]
 
 
-def logged(trainer: Any) -> dict[str, float]:
+def logged(trainer: Any, fsdp: bool) -> dict[str, float]:
     """Everything that was logged, but times, and sums of the parameters' magnitudes, by name."""
     found = {
         f"{at} {name}": float(value)
@@ -71,15 +71,19 @@ def logged(trainer: Any) -> dict[str, float]:
         if not any(time in name for time in TIMES)
     }
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return found | {name: each.detach().double().abs().sum().item() for name, each in model.named_parameters()}
+    assert any(hasattr(each, "full_tensor") for each in model.parameters()) == fsdp
+    whole = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in model.named_parameters())
+    return found | {name: each.detach().double().abs().sum().item() for name, each in whole}
 
 
-def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int]) -> dict[str, dict[str, float]]:
+def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int], fsdp: bool = False) -> dict[str, dict[str, float]]:
     """Train by the trainer of TRL that each kind names the model of a folder. Returns what each logged.
 
     `sizes` are those of `burst.trl.parallelism`; without any, ranks are those of data parallelism.
     """
     as_launched()
+    if fsdp:
+        _shard_parameters_of_cpus()
     import trl
     from datasets import Dataset
 
@@ -98,29 +102,28 @@ def train(kinds: tuple[str, ...], model: str, sizes: dict[str, int]) -> dict[str
                 processing_class=tokenizer(), **given,
             )  # fmt: skip
             trainer.train()
-            found[kind] = logged(trainer)
+            found[kind] = logged(trainer, fsdp)
     return found
 
 
-def _settings(kind: str) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, Any]]:
+def _settings(kind: str) -> tuple[dict[str, Any], dict[str, list[Any]], dict[str, Any]]:
     """(settings of the configuration, columns of the data, arguments of the trainer)."""
     prompts, answers, others = (texts(24, longest, seed) for seed, longest in enumerate((8, 18, 11)))
-    of_kind: dict[str, tuple[dict[str, Any], dict[str, list[str]], dict[str, Any]]] = {
-        "SFT packed": ({"packing": True, "max_length": 45}, {"text": answers}, {}),
-        "SFT padded": ({"loss_type": "dft"}, {"prompt": prompts, "completion": answers}, {}),
-        "DPO": ({}, {"prompt": prompts, "chosen": answers, "rejected": others}, {}),
-        "GRPO": (
-            {
-                "per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 4, "beta": 0.1,
-                "max_completion_length": 9, "scale_rewards": "batch", "per_device_eval_batch_size": 4,
-            },
-            {"prompt": prompts},
-            {"reward_funcs": _reward},
-        ),
+    packing, of_answers = {"packing": True, "max_length": 45}, {"prompt": prompts, "completion": answers}
+    generation = {
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 4, "beta": 0.1,
+        "steps_per_generation": 4, "max_completion_length": 9, "max_steps": 3,
     }  # fmt: skip
-    if kind == "SFT LoRA":
-        settings, data, _ = of_kind["SFT packed"]
-        return settings, data, {"peft_config": lora()}
+    rewards = {"reward_funcs": _reward}
+    of_kind: dict[str, tuple[dict[str, Any], dict[str, list[Any]], dict[str, Any]]] = {
+        "SFT packed": (packing, {"text": answers}, {}),
+        "SFT padded": ({"loss_type": "dft"}, of_answers, {}),
+        "SFT LoRA": (packing, {"text": answers}, {"peft_config": lora()}),
+        "DPO": ({}, {"prompt": prompts, "chosen": answers, "rejected": others}, {}),
+        "KTO": ({"per_device_train_batch_size": 4}, of_answers | {"label": [at % 3 != 0 for at in range(24)]}, {}),
+        "GRPO": (generation | {"scale_rewards": "batch"}, {"prompt": prompts}, rewards),
+        "RLOO": (generation, {"prompt": prompts}, rewards),
+    }
     return of_kind[kind]
 
 
@@ -134,9 +137,12 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [len(set(each.split())) + 0.3 * each.count("w1") for each in completions]
 
 
-def transformers_trainer() -> dict[str, Any]:
-    """Train by the Trainer of transformers on packed rows, evaluate with a metric of its predictions, and predict."""
+def transformers_trainer(fsdp: bool, folder: str) -> dict[str, Any]:
+    """Train by the Trainer of transformers on packed rows, evaluate with a metric of its predictions, and predict. The
+    last step is taken again from a checkpoint, and one with a loss that the Trainer forms from whole logits."""
     ranks = as_launched()
+    if fsdp:
+        _shard_parameters_of_cpus()
     from transformers import Trainer, TrainingArguments
 
     import burst.accelerate
@@ -144,14 +150,41 @@ def transformers_trainer() -> dict[str, Any]:
     shared = {"parallelism_config": burst.accelerate.parallelism(cp_size=ranks)} if ranks > 1 else {}
     generator = torch.Generator().manual_seed(1)
     rows = [_packed_row(lengths, generator) for lengths in ((20, 5, 12), (30, 7), (37,), (1, 36), (9, 28))]
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            llama(), TrainingArguments(output_dir=folder, **COMMON, **shared), train_dataset=rows,
-            eval_dataset=rows[:3], compute_metrics=_accuracy,
+
+    def trainer_with(**changed: Any) -> Trainer:
+        settings = {"output_dir": folder, **COMMON, "save_strategy": "steps", "save_steps": 1, **shared, **changed}
+        given = {"train_dataset": rows, "eval_dataset": rows[:3], "compute_metrics": _accuracy}
+        return Trainer(llama(), TrainingArguments(**settings), **given)
+
+    trainer = trainer_with()
+    trainer.train()
+    predicted = trainer.predict(rows[:3])
+    found = logged(trainer, fsdp) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+    if not fsdp:
+        again, smoothed = trainer_with(), trainer_with(label_smoothing_factor=0.1)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+        smoothed.train()
+        for name, other in (("again", again), ("smoothed", smoothed)):
+            found |= {f"{name} {key}": value for key, value in logged(other, fsdp).items()}
+    return found
+
+
+def _shard_parameters_of_cpus() -> None:
+    """accelerate knows FSDP2 on accelerators alone: CPU ranks get what its state would have there."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    earlier = AcceleratorState.__init__
+
+    def initialise(state: AcceleratorState, *args: Any, **settings: Any) -> None:
+        earlier(state, *args, **settings)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
         )  # fmt: skip
-        trainer.train()
-        predicted = trainer.predict(rows[:3])
-        return logged(trainer) | {"predictions": predicted.predictions, "labels": predicted.label_ids}
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialise
 
 
 def _packed_row(lengths: tuple[int, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -108,6 +108,37 @@ def test_loss_logits_and_gradients_are_those_of_one_device(
             assert error < 1e-5, (name, key)
 
 
+def weighted_log_probs(sharded: bool) -> tuple[Any, dict[str, Any]]:
+    """Log-probabilities of each next token by the fused LM head, and gradients of a sum that weighs each of them; or
+    what log_softmax of whole logits gives."""
+    cp = burst.ContextParallel() if sharded else burst.ContextParallel.single()
+    burst.register(cp)
+    model, whole = model_of("llama 3.1", "burst"), batch((5, 14))
+    seq_len = whole["input_ids"].shape[1]
+    if sharded:
+        part = burst.shard_batch(whole, cp)
+        hidden = model.base_model(part["input_ids"], position_ids=part["position_ids"]).last_hidden_state
+        labels = part["shift_labels"]
+        found = burst.fused_log_probs(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten(), tiles=3)
+        log_probs = cp.unshard(found.view(labels.shape), gradient="same")[:, : seq_len - 1]
+    else:
+        logits = model(whole["input_ids"], position_ids=whole["position_ids"]).logits[:, :-1]
+        labels = whole["labels"][:, 1:]
+        log_probs = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels < 0, 0)
+    (log_probs * torch.linspace(-1, 2, log_probs.numel()).view(log_probs.shape)).sum().backward()
+    for each in gradients(model) if sharded else ():
+        dist.all_reduce(model.get_parameter(each).grad)
+    return log_probs.detach().numpy(), {name: each.numpy() for name, each in gradients(model).items()}
+
+
+def test_log_probabilities_of_tokens_and_their_gradients_over_a_sharded_sequence() -> None:
+    expected, expected_gradients = weighted_log_probs(sharded=False)
+    found, found_gradients = run_on_ranks(2, weighted_log_probs, True)[1]
+    assert abs(found - expected).max() < 1e-6
+    for name, gradient in expected_gradients.items():
+        assert abs(found_gradients[name] - gradient).max() < 1e-6 * abs(gradient).max() + 1e-9, name
+
+
 def attend(cp: burst.ContextParallel, shape: tuple[int, int] = (1, 8), **passed: Any) -> torch.Tensor:
     """The registered function on random tensors of two heads, as a layer of a model would call it."""
     burst.register(cp)

@@ -107,6 +107,7 @@ def losses_beside(settings: TrialSettings, others: list[list[list[int]]]) -> lis
     for company in others:
         task = TrainTask(settings, METHOD, world, sequences=GivenRows(settings, [document, *company]))
         [batch] = task.batches(0)
+        assert batch.packed.cp.layout.lengths == batch.packed.documents.lengths  # dealt for this row
         loss = task.gradients(0)
         torch.distributed.all_reduce(loss)
         norm = gradient_norm(task.model.parameters()).item()

@@ -46,7 +46,6 @@ def burst(workplace: Path, *arguments: str) -> tuple[int, str]:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         patch.chdir(workplace)
-        patch.setenv("BURST_CACHE", str(workplace / "cache"))
         code = main(arguments)
     return code, said.getvalue()
 
@@ -55,8 +54,8 @@ def train(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run in a process of its own, for signals."""
     return subprocess.Popen(
         [sys.executable, "-m", "harness", "train", "train.yaml", "--launcher", "local", *arguments],
-        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 

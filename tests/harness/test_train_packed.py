@@ -19,7 +19,6 @@ TEMPLATE = (
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BURST_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,14 +50,6 @@ class ScriptedLauncher:
 
     def close(self) -> None:
         pass
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Stores of this module's texts lie in a directory of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BURST_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def ended(

@@ -32,7 +32,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def torchrun(workplace: Path, *arguments: str, nodes: int = 2) -> tuple[list[int], list[str]]:
     """Exit code and output of torchrun on each host, one rank each; `{node}` in an argument is the host's number."""
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with reserve_port() as port:
         programs = [
@@ -128,7 +128,7 @@ def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal_and_a
                 *(sys.executable, "-m", "harness", "train", "train.yaml", *arguments),
                 *("--set", "steps=100000", "--set", "save.every=0"),
             ],
-            cwd=workplace, env={**os.environ, **variables, "BURST_CACHE": str(workplace / "cache")}, text=True,
+            cwd=workplace, env={**os.environ, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         wait_until(lambda: begun(run) or program.poll() is not None, "no step")
@@ -153,7 +153,7 @@ def test_when_torchrun_is_killed_the_run_is_saved_and_all_processes_of_the_host_
                 *(sys.executable, "-m", "torch.distributed.run", "--master-port", str(port), *words),
                 *("--torchrun", "--out", str(run), "--set", "steps=100000", "--set", "save.every=0"),
             ],
-            cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")},
+            cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         wait_until(lambda: begun(run) or program.poll() is not None, "no step")

@@ -23,7 +23,7 @@ METHODS = (RIGHT, NO_TILE, SCALED, SHIFTED)
 EXPERIMENT = f"""
 title: Own methods
 task: attention
-model: {{name: own, layers: 1, hidden: 32, ffn: 32, heads: 2, kv_heads: 2, head_dim: 16, vocab: 32}}
+model: {{name: own, layers: 1, hidden: 16, ffn: 32, heads: 1, kv_heads: 1, head_dim: 16, vocab: 32}}
 sweep:
   method: [{", ".join(METHODS)}]
   seq_len: [{SHORT}, {LONG}]

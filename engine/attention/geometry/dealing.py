@@ -88,13 +88,6 @@ class _Shard:
         self.starts, self.lengths = [], []
         return self.parts
 
-    def runs(self) -> tuple[list[int], list[int]]:
-        """First positions and tokens of all."""
-        return (
-            self.starts + [part.start + part.first for part in self.parts],
-            self.lengths + [part.last - part.first for part in self.parts],
-        )
-
 
 @dataclass(slots=True)
 class _Dealer:
@@ -136,16 +129,20 @@ class _Dealer:
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
         self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
-        self.light = self.lightest(tokens)
-        self.take_rests()
+        if self.causal and self.window == math.inf:
+            rests = [((rest.first + rest.last + 1) / 2, rest.last - rest.first, rest) for rest in self.cut]
+        else:
+            rests = [(self.density(rest), rest.last - rest.first, rest) for rest in self.cut]
+        self.light = self.lightest(tokens, rests)
+        self.take_rests(rests)
         self.take_whole_documents()
         while self.tokens:
             self.close()
         return self.shard
 
-    def lightest(self, tokens: int) -> float:
+    def lightest(self, tokens: int, cut: list[tuple[float, int, _Rest]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
-        rests = sorted([(self.density(rest), rest.last - rest.first) for rest in self.cut], reverse=True)
+        rests = sorted([each[:2] for each in cut], reverse=True)
         more, each, window = (1, 2, self.window) if self.causal else (0, 1, math.inf)
         left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else math.inf
         for length in self.lengths:
@@ -187,11 +184,10 @@ class _Dealer:
             return (rest.first + rest.last + 1) / 2
         return self.seen(rest, rest.first, rest.last) / (rest.last - rest.first)
 
-    def take_rests(self) -> None:
+    def take_rests(self, cut: list[tuple[float, int, _Rest]]) -> None:
         """Take what is left of cut documents where it fits, and a part of a heavy one that does not."""
         taken, heavy, heaviest, room = [], None, 0.0, self.excess + self.slack
-        for rest in self.cut:
-            count, density = rest.last - rest.first, self.density(rest)
+        for density, count, rest in cut:
             excess = count * (density - self.light)
             if count <= self.tokens and excess <= room:
                 taken.append(rest)
@@ -225,7 +221,10 @@ class _Dealer:
     def take_ends(self, rest: _Rest, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
         first, last, tokens, wanted = rest.first, rest.last, rest.last - rest.first, excess + count * self.light
-        least, most = self.seen(rest, first, first + count), self.seen(rest, last - count, last)
+        if self.causal and last <= self.window:
+            least, most = count * (2 * first + count + 1) / 2, count * (2 * last - count + 1) / 2
+        else:
+            least, most = self.seen(rest, first, first + count), self.seen(rest, last - count, last)
         begin = 0
         if 2 * count <= tokens and abs(least - wanted) <= self.slack:
             begin = count  # the rank with the others receives fewer keys
@@ -280,7 +279,11 @@ class _Dealer:
             if fits > window:
                 fits = (excess + window * (window - 1) / 2) / (window - light) if window > light else math.inf
             at = search(lengths, fits if fits < tokens else tokens) - 1
-            if excess > lacks and (at < 0 or lengths[at] < self.as_dense(excess / tokens + light) + 1):
+            if excess > lacks and (
+                at < 0
+                or (lengths[at] < times * (excess / tokens + light) <= window)
+                or (window < math.inf and lengths[at] < self.as_dense(excess / tokens + light))
+            ):
                 lacks, place = math.inf, bisect_right(lengths, fits)
                 if place < len(lengths):
                     self.tokens, self.pairs = tokens, excess - self.slack + tokens * light
@@ -370,10 +373,11 @@ def deal(lengths: Sequence[int], ranks: int, work: Work = Work(), *, cut: int = 
     sizes = np.array(lengths, dtype=np.int64)
     for begin, end in ((0, cut), (cut, int(sizes.sum()))):
         for shard in _dealt_between(sizes, ranks, work, begin, end) if begin < end else ():
-            starts, counts = shard.runs()
-            start += starts
-            count += counts
-            runs.append(len(starts))
+            start += shard.starts
+            start += [part.start + part.first for part in shard.parts]
+            count += shard.lengths
+            count += [part.last - part.first for part in shard.parts]
+            runs.append(len(shard.starts) + len(shard.parts))
     rank = np.repeat(np.arange(len(runs)) % ranks, runs)
     return ShardSegments.of_runs(ranks, rank, np.array(start), np.array(count))
 
@@ -403,7 +407,7 @@ def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: i
     pairs_in = _exactly(dealer.seen, work) if work.irregular else dealer.seen
     if work.irregular:
         areas = [sum(pairs_in(part, part.first, part.last) for part in shard.all_parts()) for shard in dealt]
-    _even_out(dealt, areas, _Exchange(work, pairs_in))
+    _even_out(dealt, areas, _Exchange(work, pairs_in, work == Work()))
     # The keys that a rank lacks of a long document are then those of the ranks before it, whose chunks come first.
     return dealt[::-1]
 
@@ -441,13 +445,18 @@ class _Exchange:
 
     work: Work
     pairs_in: Callable[[_Rest, int, int], float]
+    plain: bool  # causal documents without windows and spans
 
     def move(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> float:
         """Returns the pairs that are moved, at most about `pairs`."""
         best, found, count = 0.0, None, 0
         for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
             tokens = self.tokens(swap, pairs)
-            moved = self.moved(swap, tokens) if tokens > 0 else 0.0
+            moved = 0.0
+            if tokens > 0 and self.plain:  # as below, in less time
+                moved = tokens * (swap.given.last - swap.taken.first - tokens)
+            elif tokens > 0:
+                moved = self.moved(swap, tokens)
             if moved > best:
                 best, found, count = moved, swap, tokens
             if best >= 0.5 * pairs:

@@ -132,7 +132,7 @@ class TileTable:
             last[some] = np.maximum.reduceat(stop, self.bounds[some])
             pair, same = self.pair, self.pair[1:] == self.pair[:-1]
             if (same & (start[1:] < start[:-1])).any():
-                order = np.lexsort((start, pair))
+                order = np.argsort(pair * (int(start.max()) + 1) + start)
                 start, stop = start[order], stop[order]
             apart[pair[1:][same & (stop[:-1] > start[1:])]] = False
         return first, last, apart
@@ -282,7 +282,7 @@ def _local(regions: Integers, queries: ShardSegments, keys: ShardSegments) -> _R
     diagonal serves all segments of a shard against itself."""
     left, right = regions[:, 4], regions[:, 5]
     of_queries = _runs(regions[:, 0], regions[:, 1], queries)
-    alike = queries is keys and np.array_equal(regions[:, :2], regions[:, 2:4])
+    alike = queries is keys and all((regions[:, side] == regions[:, side + 2]).all() for side in (0, 1))
     of_keys = of_queries if alike else _runs(regions[:, 2], regions[:, 3], keys)
     causal, whole = (left >= NO_LIMIT) & (right == 0), (left >= NO_LIMIT) & (right >= NO_LIMIT)
     q, k = _crossed(of_queries, of_keys, len(regions))

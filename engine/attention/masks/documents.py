@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
@@ -43,10 +44,15 @@ class Documents(Mask):
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lengths = tuple(map(int, self.lengths))
+        try:
+            lengths = tuple(map(index, self.lengths))
+        except TypeError as error:
+            raise ValueError(
+                f"document lengths {str(self.lengths)[:80]} are not all whole numbers; give tokens per document"
+            ) from error
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
-        if self.left is not None and self.left < 0:
+        if self.left is not None and (not hasattr(self.left, "__index__") or self.left < 0):
             raise ValueError(f"documents have left {self.left}; give a token count >= 0, or None for no limit")
         spans = tuple((int(start), int(stop)) for start, stop in self.spans)
         object.__setattr__(self, "lengths", lengths)
@@ -80,7 +86,12 @@ class Documents(Mask):
         """From the positions at which documents start, and the last one ends: 0, ..., seq_len, as
         `flash_attn_varlen_func` takes them; equal ones are an empty document, which is left out. The host waits for a
         tensor on a GPU. Raises ValueError when they do not start with 0, or descend."""
-        bounds = np.asarray(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+        if getattr(cu_seqlens, "is_meta", False) or getattr(cu_seqlens, "is_sparse", False):
+            raise ValueError("cu_seqlens is a tensor without values of its own; give a dense one, or a list of numbers")
+        try:
+            bounds = np.asarray(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+        except ValueError:  # of lists of unequal lengths
+            bounds = np.empty(0, object)
         if bounds.ndim != 1 or len(bounds) < 2 or bounds.dtype.kind not in "iu":
             found = "without a document" if bounds.ndim == 1 else f"of shape {bounds.shape}"
             found = found if bounds.ndim != 1 or len(bounds) < 2 else f"of {bounds.dtype}"
@@ -95,6 +106,8 @@ class Documents(Mask):
         if lengths.min() < 0:
             at = int(lengths.argmin())
             raise ValueError(f"cu_seqlens has {bounds[at + 1]} after {bounds[at]}; give positions that do not descend")
+        if bounds[-1] == 0:
+            raise ValueError("cu_seqlens ends with 0; it has to end with the sequence's length")
         lengths = lengths[lengths > 0]
         return cls(tuple(lengths.tolist()), causal, left=left)
 
@@ -125,9 +138,9 @@ class Documents(Mask):
         starts = starts[starts < tokens]
         stops = np.append(starts[1:], min(tokens, times * self.tokens))
         left, right = NO_LIMIT if self.left is None else self.left, 0 if self.causal else NO_LIMIT
-        regions = np.stack(
-            (starts, stops, starts, stops, *(np.full_like(starts, limit) for limit in (left, right))), axis=-1
-        )
+        regions = np.empty((len(starts), 6), dtype=np.int64)
+        regions[:, 0::2], regions[:, 1::2] = starts[:, None], stops[:, None]
+        regions[:, 4:] = left, right
         if not self.spans:
             return regions
         start, stop = np.array(self.spans).T  # queries see the later keys of their span, at a distance of 1 and more

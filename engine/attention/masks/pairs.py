@@ -94,20 +94,24 @@ def pair_table(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> PairTa
         )
         return PairTable(queries, keys, kinds, problem, kind_of.reshape(shape), None)
     kinds_of_pairs, first = _kinds(regions, shards) if shards.step > 1 else (kind_of, kind_of)
-    at_once = len(first) > cp_size and cp_size * cp_size * len(regions) <= _ALL_AT_ONCE
-    if at_once or shards.step == 1:
+    alone = shards.step == 1 or (len(first) > cp_size and cp_size * cp_size * len(regions) <= _ALL_AT_ONCE)
+    if alone:  # every pair is a kind of its own
         tiles = tile_table(regions, shards, shards, mask.merges)
     else:
         kind_of = kinds_of_pairs
         tiles = TileTable.joined([pair_tiles(*problem, *divmod(pair, cp_size)) for pair in first.tolist()])
     kind_of = kind_of.reshape(shape)
-    queries, keys = (_token_spans(tiles, side, kind_of) for side in (True, False))
+    queries, keys = (_token_spans(tiles, side, kind_of, alone) for side in (True, False))
     return PairTable(queries, keys, tiles.kinds, problem, kind_of, tiles)
 
 
-def _token_spans(tiles: TileTable, queries: bool, kind_of: Integers) -> TokenSpans:
+def _token_spans(tiles: TileTable, queries: bool, kind_of: Integers, alone: bool) -> TokenSpans:
     start, stop, apart = tiles.spans(queries)
-    return TokenSpans(start[kind_of], stop[kind_of], (apart & (tiles.counts <= WAITING_PARTS))[kind_of])
+    unreduced = apart & (tiles.counts <= WAITING_PARTS)
+    if alone:
+        shape = kind_of.shape
+        return TokenSpans(start.reshape(shape), stop.reshape(shape), unreduced.reshape(shape))
+    return TokenSpans(start[kind_of], stop[kind_of], unreduced[kind_of])
 
 
 def _kinds(regions: Integers, shards: ShardSegments) -> tuple[Integers, Integers]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention import plan
-from engine.attention.masks import Causal, Documents
+from engine.attention.masks import Causal, Documents, parse_mask
 from tests.ranks import run_on_ranks
 
 BOUNDS = (0, 5, 5, 6, 19, 32)  # one document is empty
@@ -68,6 +69,21 @@ WRONG = [
     ({"cu_seqlens": [0]}, "cu_seqlens is without a document; give whole numbers"),
     ({"cu_seqlens": torch.tensor([[0, 32]])}, r"cu_seqlens is of shape \(1, 2\); give whole numbers"),
     ({"cu_seqlens": torch.tensor([0.0, 32.0])}, "cu_seqlens is of float64; give whole numbers"),
+    ({"cu_seqlens": np.array([0.0, 5.0, 32.0])}, "cu_seqlens is of float64; give whole numbers"),  # as ints, known
+    ({"cu_seqlens": [0, 5.0, 32]}, "cu_seqlens is of float64; give whole numbers"),
+    ({"cu_seqlens": [[0, 1], [32]]}, "cu_seqlens is without a document; give whole numbers"),
+    ({"cu_seqlens": 32}, r"cu_seqlens is of shape \(\); give whole numbers"),
+    ({"cu_seqlens": ["0", "32"]}, "cu_seqlens is of <U2; give whole numbers"),
+    ({"cu_seqlens": [0, None, 32]}, "cu_seqlens is of object; give whole numbers"),
+    ({"cu_seqlens": []}, "cu_seqlens is without a document; give whole numbers"),
+    ({"cu_seqlens": [0, 0]}, "cu_seqlens ends with 0; it has to end with the sequence's length"),
+    ({"cu_seqlens": [-3, 32]}, "cu_seqlens starts with -3; it has to start with 0"),
+    ({"cu_seqlens": [0, 16, 64]}, "2 documents hold 64 tokens and the sequence has 32; give lengths"),
+    ({"cu_seqlens": torch.tensor([0, 32], device="meta")}, "cu_seqlens is a tensor without values of its own; give a"),
+    ({"cu_seqlens": torch.tensor([0, 32]).to_sparse()}, "cu_seqlens is a tensor without values of its own; give a"),
+    ({"cu_seqlens": [0, 32], "max_seqlen": 32.0}, "max_seqlen is 32.0; give a whole number of tokens, or None"),
+    ({"cu_seqlens": [0, 32], "max_seqlen": torch.tensor([20, 12])}, r"max_seqlen is tensor.*; give a whole number"),
+    ({"cu_seqlens": [0, 32], "max_seqlen": "32"}, "max_seqlen is '32'; give a whole number of tokens, or None"),
     ({"cu_seqlens": [0, 32], "mask": Causal()}, "cu_seqlens is given beside mask causal; pass one of them"),
     ({"max_seqlen": 8}, "max_seqlen 8 is given without cu_seqlens; pass both, or neither"),
     ({"cu_seqlens": [0, 20, 32], "max_seqlen": 12}, "max_seqlen is 12 and a document has 20 tokens; give the length"),
@@ -84,6 +100,71 @@ def test_boundaries_that_no_documents_have_are_refused_in_a_sentence(given, word
     if "mask" not in given:
         with pytest.raises(ValueError, match=words):
             prepare_attention(*inputs[:2])(*inputs, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_boundaries_of_any_whole_numbers_are_taken(dtype) -> None:
+    inputs = shards(ContextParallel.single())
+    expected = burst_attention(*inputs, mask=MASK)
+    given = torch.tensor(BOUNDS, dtype=dtype)
+    for bounds in (given, given.numpy(), [each for each in given]):
+        assert torch.equal(burst_attention(*inputs, cu_seqlens=bounds, max_seqlen=given[4] - given[3]), expected)
+    with pytest.raises(ValueError, match="cu_seqlens is of float64"):
+        burst_attention(*inputs, cu_seqlens=list(map(float, BOUNDS)))  # equal to whole numbers that are known
+
+
+def test_wrong_shapes_beside_boundaries_are_refused_in_a_sentence() -> None:
+    q, k, v = shards(ContextParallel.single())
+    rows = [each.detach().reshape(2, TOKENS // 2, *each.shape[2:]) for each in (q, k, v)]
+    words = 'hold 32 tokens, those of all 2 sequences of the batch, and each has 16; give .* with tensor_layout="THD"'
+    with pytest.raises(ValueError, match=words):
+        burst_attention(*rows, cu_seqlens=BOUNDS)
+    assert burst_attention(*rows, cu_seqlens=[0, 5, 16]).shape == rows[0].shape  # which both rows share
+    with pytest.raises(ValueError, match=r"THD needs \[tokens, heads, head_dim\], found q \(1, 32, 4, 8\)"):
+        burst_attention(q, k, v, cu_seqlens=BOUNDS, tensor_layout="THD")
+    with pytest.raises(ValueError, match=r'q \(32, 4, 8\).* give tensor_layout="THD" for'):
+        burst_attention(q[0], k[0], v[0], cu_seqlens=BOUNDS)
+    with pytest.raises(
+        ValueError, match=r"q \(1, 32, 4, 8\) and k \(1, 16, 2, 8\) differ in batch, tokens or head_dim"
+    ):
+        burst_attention(q[0], k[0, :16], v[0, :16], cu_seqlens=BOUNDS, tensor_layout="THD")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lengths": (1.5, 2.5)}, r"document lengths \(1.5, 2.5\) are not all whole numbers; give tokens per document"),
+        ({"lengths": "ab"}, "document lengths ab are not all whole numbers; give"),
+        ({"lengths": 32}, "document lengths 32 are not all whole numbers; give"),
+        ({"lengths": (None,)}, "are not all whole numbers; give"),
+        ({"lengths": (0, 32)}, r"document lengths \[0, 32\] are not all positive; give"),
+        ({"lengths": (-3, 35)}, r"document lengths \[-3, 35\] are not all positive; give"),
+        ({"lengths": ()}, r"document lengths \[\] are not all positive; give"),
+        ({"lengths": (32,), "left": 1.5}, "documents have left 1.5; give a token count"),
+    ],
+)
+def test_lengths_that_no_documents_have_are_refused_in_a_sentence(given, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        Documents(**given)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("documents:0,32", "are not all positive; give tokens per document"),
+        ("documents:0,...", "are not all positive; give tokens per document"),
+        ("documents:16,32", "2 documents hold 48 tokens and the sequence has 32; give lengths that sum to it"),
+        ("documents:16k", "1 documents hold 16384 tokens and the sequence has 32; give lengths that sum to it"),
+        ("documents:32:spans-3-2", r"span \(3, 2\) is empty"),
+        *(
+            (f"documents:{text}", "is unknown; write full")
+            for text in ("", ",", "-3,35", "1.5", "16,16,", "16 16", " 32")
+        ),
+    ],
+)
+def test_settings_that_no_documents_have_are_refused_in_a_sentence(setting, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        burst_attention(*shards(ContextParallel.single()), mask=parse_mask(setting))
 
 
 def refused_where_ranks_differ() -> str:

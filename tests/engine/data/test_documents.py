@@ -116,11 +116,13 @@ def test_damaged_boundaries_are_refused(tmp_path: Path) -> None:
     ("records", "words"),
     [
         ([{"text": "a"}, {"body": "b", "id": 1}], r"a\.jsonl:2 has no field 'text', its fields are body, id; give"),
-        ([{"text": 7}], r"a\.jsonl:1 has a int in field 'text'; expected a text or a list of chat messages"),
+        ([{"text": 7}], r"a\.jsonl:1 has a number in field 'text'; expected a text or a list of chat messages"),
+        ([{"text": None}], r"a\.jsonl:1 has null in field 'text'; expected a text or a list of chat messages"),
         ([["text"]], r"a\.jsonl:1 is a list; expected an object with the field 'text'"),
         ([{"text": [{"from": "me"}]}], r"a\.jsonl:1 has messages without role or content in field 'text'"),
         ([{"text": []}], r"a\.jsonl:1 has an empty list in field 'text'"),
-        ([{"text": ""}], r"a\.jsonl' is empty"),
+        ([{"text": ""}], r"a\.jsonl' holds no text in field 'text'; give a text of at least one byte"),
+        ([{"text": "a"}, {"text": "\ud800"}], r"a\.jsonl:2 has half a character, '\\ud800', in field 'text'; write"),
         ([{"text": CHAT}], r"a\.jsonl:1: tokenizer bytes has no chat template; give --tokenizer"),
     ],
 )
@@ -130,10 +132,64 @@ def test_a_record_that_is_no_document_is_refused_at_its_line(tmp_path: Path, rec
     assert not (tmp_path / "store").exists()
 
 
-def test_a_line_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 is no JSON"):
-        built(tmp_path, tmp_path / "a.jsonl", field="text")
+RECORD = b'{"text": "gr\xc3\xb6\xc3\x9fe"}\n'
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "a broken line": ("a.jsonl", RECORD + b'{"text": \n', r"a\.jsonl:2 is no JSON .*; repair or remove that line"),
+    "UTF-16 with its mark": (
+        "a.jsonl",
+        RECORD.decode().encode("utf-16"),
+        "is not UTF-8 at byte 0; convert it to UTF-8",
+    ),
+    "UTF-16": (
+        "a.jsonl",
+        '{"text": "a"}'.encode("utf-16-le"),
+        "is no JSON .*; convert the file to UTF-8, if it is UTF-16",
+    ),
+    "Latin-1": (
+        "a.jsonl",
+        RECORD.decode().encode("latin-1"),
+        r"a\.jsonl:1 is not UTF-8 at byte 12; convert it to UTF-8",
+    ),
+    "lines that end with CR": (
+        "a.jsonl",
+        b'{"text": "a"}\r{"text": "b"}\r',
+        "is no JSON .*; end lines with a line feed",
+    ),
+    "nothing": ("a.jsonl", b"", r"a\.jsonl' holds no text in field 'text'; give a text of at least one byte"),
+    "blank lines": ("a.jsonl", b"\n\r\n", r"a\.jsonl' holds no text in field 'text'; give a text"),
+    "nesting": ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1 is no JSON \(maximum recursion depth"),
+    "one object": ("a.json", b'{"text": "a"}', r"a\.json is one JSON value, an object; expected a list of records"),
+    "half a list": ("a.json", b'[{"text": "a"},', r"a\.json is no JSON .*; repair it"),
+    "a compressed file": (
+        "a.jsonl",
+        b"\x1f\x8b\x08" + RECORD,
+        r"a\.jsonl:1 is not UTF-8 at byte 1; convert it to UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, kind: str) -> None:
+    name, content, words = FILES[kind]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        built(tmp_path, tmp_path / name, field="text")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xef\xbb\xbf" + RECORD, RECORD.replace(b"\n", b"\r\n"), RECORD[:-1], b"\n" + RECORD + b'{"text": ""}\n'],
+)
+def test_marks_line_ends_and_blanks_of_other_systems_are_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert texts_of(built(tmp_path, tmp_path / "a.jsonl", field="text")) == ["größe"]
+
+
+def test_a_line_of_many_mebibytes_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (8 << 20) + b'"}\n')
+    store = built(tmp_path, tmp_path / "a.jsonl", field="text")
+    assert (store.header.documents, store.header.count) == (1, 8 << 20)
 
 
 @pytest.fixture
@@ -202,6 +258,12 @@ def test_parquet_and_datasets_folders_are_read_by_their_field(tmp_path: Path) ->
     assert texts_of(built(tmp_path, tmp_path / "a.parquet", folder, field="text")) == TEXTS * 2
     with pytest.raises(ValueError, match="has no field 'body', its fields are text, id"):
         build_store([str(tmp_path / "a.parquet")], tmp_path / "other", ByteTokenizer(), field="body")
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match=r"record 2 of .*null\.parquet has null in field 'text'; expected a text"):
+        build_store([str(tmp_path / "null.parquet")], tmp_path / "other", ByteTokenizer(), field="text")
+    (tmp_path / "half.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"half\.parquet' cannot be read .*; give it whole"):
+        build_store([str(tmp_path / "half.parquet")], tmp_path / "other", ByteTokenizer(), field="text")
     with pytest.raises(ValueError, match="holds the splits train; give one of them, such as"):
         build_store([str(tmp_path / "saved")], tmp_path / "other", ByteTokenizer(), field="text")
 

@@ -44,7 +44,8 @@ def faults(device: str, vocabularies: tuple[int, ...], tokens: int) -> list[str]
     for words, z_loss, dtype, kind in itertools.product(vocabularies, (0.0, 1e-2), dtypes, KINDS):
         logits_TV, labels_T = (tensor.to(device) for tensor in rows(kind, tokens, words))
         logits_TV = logits_TV.to(dtype)
-        loss, truth_TV = loss_and_gradient(logits_TV.double(), labels_T, z_loss, torch.float64)
+        losses_T, truth_TV = loss_and_gradient(logits_TV.double(), labels_T, z_loss, torch.float64)
+        loss = losses_T.sum()
         loss_T = loss_with_gradient_in_place(logits_TV, labels_T, z_loss)
         gradient_TV = logits_TV  # that is where it is now
         # bf16 has 8 bits; the interpreter cuts the others off where a GPU rounds.

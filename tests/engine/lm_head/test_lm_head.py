@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.lm_head.log_probs import fused_log_probs
 from engine.lm_head.loss import fused_loss_sum, plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import relative_error, relative_errors
@@ -49,6 +50,21 @@ def loss_and_gradients(
 def test_loss_and_gradients_equal_the_plain_implementation_for_any_tile(tiles, z_loss, ignored) -> None:
     expected = loss_and_gradients(plain_loss_sum, torch.float64, ignored, z_loss=z_loss)
     found = loss_and_gradients(fused_loss_sum, torch.float64, ignored, z_loss=z_loss, tiles=tiles)
+    assert max(relative_errors(found, expected)) < 1e-12
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+def test_log_probs_and_gradients_of_any_weights_of_tokens_equal_log_softmax(tiles: int) -> None:
+    weights_T = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    found, expected = [], []
+    for kept, computed in ((found, True), (expected, False)):
+        hidden, weight, labels = problem(torch.float64, slice(5, 20))
+        if computed:
+            log_probs_T = fused_log_probs(hidden, weight, labels, tiles=tiles)
+        else:
+            of_words_TV = torch.log_softmax(hidden @ weight.T, dim=-1)
+            log_probs_T = of_words_TV.gather(1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(labels == IGNORE, 0)
+        kept += [log_probs_T.detach(), *torch.autograd.grad((log_probs_T.exp() * weights_T).sum(), (hidden, weight))]
     assert max(relative_errors(found, expected)) < 1e-12
 
 

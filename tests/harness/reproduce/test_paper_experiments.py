@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 
+from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import hardware_named
-from harness.plan.matrix import plan
+from harness.plan.matrix import asked_for, plan
 from harness.reproduce.figures import EXPERIMENTS_DIR, PaperFigure, paper_figures
 from harness.reproduce.predicted import trials_of
 from harness.spec.experiment import load_experiment
-from harness.spec.trial import Trial
 
 FIGURES = list(paper_figures().values())
 SCALES = ("paper", "node", "one_gpu", "smoke")
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=16)
 
 
-@cache
-def of_the_paper(name: str) -> list[Trial]:
-    """Trials of a figure's scale `paper`, which several tests read: planning them takes longest."""
-    return trials_of(paper_figures()[name], "paper", hardware_named("a800"))
+def asked(figure: PaperFigure, scale: str) -> list[TrialSettings]:
+    """Settings of a scale's trials. What the planner chooses for them changes neither sizes nor methods, and takes
+    long."""
+    return asked_for(load_experiment(figure.experiment, scale))
 
 
 def named(figure: PaperFigure) -> str:
@@ -51,10 +50,9 @@ def test_all_trials_of_the_smoke_scale_can_run_without_a_gpu(figure: PaperFigure
 
 @pytest.mark.parametrize("figure", FIGURES, ids=named)
 def test_the_one_gpu_scale_needs_one_gpu_and_the_node_scale_at_most_eight(figure: PaperFigure) -> None:
-    h200 = hardware_named("h200")
-    alone, node = trials_of(figure, "one_gpu", h200), trials_of(figure, "node", h200)
+    alone = trials_of(figure, "one_gpu", hardware_named("h200"))
     assert {trial.settings.world_size for trial in alone} == {1}
-    assert max(trial.settings.world_size for trial in node) <= 8
+    assert max(settings.world_size for settings in asked(figure, "node")) <= 8
     assert {trial.unsupported_reason for trial in alone} == {None}
 
 
@@ -62,11 +60,10 @@ def test_the_one_gpu_scale_needs_one_gpu_and_the_node_scale_at_most_eight(figure
 def test_the_paper_scale_plans_every_published_point_that_has_a_series(figure: PaperFigure) -> None:
     from harness.reproduce.points import predicted_entry, published_entries
 
-    trials = of_the_paper(figure.name)
     planned = {
         (entry.series, *entry.setup)
-        for trial in trials
-        for entry in [predicted_entry(figure, trial.settings, "A800", {})]
+        for settings in asked(figure, "paper")
+        for entry in [predicted_entry(figure, settings, "A800", {})]
     }
     published = {(entry.series, *entry.setup) for entry in published_entries(figure) if entry.values}
     assert published
@@ -75,18 +72,16 @@ def test_the_paper_scale_plans_every_published_point_that_has_a_series(figure: P
 
 @pytest.mark.parametrize("figure", [figure for figure in FIGURES if not figure.computed], ids=named)
 def test_every_method_is_planned_equal_and_as_published(figure: PaperFigure) -> None:
-    trials = of_the_paper(figure.name)
     by_method: dict[str, set[str]] = {}
-    for trial in trials:
-        by_method.setdefault(trial.settings.method, set()).add(trial.settings.settings)
+    for settings in asked(figure, "paper"):
+        by_method.setdefault(settings.method, set()).add(settings.settings)
     assert set(map(frozenset, by_method.values())) == {frozenset({"equal", "as_published"})}
 
 
 def test_the_ablation_is_cumulative() -> None:
-    trials = of_the_paper("ablation")
     rows = {
         (each.schedule, each.backward, each.lm_head_fusion, each.checkpoint.tail)
-        for each in (trial.settings for trial in trials)
+        for each in asked(paper_figures()["ablation"], "paper")
     }
     assert rows == {
         ("ring", "key_value", False, 0),

@@ -1,0 +1,69 @@
+"""Log-probabilities of given tokens, from hidden states, with the logits of one run of tokens in memory.
+
+The losses of reinforcement learning weigh each token in a way that is known only after all log-probabilities are. So
+unlike the fused loss, backward computes the logits of each run again:
+
+    log p = x_y - log sum exp(x)        d log p / d x = onehot(y) - p
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.lm_head.loss import losses_and_dlogits, runs_with_labels, tile_tokens
+from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
+from engine.ops.runs import add_product, zeros_for_sum
+
+
+def fused_log_probs(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, tiles: int = 0) -> Tensor:
+    """log softmax(hidden @ weight^T)[label] of each token, in fp32 or wider; 0 where the label is -100.
+
+        log_probs_T = fused_log_probs(hidden_BLE.flatten(0, 1), head.weight, labels_BL.flatten())
+
+    Args:
+        hidden_TE: what the LM head is given; divide it by a temperature where there is one.
+        weight_VE: of the LM head, which has no bias.
+        labels_T: a word for each token, or -100.
+        tiles: runs that the tokens are computed in; 0 takes as many as suit the device.
+
+    Differentiable in hidden states and weight. Raises ValueError for a label that is neither a word nor -100.
+    """
+    run = tile_tokens(weight_VE.shape[0], hidden_TE, tiles)
+    log_probs_T: Tensor = _FusedLogProbs.apply(hidden_TE, weight_VE, labels_T, run)
+    return log_probs_T
+
+
+class _FusedLogProbs(torch.autograd.Function):
+    """(hidden_TE, weight_VE, labels_T, tokens of a run) -> log_probs_T; backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, run: int) -> Tensor:
+        log_probs_T = hidden_TE.new_zeros(labels_T.shape, dtype=accumulation_dtype(hidden_TE.dtype))
+        ctx.of_tokens = runs_with_labels(labels_T, run, weight_VE.shape[0])
+        labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
+        for tokens, counts in ctx.of_tokens:
+            if counts:
+                log_probs_T[tokens] -= losses_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens])[0]
+        ctx.save_for_backward(hidden_TE, weight_VE, labels_T)
+        return log_probs_T
+
+    @staticmethod
+    def backward(ctx: Any, dlog_probs_T: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        refuse_second_derivative("fused log-probabilities")
+        hidden_TE, weight_VE, labels_T = ctx.saved_tensors
+        dhidden_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
+        dweight_VE = zeros_for_sum(weight_VE) if ctx.needs_input_grad[1] else None
+        for tokens, counts in ctx.of_tokens:
+            if not counts:
+                continue
+            _, dlogits_TV = losses_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens])
+            dlogits_TV.mul_(-dlog_probs_T[tokens, None])
+            if dhidden_TE is not None:
+                torch.mm(dlogits_TV, weight_VE, out=dhidden_TE[tokens])
+            if dweight_VE is not None:
+                add_product(dweight_VE, dlogits_TV, hidden_TE[tokens])
+            del dlogits_TV  # before the next run's logits: two would be twice the memory
+        return dhidden_TE, None if dweight_VE is None else dweight_VE.to(weight_VE.dtype), None, None
