@@ -259,9 +259,9 @@ def train_plain(request):
     if request["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=request["learning_rate"], betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
-    )
+    matrices, norms = ([each for each in model.parameters() if (each.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=request["learning_rate"], betas=(0.9, 0.95), fused=cuda)
 
     def wait():
         if cuda:

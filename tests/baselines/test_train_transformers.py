@@ -107,7 +107,9 @@ def first_loss(request: dict[str, object]) -> float:
 def losses(request: dict[str, object]) -> list[float]:
     """Of four steps from our weights, by the optimizer of a trial of burst."""
     model, found = our_model(request), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    matrices, norms = ([each for each in model.parameters() if (each.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
     for step in range(4):
         inputs, targets = batch(request, step, 0, 1)
         loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits[0], targets[0])
