@@ -213,9 +213,11 @@ def refused(layout: str) -> dict[str, str]:
         with pytest.raises(ValueError, match=r".") as caught:
             model(**inputs)
         told[name] = str(caught.value)
-    with pytest.raises(ValueError, match=r".") as caught:
-        model.generate(whole["input_ids"][:, :4], max_new_tokens=2)
-    return told | {"generate": str(caught.value)}
+    for tokens in (3, 4):  # a number that the layout may not divide, and one that it does
+        with pytest.raises(ValueError, match=r".") as caught:
+            model.generate(whole["input_ids"][:, :tokens], max_new_tokens=2)
+        told[f"generate {tokens}"] = str(caught.value)
+    return told
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -225,7 +227,35 @@ def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
     assert "pad on the right" in told["left"]
     assert "first position is" in told["layout"]
     assert "longest position beyond 20, which here is 23" in told["rotation"]
-    assert "generate" in told["generate"] or "as a model counts them" in told["generate"]
+    assert all("Before generate, call model.set_attn" in told[f"generate {tokens}"] for tokens in (3, 4))
+
+
+def in_lower_precision(attention: str) -> list[tuple[float, float]]:
+    """(loss, magnitude of all gradients) of models with float32 weights under autocast; without gradients, the loss in
+    inference mode."""
+    cp = burst.ContextParallel() if attention == "burst" else burst.ContextParallel.single()
+    burst.register(cp)
+    found = []
+    for name in ("llama 3.1", "gpt-oss"):
+        model = model_of(name, attention).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**burst.shard_batch(batch((16, 7)), cp)).loss
+            with torch.inference_mode():
+                again = model(**burst.shard_batch(batch((16, 7)), cp)).loss.clone()
+        loss.backward()
+        results = [loss.detach(), again, *gradients(model).values()]
+        for each in results if attention == "burst" else ():
+            dist.all_reduce(each)
+        assert results[0] == results[1]
+        found.append((results[0].item(), sum(each.abs().sum().item() for each in results[2:])))
+    return found
+
+
+def test_autocast_and_inference_mode() -> None:
+    for found, expected in zip(
+        run_on_ranks(2, in_lower_precision, "burst")[0], in_lower_precision("eager"), strict=True
+    ):
+        assert found == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize(
