@@ -157,7 +157,7 @@ class _ShardedAttention:
                 softcap=softcap, is_causal=is_causal, s_aux=s_aux, **kwargs,
             )  # fmt: skip
         self._refuse(attention_mask, dropout, kwargs)
-        q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
+        q_BLND, k_BLKD, v_BLKD = (_under_autocast(heads_first).transpose(1, 2) for heads_first in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = None if sliding_window is None else sliding_window - 1  # a window of W holds the token itself
 
@@ -234,6 +234,14 @@ _NO_CACHE = (
     "keys of earlier tokens (a cache, as in generate) are not sharded over ranks; call "
     "model.set_attn_implementation('sdpa') before generate, with the whole prompt on every rank, and set it back after"
 )
+
+
+def _under_autocast(tensor: Tensor) -> Tensor:
+    """A tensor as attention of torch takes it under autocast: rotary embedding leaves queries and keys in float32."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _attend_to_cache(
