@@ -1,4 +1,4 @@
-"""WaitingRanks that answer cases: real processes, one start for all cases of a target, each case with a limit of its own.
+"""Ranks that answer cases: real processes, one start for all cases of a target, each case with a limit of its own.
 
 An exception of one rank, a rank that dies and a rank that does not answer are results of the case. The ranks are then
 started anew for the next one: messages of a broken call could otherwise reach it.
