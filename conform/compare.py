@@ -260,12 +260,12 @@ def _difference(
 
 def _first(wrong: Tensor, name: str, tokens: Mapping[int, int] | None) -> list[int]:
     """Index of the first wrong row: by token where rows have one."""
-    places = wrong.nonzero().tolist()
+    places: list[list[int]] = wrong.nonzero().tolist()
     if wrong.ndim == 3:  # batch, token, head
-        return list(min(places, key=lambda place: (place[1], place[0], place[2])))
+        return min(places, key=lambda place: (place[1], place[0], place[2]))
     if tokens is not None and name == "model.embed_tokens.weight":
-        return list(min(places, key=lambda place: tokens.get(place[0], 1 << 30)))
-    return list(places[0]) if places[0] else [0]
+        return min(places, key=lambda place: tokens.get(place[0], 1 << 30))
+    return places[0] if places[0] else [0]
 
 
 def _names(
