@@ -235,7 +235,7 @@ def _difference(
     place = _first(wrong, name, tokens)
     index = tuple(place)
     row_found, row_truth = (
-        each.double()[index] if each.ndim > 1 else each.reshape(-1)[index[0]] for each in (result, truth)
+        (each.double()[index] if each.ndim else each.double()).reshape(-1) for each in (result, truth)
     )
     at = int((row_found - row_truth).abs().nan_to_num(nan=math.inf).argmax())
     there, true = float(row_found[at]), float(row_truth[at])
@@ -327,7 +327,7 @@ def _leaked(
     quiet_out, loud_out = results[0]["out"], results[1]["out"]
     ends = torch.tensor(problem.documents or (problem.tokens,)).cumsum(0)
     document_S: Tensor = torch.searchsorted(ends, torch.arange(problem.tokens), right=True)
-    earlier_S: Tensor = torch.arange(problem.tokens) < token
+    earlier_S: Tensor = (torch.arange(problem.tokens) < token) & (problem.mask == "causal")
     blind_S: Tensor = document_S.ne(document_S[token]) | earlier_S
     moved_BSN = (loud_out - quiet_out).norm(dim=-1)
     reached = moved_BSN[:, blind_S] > _EPS[problem.dtype] * float(quiet_out.norm(dim=-1).max())

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -116,7 +117,8 @@ class WaitingRanks:
                 case=case, ranks=self.count, status=answers.status, sentences=(answers.sentence,),
                 trace=answers.trace, seconds=seconds,
             )  # fmt: skip
-        wrong = compare(case, answers)  # type: ignore[arg-type]
+        with _one_thread():  # the problems are small, and ranks may still be busy
+            wrong = compare(case, answers)  # type: ignore[arg-type]
         return CaseResult(
             case=case,
             ranks=self.count,
@@ -159,6 +161,18 @@ class WaitingRanks:
             silent = sorted(open_ends.values())
             return _Failure(HANG, f"rank {', '.join(map(str, silent))} gave no answer within {limit_seconds:g} s")
         return [found[rank] for rank in range(self.count)]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _as_data(difference: Difference) -> dict[str, object]:
