@@ -23,7 +23,7 @@ from conform.target import CaseProblem
 
 # Times the dtype's own error. In bfloat16 that error is large, so the factor is small; in the others there is room for
 # another order of sums, and a mistake is larger by orders of magnitude.
-FACTOR = {"fp64": 16.0, "fp32": 16.0, "bf16": 4.0}
+FACTOR = {"fp64": 64.0, "fp32": 64.0, "bf16": 4.0}
 _EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
 _LEAST = {"fp64": 2.0, "fp32": 2.0, "bf16": 0.25}  # eps that the own error counts as at least: it is small by chance
 _NOTHING = 1e-3  # of the largest gradient's size: one below it is 0 but for rounding, as where a query sees one key
