@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("burst", "conform", "engine", "harness", "baselines", "cluster")
-# Of other projects: what stands in for their packages, and what is called with their types by their interpreters.
-NOT_OURS = ("baselines/stand_ins/", "baselines/programs/", "/upstream/")
+# Of other projects: what stands in for their packages, what is called with their types by their interpreters, and what
+# calls them to be judged.
+NOT_OURS = ("conform/targets/", "baselines/stand_ins/", "baselines/programs/", "/upstream/")
 _COLUMNS = "a column belongs to a table of lines of one kind, which each table has of its own"
 _SETTING = "a setting has the type of its field in TrialSettings"
 _JSON = "JSON of another process, read by key where it arrives"
