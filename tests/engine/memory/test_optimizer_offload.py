@@ -104,6 +104,7 @@ def test_a_fraction_leaves_the_states_of_the_other_parameters_on_the_device(
     offload: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosted: list[int] = []
+
     def host_like(tensor: Tensor, device: torch.device) -> Tensor:
         hosted.append(tensor.numel())
         return host_buffer(tensor.numel() * tensor.itemsize, device).view(tensor.dtype).view(tensor.shape)
