@@ -82,7 +82,10 @@ def test_loss_logits_and_gradients_are_those_of_one_device(side: str, adapted: b
     [
         ({"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(1)}, "given pixel_values"),
         ({"input_ids": torch.ones(1, 8, dtype=torch.long), "use_cache": True}, "given use_cache"),
-        (padded("both") | {"labels": padded("both")["input_ids"]}, "first token after padding has a label"),
+        (
+            padded("both") | {"labels": padded("both")["input_ids"]},
+            "first token after padding, or of a packed document, has a label",
+        ),
         (
             {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0, 1]])}
             | {"cu_seq_lens_q": torch.tensor([0, 3, 4])},
