@@ -96,6 +96,11 @@ def _refuse_architecture(inner: Any) -> None:
     config = inner.config.get_text_config()
     if not inner._can_set_attn_implementation():
         raise ValueError(f"{type(inner).__name__} has attention of its own, which transformers cannot replace")
+    if not getattr(config, "is_causal", True):
+        raise ValueError(
+            f"{type(inner).__name__} has is_causal False, and tokens would see the padding of a batch; shard it by "
+            "burst.register and burst.shard_batch, without padding"
+        )
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYERS)):
         raise ValueError(
             f"{type(inner).__name__} has layers of type {', '.join(other)}, which need tokens of all ranks"

@@ -104,6 +104,8 @@ def test_models_whose_layers_depend_on_tokens_of_other_ranks_are_refused() -> No
     model = llama(layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match="layers of type linear_attention"):
         take_whole_batches(model, burst.ContextParallel.single())
+    with pytest.raises(ValueError, match="has is_causal False, and tokens would see the padding"):
+        take_whole_batches(llama(is_causal=False), burst.ContextParallel.single())
     with pytest.raises(ValueError, match="no causal language model"):
         take_whole_batches(torch.nn.Linear(2, 2), burst.ContextParallel.single())
 
