@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst.batch import shard_batch
-from burst.transformers import BOUNDARIES, register
+from burst.transformers import BOUNDARIES, FLASH_NAMES, register
 from engine.attention.context import ContextParallel
 
 if TYPE_CHECKING:
@@ -159,6 +159,11 @@ class _WholeBatches:
         self._seq_len = 0
         if self._whole:
             return None
+        if (attention := self._inner.config.get_text_config()._attn_implementation) not in (NAME, *FLASH_NAMES):
+            raise ValueError(
+                f"the model's attention was set to {attention}, which sees the tokens of one rank; call "
+                f"set_attn_implementation({NAME!r}) on it"
+            )
         if len(args) > 1:
             raise ValueError(f"the model is given {len(args)} inputs without names; pass them by name")
         given = {"input_ids": args[0]} if args else {}

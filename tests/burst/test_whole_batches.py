@@ -100,6 +100,14 @@ def test_inputs_that_are_not_cut_are_refused(given: dict[str, Any], sentence: st
         model(**given)
 
 
+def test_attention_that_was_set_anew_is_refused() -> None:
+    model = llama()
+    take_whole_batches(model, burst.ContextParallel.single())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attention was set to sdpa, which sees the tokens of one rank"):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long))
+
+
 def test_models_whose_layers_depend_on_tokens_of_other_ranks_are_refused() -> None:
     model = llama(layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match="layers of type linear_attention"):
