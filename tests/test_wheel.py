@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PACKAGES = ("baselines", "burst", "cluster", "engine", "experiments", "harness", "results/paper")
+PACKAGES = ("baselines", "burst", "cluster", "conform", "engine", "experiments", "harness", "results/paper")
 LEFT_OUT = {"results/paper/README.md"}
 
 

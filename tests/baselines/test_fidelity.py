@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from baselines.fidelity.table import FidelityError, Row, as_csv, as_markdown, ve
 from baselines.install.places import InstallPlace
 from baselines.programs import attention_bytes
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
-from engine.attention.masks import Causal, Full
+from engine.attention.masks import Causal, Documents, Full
 from engine.attention.reference import dense_gradients
 from engine.reader import to_json
 from harness.cli import main
@@ -120,12 +121,37 @@ def test_the_stand_in_aligns_the_last_query_with_the_last_key() -> None:
     assert out[0, 1, 0, 2] > 0
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("lengths", "left"), [((24,), 5), ((3, 1, 20), None), ((10, 14), 4)])
+def test_the_stand_in_has_windows_softcaps_and_packed_sequences(
+    lengths: tuple[int, ...], left: int | None, softcap: float
+) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(24, heads, 8) for heads in (4, 2, 2, 4))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    given: dict[str, Any] = {"causal": True, "window_size": (-1 if left is None else left, 0), "softcap": softcap}
+    longest = max(lengths)
+    out, lse, *_ = stand_in._flash_attn_varlen_forward(q, k, v, bounds, bounds, longest, longest, **given)
+    found = tuple(torch.empty_like(each) for each in (q, k, v))
+    stand_in._flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *found, bounds, bounds, longest, longest, **given
+    )  # fmt: skip
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    by_autograd = stand_in.flash_attn_varlen_func(*leaves, bounds, bounds, longest, longest, **given)
+    by_autograd.backward(dout)
+    torch.testing.assert_close(by_autograd, out)
+    truths = dense_gradients(
+        q[None], k[None], v[None], dout[None], Documents(lengths, left=left), softcap=softcap or None
+    )  # fmt: skip
+    for one, other, truth in zip((out, *found), (out, *(each.grad for each in leaves)), truths, strict=True):
+        torch.testing.assert_close(one.double(), truth[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, other)
+
+
 def test_the_stand_in_refuses_what_it_does_not_compute() -> None:
     q = torch.zeros(1, 4, 1, 8)
-    with pytest.raises(NotImplementedError, match="full or causal attention alone"):
-        stand_in._flash_attn_forward(q, q, q, window_size=(2, 0))
-    with pytest.raises(NotImplementedError, match="the calls of a ring alone"):
-        stand_in._flash_attn_varlen_forward(q, q, q)
+    with pytest.raises(NotImplementedError, match="no dropout on cpu; install flash-attn 2"):
+        stand_in._flash_attn_forward(q, q, q, dropout_p=0.1)
     with pytest.raises(RuntimeError, match="a stand-in for CPU ranks, found q on meta; install flash_attn"):
         stand_in._flash_attn_forward(q.to("meta"), q, q)
 

@@ -189,6 +189,20 @@ def test_rows_with_documents_of_their_own_and_flash_attentions_names() -> None:
     assert {functions[f"flash_attention_{version}"] for version in (2, 3, 4)} == {functions["burst"]}
 
 
+def test_autocast_is_heeded_as_attention_of_torch_heeds_it() -> None:
+    """Rotary embedding leaves queries and keys in float32 there, and values are in bfloat16."""
+    cp = burst.ContextParallel.single()
+    burst.register(cp)
+    losses = {}
+    for name in ("eager", "burst"):
+        with torch.autocast("cpu", torch.bfloat16):
+            model = model_of("llama 3.1", name).float()
+            losses[name] = model(**batch()).loss
+            losses[name].backward()
+        assert all(each.grad.isfinite().all() for each in model.parameters())
+    assert losses["burst"].item() == pytest.approx(losses["eager"].item(), rel=1e-2)
+
+
 def refused(layout: str) -> dict[str, str]:
     """What two ranks are told about positions counted per rank, padding on the left, and a cache."""
     cp = burst.ContextParallel(layout=layout)

@@ -1,0 +1,182 @@
+"""torchtitan 0.3's Llama with its context parallelism: flexible attention whose keys are gathered.
+
+Its model, masks, sharding of a batch and loss are called as its trainer calls them. FSDP and the optimizer are left
+out, so gradients are summed over the ranks here. It is made for GPUs: on CPU ranks masks and attention run without a
+compiler, and blocks of a mask, of which each rank has whole ones, are as small as cases are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conform.flexible import allow_cpu, blocks_of
+from conform.target import IGNORE, CaseProblem, Part
+
+NAME = "torchtitan"
+RANKS = (1, 2, 4)
+REQUIRES = ("torchtitan", "spmd_types", "tyro", "docstring_parser", "typeguard", "shtab", "triton")
+INSTALL = (
+    "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro==0.9.35 docstring-parser typeguard==4.4.4 shtab "
+    "triton"
+)
+CAPABILITIES = (
+    "causal", "documents", "grouped_heads", "few_kv_heads", "batch", "bf16", "fp64", "evaluation", "accumulation",
+    "checkpointing", "tied", "frozen", "two_models",
+)  # fmt: skip
+_NAMES = {
+    "model.embed_tokens": "tok_embeddings", "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk", "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "model.norm": "norm", "model.layers": "layers",
+}  # fmt: skip
+
+
+def VERSION() -> str:
+    return f"torchtitan {version('torchtitan')}, torch {torch.__version__}"
+
+
+def _own_name(name: str) -> str:
+    """A parameter's name in torchtitan."""
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+@lru_cache
+def _mesh(ranks: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+
+
+def _config(problem: CaseProblem) -> Any:
+    from torchtitan.models.common import Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.rope import CosSinRoPE
+    from torchtitan.models.llama3 import Llama3Model, Llama3TransformerBlock
+
+    drawn: Any = {"weight": nn.init.zeros_}
+    norm = RMSNorm.Config(normalized_shape=problem.hidden, eps=problem.norm_eps, param_init=drawn)
+    longest = max(problem.micro_batches or (problem.tokens,))
+    layer = Llama3TransformerBlock.Config(
+        attention_norm=norm,
+        ffn_norm=dataclasses.replace(norm),
+        attention=make_gqa_config(
+            dim=problem.hidden, n_heads=problem.heads, n_kv_heads=problem.kv_heads, head_dim=problem.head_dim,
+            wqkv_param_init=drawn, wo_param_init=drawn, inner_attention=FlexAttention.Config(),
+            rope=CosSinRoPE.Config(dim=problem.head_dim, max_seq_len=longest, theta=problem.rope_theta),
+        ),
+        feed_forward=make_ffn_config(
+            dim=problem.hidden, hidden_dim=problem.ffn, w1_param_init=drawn, w2w3_param_init=drawn
+        ),
+    )  # fmt: skip
+    return Llama3Model.Config(
+        dim=problem.hidden, vocab_size=problem.vocab, enable_weight_tying=problem.tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=problem.vocab, embedding_dim=problem.hidden, param_init=drawn
+        ),
+        norm=dataclasses.replace(norm),
+        lm_head=Linear.Config(in_features=problem.hidden, out_features=problem.vocab, param_init=drawn),
+        layers=[layer] * problem.layers,
+    )  # fmt: skip
+
+
+def make_model(problem: CaseProblem) -> nn.Module:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torchtitan.distributed.context_parallel import apply_cp_to_forward
+    from torchtitan.models.common import attention as titan
+
+    allow_cpu()
+    titan.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)
+    titan._compiled_create_block_mask = create_block_mask
+    model: Any = _config(problem).build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    state = {_own_name(name): weight for name, weight in problem.state.items()}
+    missing, unknown = model.load_state_dict(state, strict=False)
+    assert not unknown, unknown
+    assert set(missing) <= {"lm_head.weight"} if problem.tied else not missing, missing
+    if problem.tied:
+        model.lm_head.weight = model.tok_embeddings.weight
+        with torch.no_grad():
+            model.tok_embeddings.weight.copy_(problem.state["model.embed_tokens.weight"])
+    model = model.to(problem.torch_dtype).train()
+    if problem.ranks > 1:
+        apply_cp_to_forward([each.attention.inner_attention for each in model.layers.values()], _mesh(problem.ranks))
+    if problem.checkpointing:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        for name, layer in list(model.layers.items()):
+            model.layers[name] = checkpoint_wrapper(layer)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(map(_own_name, problem.frozen)) or " "))
+    built: nn.Module = model
+    return built
+
+
+def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
+    """Labels are shifted first, as its data loaders give them."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as ring
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+
+    tokens, positions = batch["input_ids"], batch["position_ids"]
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    block = max(1, tokens.shape[1] // (2 * problem.ranks))
+    with blocks_of(block, ring):
+        config = _config(problem)
+        for layer in config.layers:
+            layer.attention.inner_attention.block_size = block
+        masks = config.build().get_attention_masks(positions)
+        more: dict[str, Any] = {"positions": positions, "attention_masks": masks}
+        if problem.ranks > 1:
+            tokens, labels, more = prepare_context_parallel_input(
+                tokens, labels, more, _mesh(problem.ranks), torch.device("cpu")
+            )
+    whole = int((batch["labels"][:, 1:] != IGNORE).sum())
+    return {"tokens": tokens, "labels": labels, "more": more, "valid": whole}
+
+
+def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
+    from torchtitan.components.loss import cross_entropy_loss
+
+    loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / valid
+    return loss
+
+
+def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
+    model.zero_grad()
+    valid, total = sum(part["valid"] for part in parts), torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        loss = _loss(model, part, valid)
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total, group=problem.group)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=problem.group)
+    return total
+
+
+def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
+    own = {name.replace("_checkpoint_wrapped_module.", ""): each.grad for name, each in model.named_parameters()}
+    tied = {"tok_embeddings.weight": own["lm_head.weight"]} if "tok_embeddings.weight" not in own else {}
+    found = {name: (own | tied)[_own_name(name)] for name in problem.state}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
+    model.eval()
+    loss = _loss(model, part, part["valid"]).double()
+    model.train()
+    dist.all_reduce(loss, group=problem.group)
+    return loss
