@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conform.cases import ConformCase, case_named, cases_of
-from conform.run import ERROR, HANG, PASSED, WRONG, WaitingRanks
+from conform.run import ERROR, HANG, PASSED, WRONG, WaitingRanks, run
 from conform.target import CaseProblem, LoadedTarget, load
 from tests.conform.ring import faults
 
@@ -173,6 +173,17 @@ def test_a_right_implementation_passes_every_case(
     assert wrong == {}
 
 
+def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "halved.py"
+    path.write_text("from tests.conform import ring\nglobals().update(ring.target('attention'))\nDTYPE = 'bf16'\n")
+    found = run(load(str(path)), [case_named("causal"), case_named("bytes-sent"), case_named("fp64")], ranks=[1, 2])
+    dtypes = {(each.case.name, each.ranks): each.case.problem.dtype for each in found}
+    assert {name: dtype for (name, _), dtype in dtypes.items()} == {
+        "causal": "bf16", "bytes-sent": "bf16", "fp64": "fp64",
+    }  # fmt: skip
+    assert {each.status for each in found} == {PASSED}
+
+
 def setting(number: int) -> ConformCase:
     """A correct setting at random: every capability of attention, and some that meet."""
     chance = random.Random(number)
@@ -215,8 +226,6 @@ def test_random_right_settings_give_no_false_alarm(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["burst_attention", "burst_transformers"])
 def test_our_own_targets_pass_every_case_that_they_claim(name: str, ranks: int) -> None:
-    from conform.run import run
-
     target = load(name)
     if ranks not in target.ranks:
         pytest.skip(f"{name} does not claim {ranks} ranks")
