@@ -184,6 +184,15 @@ def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
     assert {each.status for each in found} == {PASSED}
 
 
+def test_a_factor_that_rounding_would_hide_is_found_in_bfloat16(tmp_path: Path, two_ranks: WaitingRanks) -> None:
+    path = tmp_path / "scaled.py"
+    text = "from tests.conform import ring\nglobals().update(ring.target('attention', 'dK scaled by 1.02'))\n"
+    path.write_text(text + "DTYPE = 'bf16'\n")
+    result = two_ranks.ask(load(str(path)), case_named("causal"))
+    assert result.status == WRONG
+    assert re.search(r"dk differs by .*1\.02\d* times the truth", result.sentences[0])
+
+
 def setting(number: int) -> ConformCase:
     """A correct setting at random: every capability of attention, and some that meet."""
     chance = random.Random(number)
