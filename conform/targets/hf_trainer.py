@@ -1,11 +1,12 @@
-"""transformers' Trainer over accelerate with `burst.accelerate.parallelism`: one step of training, and evaluation.
+"""transformers' Trainer over accelerate: sequences sharded by `burst.accelerate`, or by DeepSpeed's Ulysses (ALST).
 
-The Trainer is given the micro-batches whole, in the place of a data loader; its gradients are read before its optimizer
-steps, which has a learning rate of 0.
+The Trainer is given the micro-batches whole, as its data set; its gradients are read before its optimizer steps, whose
+learning rate is 0. `ulysses` is accelerate's `sp_backend="deepspeed"`, with ZeRO-1 and torch's attention for CPUs.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,22 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conform.target import CaseProblem
+from conform.target import CaseProblem, variant_of
 
-NAME = "accelerate with burst.accelerate"
+VARIANTS = ("burst", "ulysses")
+VARIANT = variant_of(__name__, VARIANTS)
+NAME = f"transformers' Trainer, {'burst.accelerate' if VARIANT == 'burst' else 'Ulysses of DeepSpeed'}"
 RANKS = (2, 4)
-REQUIRES = ("transformers", "accelerate")
-INSTALL = "pip install transformers==5.23.0 accelerate==1.15.0"
+REQUIRES = ("transformers", "accelerate", *(() if VARIANT == "burst" else ("deepspeed", "einops", "hjson", "cpuinfo")))
+INSTALL = "pip install transformers==5.23.0 accelerate==1.15.0" + (
+    "" if VARIANT == "burst" else " einops hjson py-cpuinfo && DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.8"
+)
+_PACKAGES = ("transformers", "accelerate", "burst-harness" if VARIANT == "burst" else "deepspeed")
+_OF_BURST = ("window", "odd_lengths", "short", "few_kv_heads", "padding_left")
 CAPABILITIES = (
-    "causal", "documents", "window", "grouped_heads", "few_kv_heads", "odd_lengths", "short", "batch", "padding_right",
-    "padding_left", "evaluation", "accumulation", "checkpointing", "tied", "frozen",
+    "causal", "documents", "grouped_heads", "batch", "padding_right", "evaluation", "accumulation", "checkpointing",
+    "tied", "frozen", *(_OF_BURST if VARIANT == "burst" else ("few_kv_heads",)),
 )  # fmt: skip
 
 
 def VERSION() -> str:
-    return f"burst-harness {version('burst-harness')}, " + ", ".join(
-        f"{name} {version(name)}" for name in ("transformers", "accelerate")
-    )
+    return ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
 
 
 class _Run:
@@ -45,12 +50,18 @@ def _as_launched(problem: CaseProblem) -> None:
     """What a launcher sets in the environment of a rank; accelerate takes over the group that is there."""
     ranks = {"RANK": str(problem.rank), "LOCAL_RANK": str(problem.rank), "WORLD_SIZE": str(problem.ranks)}
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HF_HUB_OFFLINE": "1"} | ranks)
+    if VARIANT == "ulysses":
+        import deepspeed.comm
+
+        deepspeed.comm.init_distributed("gloo")
+        groups = importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+        for name in [name for name in vars(groups) if name.startswith("_SEQUENCE")]:
+            setattr(groups, name, None)  # it is made once in a process, and several cases run in one
 
 
 def make_model(problem: CaseProblem) -> _Run:
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-    _as_launched(problem)
     sizes: dict[str, Any] = dict(
         vocab_size=problem.vocab, hidden_size=problem.hidden, intermediate_size=problem.ffn,
         num_hidden_layers=problem.layers, num_attention_heads=problem.heads, num_key_value_heads=problem.kv_heads,
@@ -72,16 +83,53 @@ def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Mapping[str, Ten
     return batch
 
 
+def _settings(problem: CaseProblem, parts: int) -> dict[str, Any]:
+    """The arguments of the Trainer that say how sequences are sharded."""
+    if VARIANT == "burst":
+        import burst.accelerate
+
+        return {"parallelism_config": burst.accelerate.parallelism(cp_size=problem.ranks)}
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    deepspeed = {
+        "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": problem.batch, "gradient_clipping": 0.0,
+        "gradient_accumulation_steps": parts, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    sharing = ParallelismConfig(sp_size=problem.ranks, sp_backend="deepspeed", sp_handler=handler)
+    return {"parallelism_config": sharing, "deepspeed": deepspeed}
+
+
+def _read_before_step(run: _Run, engine: Any) -> None:
+    """DeepSpeed's engine, which steps at once after the last backward, is read before it does."""
+    from deepspeed.utils import safe_get_full_grad
+
+    step = engine.step
+
+    def read_and_step(*args: Any, **settings: Any) -> Any:
+        if engine.is_gradient_accumulation_boundary():
+            learnt = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
+            found = {name: safe_get_full_grad(each) for name, each in learnt.items()}
+            run.gradients = {name: each.detach().clone() for name, each in found.items() if each is not None}
+        return step(*args, **settings)
+
+    engine.step = read_and_step
+
+
 def _trainer(run: _Run, parts: Sequence[Mapping[str, Tensor]], problem: CaseProblem, folder: str) -> Any:
+    _as_launched(problem)
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    import burst.accelerate
-
     class Reader(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if VARIANT == "ulysses":
+                _read_before_step(run, trainer.model_wrapped)
+
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            run.gradients = {
-                name: each.grad.detach().clone() for name, each in run.model.named_parameters() if each.grad is not None
-            }
+            if VARIANT == "burst":
+                named = run.model.named_parameters()
+                run.gradients = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
 
     rows = [{name: each[row] for name, each in part.items()} for part in parts for row in range(problem.batch)]
     arguments = TrainingArguments(
@@ -89,9 +137,9 @@ def _trainer(run: _Run, parts: Sequence[Mapping[str, Tensor]], problem: CaseProb
         max_steps=1, max_grad_norm=0.0, per_device_train_batch_size=problem.batch,
         per_device_eval_batch_size=problem.batch, gradient_accumulation_steps=len(parts), bf16=False,
         gradient_checkpointing=problem.checkpointing, train_sampling_strategy="sequential", remove_unused_columns=False,
-        parallelism_config=burst.accelerate.parallelism(cp_size=problem.ranks), log_level="error",
+        log_level="error", **_settings(problem, len(parts)),
     )  # fmt: skip
-    trainer = Trainer(
+    trainer: Any = Trainer(
         run.model, arguments, train_dataset=rows, eval_dataset=rows[: problem.batch], callbacks=[Reader()],
         data_collator=lambda found: {name: torch.stack([row[name] for row in found]) for name in found[0]},
     )  # fmt: skip
