@@ -125,7 +125,7 @@ class _ShardedAttention:
 
     def _check_padding(self, real_BL: Tensor, *, causal: bool) -> None:
         """Raises ValueError unless padding is where no token sees it: on the right, under a causal mask."""
-        real_BS = self._cp.unshard(real_BL.to(torch.int8).contiguous(), dim=1)
+        real_BS = self._whole(real_BL.to(torch.int8))
         if bool((real_BS.diff(dim=1) > 0).any()):
             raise ValueError("attention_mask has padding before a token; pad on the right (padding_side='right')")
         if not causal and not bool(real_BS.all()):
@@ -157,7 +157,8 @@ class _ShardedAttention:
                 softcap=softcap, is_causal=is_causal, s_aux=s_aux, **kwargs,
             )  # fmt: skip
         self._refuse(attention_mask, dropout, kwargs)
-        q_BLND, k_BLKD, v_BLKD = (_under_autocast(heads_first).transpose(1, 2) for heads_first in (query, key, value))
+        query, key, value = (_autocast(each) for each in (query, key, value))
+        q_BLND, k_BLKD, v_BLKD = (heads_first.transpose(1, 2) for heads_first in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = None if sliding_window is None else sliding_window - 1  # a window of W holds the token itself
 
@@ -169,7 +170,7 @@ class _ShardedAttention:
             )  # fmt: skip
             return out_BLND
 
-        return by_rows(call, self._documents(kwargs, q_BLND)), None
+        return by_rows(call, self._documents(module, kwargs, q_BLND)), None
 
     @staticmethod
     def _refuse(attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ class _ShardedAttention:
                     "leave it out, or take another attn_implementation"
                 )
 
-    def _documents(self, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
+    def _documents(self, module: nn.Module, kwargs: dict[str, Any], q_BLND: Tensor) -> Rows:
         """The documents of the batch. Collective where these positions were not seen before, on all ranks alike: the
         layers of a forward ask with the same tensors."""
         batch, tokens = q_BLND.shape[:2]
@@ -206,18 +207,37 @@ class _ShardedAttention:
             position_ids,
             *(kwargs[name] for name in BOUNDARIES if isinstance(kwargs.get(name), Tensor)),
         ]
-        if len(given) == len(self._seen) and all(
-            version == each._version and seen() is each for each, (seen, version) in zip(given, self._seen, strict=True)
+        counted = not any(each.is_inference() for each in given)  # torch counts no writes to tensors of inference mode
+        if (
+            counted
+            and len(given) == len(self._seen)
+            and all(
+                version == each._version and seen() is each
+                for each, (seen, version) in zip(given, self._seen, strict=True)
+            )
         ):
             return self._rows
         if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
             raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
-        whole_BS = self._cp.unshard(position_ids.detach().contiguous(), dim=1).expand(batch, -1).cpu()
+        whole_BS = self._whole(position_ids.detach()).expand(batch, -1).cpu()
         self._refuse_positions_of_a_rank(whole_BS, tokens)
+        if self._cp.size > 1:
+            _refuse_rotation(module, int(whole_BS.max()) + 1)
         rows = tuple(_lengths(row) for row in whole_BS.tolist())
         _check_boundaries(kwargs, rows)
-        self._seen, self._rows = [(weakref.ref(each), each._version) for each in given], rows
+        self._seen = [(weakref.ref(each), each._version) for each in given] if counted else []
+        self._rows = rows
         return rows
+
+    def _whole(self, tensor_BL: Tensor) -> Tensor:
+        """The tensor of all ranks' tokens. Raises ValueError for numbers of tokens that `cp.shard` gives no rank."""
+        tokens, size = tensor_BL.shape[1], self._cp.size
+        if size > 1 and tokens * size % self._cp.layout.chunks(size):
+            raise ValueError(
+                f"each of {size} ranks has {tokens} tokens, into which layout {self._cp.layout.name} divides no "
+                f"sequence; pass what shard_batch returns. {_GENERATE}"
+            )
+        return self._cp.unshard(tensor_BL.contiguous(), dim=1)
 
     def _refuse_positions_of_a_rank(self, whole_BS: Tensor, tokens: int) -> None:
         """Raises ValueError for positions that count each rank's tokens: what a model takes when it is given none. With
@@ -226,22 +246,38 @@ class _ShardedAttention:
         if self._cp.size > 1 and bool((by_rank == torch.arange(tokens)).all()):
             raise ValueError(
                 f"position_ids are 0 to {tokens - 1} on all {self._cp.size} ranks, as a model counts them that is "
-                "given none; pass those of shard_batch, which count over the whole sequence"
+                f"given none; pass those of shard_batch, which count over the whole sequence. {_GENERATE}"
             )
 
 
-_NO_CACHE = (
-    "keys of earlier tokens (a cache, as in generate) are not sharded over ranks; call "
-    "model.set_attn_implementation('sdpa') before generate, with the whole prompt on every rank, and set it back after"
-)
-
-
-def _under_autocast(tensor: Tensor) -> Tensor:
-    """A tensor as attention of torch takes it under autocast: rotary embedding leaves queries and keys in float32."""
+def _autocast(tensor: Tensor) -> Tensor:
+    """What torch's autocast gives its own attention. Rotary embeddings and norms leave Q and K in float32 there, and V
+    is of the lower dtype."""
     kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _refuse_rotation(module: nn.Module, positions: int) -> None:
+    """Raises ValueError where a rotation depends on the longest position of the batch: each rank would take that of its
+    own tokens."""
+    config: Any = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        trained = int(each.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if each.get("rope_type") in ("dynamic", "longrope") and positions > trained:
+            raise ValueError(
+                f"rope_type {each['rope_type']} changes with the longest position beyond {trained}, which here is "
+                f"{positions - 1} and differs between ranks; take shorter documents, or a rope_type such as yarn"
+            )
+
+
+_GENERATE = (
+    "Before generate, call model.set_attn_implementation('sdpa'), or 'eager' where a model has no sdpa, with the whole "
+    "prompt on every rank; set it back after"
+)
+_NO_CACHE = f"keys of earlier tokens (a cache, as in generate) are not sharded over ranks. {_GENERATE}"
 
 
 def _attend_to_cache(

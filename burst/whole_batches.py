@@ -35,7 +35,6 @@ _PASSED = ("num_items_in_batch", "return_dict", "fused_lm_head")
 _SAID_BY_POSITIONS = (*BOUNDARIES, "max_length_q", "max_length_k", "seq_idx")
 _OF_TOKENS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's LM head
 _LAYERS = ("full_attention", "sliding_attention")
-_ROTATIONS = ("dynamic", "longrope")
 
 
 def take_whole_batches(model: nn.Module, cp: ContextParallel) -> None:
@@ -52,7 +51,7 @@ def take_whole_batches(model: nn.Module, cp: ContextParallel) -> None:
         model: a causal language model of transformers, or one of peft around it. Not yet wrapped by DDP or FSDP.
         cp: the ranks that share each sequence. It replaces the one of an earlier call.
 
-    Raises ValueError for another model, and for layers or rotations that depend on tokens of other ranks. Calls raise
+    Raises ValueError for another model, and for layers that depend on tokens of other ranks. Calls raise
     it for inputs that are not known how to cut and for results that are not a sum over tokens.
     """
     inner = causal_model_of(model)
@@ -101,10 +100,6 @@ def _refuse_architecture(inner: Any) -> None:
         raise ValueError(
             f"{type(inner).__name__} has layers of type {', '.join(other)}, which need tokens of all ranks"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(each for each in rope.values() if isinstance(each, Mapping))]:
-        if (kind := parameters.get("rope_type")) in _ROTATIONS:
-            raise ValueError(f"rope_type {kind} changes with the longest position that a rank has; take another")
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"

@@ -26,7 +26,7 @@ or a step of training:
     def evaluate(model, part, problem): ...      # the loss of the whole batch, without gradients. May be left out
 
 Attention tensors are [batch, tokens, heads, head_dim]. What a rank holds, and in which order, is the target's own
-affair: only what `gather` returns is compared.
+affair: only what `gather` returns is compared. The gradients of the sinks are added up over the ranks.
 
 A batch is as transformers has it: `input_ids`, `labels`, `position_ids` [B, S], and `attention_mask` [B, S] where rows
 are padded. A label is the token itself, or -100 where it has no loss, so it is the target that shifts. The loss of a

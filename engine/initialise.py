@@ -1,16 +1,22 @@
-"""Initial parameters that do not depend on how the model is sharded."""
+"""Initial parameters that do not depend on how the model is sharded.
+
+Programs of compared systems load this file by its path, with torch alone beside it, so that their losses begin where
+ours do (`draw`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.models.decoder import Decoder
-from engine.settings import ModelShape
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
+    from engine.settings import ModelShape
 
 Part = tuple[int, int, int]  # of a parameter: (dimension that is divided, number of the part, parts)
 
@@ -44,18 +50,20 @@ def initialise(
             if parameter.ndim == 1:
                 local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
             elif local.numel():
-                std = _std(name, model.shape)
-                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
+                std = std_of(name, model.shape)
+                draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
 
 
-def _std(name: str, shape: ModelShape) -> float:
+def std_of(name: str, shape: ModelShape) -> float:
+    """Standard deviation of a matrix's initial values."""
     if name == "embedding.weight" and not shape.tied:  # a tied one is the LM head as well
         return EMBEDDING_STD
     return STD / (2 * shape.layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
 
 
-def _draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: Part | None) -> None:
-    """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values.
+def draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: Part | None = None) -> None:
+    """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values, which
+    follow from `key`: seed and name of the parameter, `0:blocks.1.mlp.up.weight`.
 
     With `part` that matrix is a part of another one.
     """

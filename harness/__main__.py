@@ -1,12 +1,12 @@
 """The program `burst`, and `python -m harness`.
 
-It looks for the packages of the extra `harness` first: without them `import burst` works, and the commands do not.
+Without the extra `harness`, `import burst` works and a command says what to install, once it needs what is absent: some
+machines have a part of it, and run trials with that.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
 # Modules of the extra `harness` of pyproject.toml.
 MODULES = ("pandas", "matplotlib", "jinja2", "itables", "yaml", "rich", "paramiko")
@@ -14,16 +14,20 @@ MODULES = ("pandas", "matplotlib", "jinja2", "itables", "yaml", "rich", "paramik
 
 def main() -> int:
     """Run the command on this process's command line; returns the exit code."""
-    if absent := [name for name in MODULES if find_spec(name) is None]:
+    try:
+        from harness.cli import main as command
+
+        return command()
+    except ModuleNotFoundError as error:
+        absent = (error.name or "").partition(".")[0]
+        if absent not in MODULES:
+            raise
         print(
-            f"burst: found no {', '.join(absent)}, which the commands of burst need (`import burst` works without); "
-            "install them with: pip install 'burst-harness[harness]'",
+            f"burst: found no {absent}, which this command needs (`import burst` works without); install it with: "
+            "pip install 'burst-harness[harness]'",
             file=sys.stderr,
         )
         return 2
-    from harness.cli import main as command
-
-    return command()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Run by the interpreter of a compared system: trains a Llama of transformers, under DeepSpeed, TRL or no trainer.
 
 `python train_transformers.py REQUEST.json`, one process per rank, with torchrun's variables. The model starts from
-random weights, and learns the tokens of the trial's file. Rank 0 prints one line of JSON per step: seconds of the
-slowest rank, loss, norm.
+random weights, under TRL and no trainer those with which burst starts, and learns the tokens of the trial's file. Rank
+0 prints one line of JSON per step: seconds of the slowest rank, loss, norm.
 
 `engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. With `left` in the request
 rank 0 leaves the first parameters, the gradients of the first step and all losses (`burst setup baselines fidelity`).
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 
-from program_parts import attention_name, batch, leave, llama_config, register_ulysses, say, say_peaks
+from program_parts import attention_name, batch, leave, llama_config, load, register_ulysses, say, say_peaks
 
 sys.path[:1] = []  # the folder of this program
 
@@ -32,6 +32,16 @@ def with_kernel(request):
 
     first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(first, set_priority=True)
+
+
+def start_as_ours(model, request):
+    """Give the model the weights with which a trial of burst starts, so that losses can be compared step by step."""
+    initialise = load(request["initial"]["file"])
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, (ours, std) in request["initial"]["matrices"].items():
+            whole = parameters[name]
+            initialise.draw(whole, 0, len(whole), f"{request['seed']}:{ours}", std)
 
 
 def tile_mlp(tiles):
@@ -138,6 +148,7 @@ def train_with_trl(request):
     rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     torch.manual_seed(request["seed"])
     model = LlamaForCausalLM._from_config(llama_config(request), attn_implementation=attention_name(request))
+    start_as_ours(model.to("cuda") if cuda else model, request)  # generators of CPUs draw other numbers
     unused = "t0"
     names = {f"t{number}": number for number in range(request["vocab"])}
     tokenizer = PreTrainedTokenizerFast(
@@ -244,12 +255,13 @@ def train_plain(request):
         model = LlamaForCausalLM._from_config(
             llama_config(request), attn_implementation=attention_name(request), dtype=weights
         )
+    start_as_ours(model, request)
     if request["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=request["learning_rate"], betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
-    )
+    matrices, norms = ([each for each in model.parameters() if (each.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=request["learning_rate"], betas=(0.9, 0.95), fused=cuda)
 
     def wait():
         if cuda:

@@ -51,6 +51,18 @@ def transformers_kernel(settings: TrialSettings) -> str:
     return "unknown (torch's scaled_dot_product_attention chooses)"
 
 
+def initial_weights(settings: TrialSettings) -> dict[str, object]:
+    """How the program draws what `burst` draws: the file that does, and of each matrix of a Llama its name and standard
+    deviation there. Norms start as 1 in both."""
+    from engine import initialise
+    from engine.models.architecture import architecture_named
+
+    stored = architecture_named("llama").stored(settings.model)
+    matrices = {one.name: one.parts[0] for one in stored if not one.name.endswith("norm.weight")}
+    drawn = {name: (part, initialise.std_of(part, settings.model)) for name, part in matrices.items()}
+    return {"file": initialise.__file__, "matrices": drawn}
+
+
 class WholeSequences(Upstream):
     """Whole sequences on each rank. `kernel` is that of transformers' attention."""
 
@@ -65,7 +77,8 @@ class WholeSequences(Upstream):
 
     def request(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
         """The trial for the program; adapters add what their engine reads."""
-        return training_request(settings, self.steps(settings), trial_dir) | {"engine": self.engine}
+        named = {"engine": self.engine, "initial": initial_weights(settings)}
+        return training_request(settings, self.steps(settings), trial_dir) | named
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         return render_program(PROGRAM, self.request(settings, trial_dir), trial_dir, place)

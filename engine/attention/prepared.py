@@ -8,9 +8,9 @@ Shape letters as in `engine.attention.op`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,19 @@ from engine.attention.op import run_attention
 from engine.attention.plan import Bounds, cached_plan, mask_of
 from engine.attention.resolve import Choices
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _CAUSAL = Causal()
 _Constant = tuple[str, int]  # name and id of a mask
-torch.compiler.assume_constant_result(Mask.name_in_programs)  # marked here because masks do not import torch
+
+
+def constant_in_programs(function: Function) -> Function:
+    """As `torch.compiler.assume_constant_result`, which imports torch's compiler: a second of every process's start."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+constant_in_programs(Mask.name_in_programs)  # marked here because masks do not import torch
 
 
 @lru_cache(maxsize=1)
@@ -284,7 +294,7 @@ class PreparedAttention:
         )
         return found if self._layout == "BSHD" else from_bshd(found, self._layout)
 
-    @torch.compiler.assume_constant_result
+    @constant_in_programs
     def _traced(
         self,
         _guarded: int,
@@ -369,7 +379,7 @@ def _constant(mask: Mask | None) -> _Constant | None:
     return (mask.name_in_programs(), id(mask)) if isinstance(mask, Mask) else mask
 
 
-@torch.compiler.assume_constant_result
+@constant_in_programs
 def _traced(
     mask: _Constant | None,
     cu_seqlens: Sequence[int] | None,

@@ -14,7 +14,15 @@ from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import engine_memory, fits_gpu, ranks_of_node, ranks_per_node, time_or_reason
+from harness.plan.predict import (
+    engine_memory,
+    fits_gpu,
+    gpu_room,
+    memory_is_modelled,
+    ranks_of_node,
+    ranks_per_node,
+    time_or_reason,
+)
 from harness.predict.packed import step_tokens, step_work
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
@@ -155,6 +163,47 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return replace(settings, seq_len=low * unit)
+
+
+# Budgets of the frontier as parts of a GPU's memory; each further one is half of that two places before.
+_PARTS = (1.0, 0.75)
+
+
+def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]:
+    """The trial planned under falling budgets: all that a GPU of this kind has or the setting `memory` allows, three
+    quarters, half, three eighths and so on, in whole GiB, and at last the least whole GiB that hold it, by this
+    prediction. Empty where nothing fits.
+
+    Raises ValueError where the planner chooses nothing or no memory is predicted, because no budget then changes
+    anything.
+    """
+    if not settings.planned or not memory_is_modelled(settings):
+        raise ValueError(
+            f"less memory changes nothing that is predicted of task {settings.task}, method {settings.method} and "
+            f"checkpoint.plan {settings.checkpoint.plan}; ask for training with a method of this project, and leave "
+            "checkpoint to the planner"
+        )
+    machine, room = machine_of(hardware), gpu_room(settings, hardware)
+
+    def within(gib: float) -> TrialForecast:
+        budget = settings.memory if gib == room else f"{gib:.0f}GiB"
+        chosen, plan = with_plan(replace(settings, memory=budget), machine, hardware=hardware)
+        return forecast(chosen, hardware, plan=plan)
+
+    rows: list[TrialForecast] = []
+    held, gib = room, room
+    while gib and (row := within(gib)).fits:
+        rows.append(row)
+        part, halvings = _PARTS[len(rows) % 2], len(rows) // 2
+        held, gib = gib, math.floor(room * part / 2**halvings)
+    least, low, high = None, math.floor(gib), math.ceil(held)
+    while rows and high - low > 1:
+        middle = (low + high) // 2
+        if (row := within(middle)).fits:
+            least, high = row, middle
+        else:
+            low = middle
+    return rows if least is None else [*rows, least]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
-"""torchtitan's Llama 3 over sequences that context-parallel ranks share: loss and every gradient are those of one rank
+"""torchtitan's models over sequences that context-parallel ranks share: loss and every gradient are those of one rank
 with dense attention under torchtitan's own mask."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -56,14 +57,14 @@ def prepare() -> None:
     parallel_dims.device_type = "cpu"
 
 
-def model_of(ranks: int) -> tuple[Any, Any]:
+def model_of(name: str, ranks: int) -> tuple[Any, Any]:
     """A model with the same weights in each call, and torchtitan's description of the ranks."""
     from torchtitan.config import OverrideConfig, ParallelismConfig, apply_overrides
     from torchtitan.distributed import ParallelDims, utils
-    from torchtitan.models.llama3 import llama3_configs
 
     prepare()
-    config = llama3_configs["debugmodel"](attn_backend="flex")
+    registry = importlib.import_module(f"torchtitan.models.{name}").model_registry
+    config = registry("debugmodel", attn_backend="flex").model
     config.layers = config.layers[:LAYERS]
     parallelism = ParallelismConfig(context_parallel_degree=ranks)
     utils.set_spmd_backend(parallelism.spmd_backend)
@@ -98,8 +99,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
-def one(seq_len: int, lengths: tuple[tuple[int, ...], ...]) -> tuple[float, dict[str, torch.Tensor]]:
-    model, _ = model_of(1)
+def one(name: str, seq_len: int, lengths: tuple[tuple[int, ...], ...]) -> tuple[float, dict[str, torch.Tensor]]:
+    model, _ = model_of(name, 1)
     tokens, labels, positions = batch(seq_len, lengths)
     masks = model.get_attention_masks(positions=positions)
     loss = loss_of(model, tokens, labels, {"positions": positions, "attention_masks": masks})
@@ -107,10 +108,10 @@ def one(seq_len: int, lengths: tuple[tuple[int, ...], ...]) -> tuple[float, dict
     return loss.item(), gradients(model)
 
 
-def many(balancer: str | None, seq_len: int, lengths: Any) -> tuple[float, dict[str, Any]]:
+def many(name: str, balancer: str | None, seq_len: int, lengths: Any) -> tuple[float, dict[str, Any]]:
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
-    model, dims = model_of(dist.get_world_size())
+    model, dims = model_of(name, dist.get_world_size())
     tokens, labels, positions = batch(seq_len, lengths)
     kwargs = {"positions": positions, "attention_masks": model.get_attention_masks(positions=positions)}
     tokens, labels, kwargs = prepare_context_parallel_input(
@@ -125,22 +126,26 @@ def many(balancer: str | None, seq_len: int, lengths: Any) -> tuple[float, dict[
 
 
 @pytest.mark.parametrize(
-    ("ranks", "balancer", "lengths"),
+    ("name", "ranks", "balancer", "lengths"),
     [
-        (2, "headtail", ((100, 156), (3, 250, 3))),
-        pytest.param(2, None, ((256,), (256,)), marks=pytest.mark.slow),
-        pytest.param(4, "headtail", ((300, 212), (512,)), marks=pytest.mark.slow),
+        ("llama3", 2, "headtail", ((100, 156), (3, 250, 3))),
+        pytest.param("llama3", 2, None, ((256,), (256,)), marks=pytest.mark.slow),
+        pytest.param("llama3", 4, "headtail", ((300, 212), (512,)), marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, "headtail", ((100, 156), (3, 250, 3)), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 2, "headtail", ((100, 156), (3, 250, 3)), marks=pytest.mark.slow),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_rank(ranks: int, balancer: str | None, lengths: Any) -> None:
+def test_loss_and_gradients_are_those_of_one_rank(name: str, ranks: int, balancer: str | None, lengths: Any) -> None:
     seq_len = sum(lengths[0])
-    found = run_on_ranks(ranks, many, balancer, seq_len, lengths)[0]
-    loss, expected = one(seq_len, lengths)
-    assert found[0] == pytest.approx(loss, rel=1e-6)
-    assert found[1].keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (torch.from_numpy(found[1][name]) - gradient).abs().max() / gradient.abs().max()
-        assert error < 1e-4, (name, error)
+    found, gradients = run_on_ranks(ranks, many, name, balancer, seq_len, lengths)[0]
+    loss, expected = one(name, seq_len, lengths)
+    assert found == pytest.approx(loss, rel=1e-6)
+    if "lm_head.weight" not in expected:  # tied to the embedding, before the model was parallelized
+        gradients["tok_embeddings.weight"] += gradients.pop("lm_head.weight")
+    assert gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
+        error = (torch.from_numpy(gradients[key]) - gradient).abs().max() / gradient.abs().max()
+        assert error < (1e-2 if ".moe." in key else 1e-4), (key, error)  # experts compute in bf16
 
 
 def write(folder: Path) -> None:

@@ -32,10 +32,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, attention: str) -> Any:
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+def model_of(name: str, attention: str, **changed: Any) -> Any:
     """The same weights in each call: random, but for those that begin as 0 or 1, which could hide a mistake."""
     kind, own = MODELS[name]
-    config = getattr(transformers, kind)(**TINY | own)
+    config = getattr(transformers, kind)(**TINY | own | changed)
     config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
@@ -206,6 +209,8 @@ def refused(layout: str) -> dict[str, str]:
     burst.register(cp)
     model = model_of("llama 3.1", "burst")
     whole = batch()
+    rotated = model_of("llama 3.1", "burst", rope_parameters=dict(DYNAMIC), max_position_embeddings=20)
+    rotated(**burst.shard_batch(batch((20, 4)), cp))  # no longer than trained
     sharded_batch = burst.shard_batch(whole, cp)
     left = torch.ones_like(whole["input_ids"])
     left[0, :3] = 0
@@ -215,13 +220,18 @@ def refused(layout: str) -> dict[str, str]:
         "layout": {**sharded_batch, "position_ids": sharded_batch["position_ids"].flip(1)},
     }
     told = {}
+    with pytest.raises(ValueError, match=r".") as caught:
+        rotated(**sharded_batch)
+    told["rotation"] = str(caught.value)
     for name, inputs in cases.items():
         with pytest.raises(ValueError, match=r".") as caught:
             model(**inputs)
         told[name] = str(caught.value)
-    with pytest.raises(ValueError, match=r".") as caught:
-        model.generate(whole["input_ids"][:, :4], max_new_tokens=2)
-    return told | {"generate": str(caught.value)}
+    for tokens in (3, 4):  # a number that the layout may not divide, and one that it does
+        with pytest.raises(ValueError, match=r".") as caught:
+            model.generate(whole["input_ids"][:, :tokens], max_new_tokens=2)
+        told[f"generate {tokens}"] = str(caught.value)
+    return told
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -230,7 +240,36 @@ def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
     assert "0 to 11 on all 2 ranks, as a model counts them" in told["counted"]
     assert "pad on the right" in told["left"]
     assert "first position is" in told["layout"]
-    assert "generate" in told["generate"] or "as a model counts them" in told["generate"]
+    assert "longest position beyond 20, which here is 23" in told["rotation"]
+    assert all("Before generate, call model.set_attn" in told[f"generate {tokens}"] for tokens in (3, 4))
+
+
+def in_lower_precision(attention: str) -> list[tuple[float, float]]:
+    """(loss, magnitude of all gradients) of models with float32 weights under autocast; without gradients, the loss in
+    inference mode."""
+    cp = burst.ContextParallel() if attention == "burst" else burst.ContextParallel.single()
+    burst.register(cp)
+    found = []
+    for name in ("llama 3.1", "gpt-oss"):
+        model = model_of(name, attention).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**burst.shard_batch(batch((16, 7)), cp)).loss
+            with torch.inference_mode():
+                again = model(**burst.shard_batch(batch((16, 7)), cp)).loss.clone()
+        loss.backward()
+        results = [loss.detach(), again, *gradients(model).values()]
+        for each in results if attention == "burst" else ():
+            dist.all_reduce(each)
+        assert results[0] == results[1]
+        found.append((results[0].item(), sum(each.abs().sum().item() for each in results[2:])))
+    return found
+
+
+def test_autocast_and_inference_mode() -> None:
+    for found, expected in zip(
+        run_on_ranks(2, in_lower_precision, "burst")[0], in_lower_precision("eager"), strict=True
+    ):
+        assert found == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize(

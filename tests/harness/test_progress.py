@@ -113,6 +113,7 @@ COMMANDS = [
     ("run exp.yaml", "harness.commands.run._report", "drawing the report of results/runs/exp"),
     ("plan exp.yaml", "harness.plan.matrix.plan", "planning exp.yaml"),
     ("plan --hardware h200 --longest", "harness.commands.plan.prediction.predicted", "predicting time and memory of 1"),
+    ("plan --hardware h200 --frontier", "harness.commands.plan.frontier.frontiers", "planning 1 trial under less"),
     ("doctor", "harness.commands.doctor.examine", "looking at the devices"),
     ("report r.jsonl --out out", "harness.report.page.write_report", "drawing the report of r.jsonl"),
     ("compare r.jsonl", "harness.compare.pairs.compare", "comparing the records of r.jsonl"),

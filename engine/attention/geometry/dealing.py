@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.attention.geometry.shards import ShardSegments
-from engine.attention.geometry.tiles import Integers
+from engine.attention.geometry.tiles import NO_LIMIT, Integers
 
 __all__ = ["Work", "deal"]
 
@@ -50,9 +50,9 @@ class Work:
     spans: tuple[tuple[int, int], ...] = ()
 
     @property
-    def window(self) -> float:
+    def window(self) -> int:
         """Keys that a token of a causal document sees at most, besides those of its span."""
-        return math.inf if self.left is None or not self.causal else self.left + 1
+        return NO_LIMIT if self.left is None or not self.causal else self.left + 1
 
     @property
     def irregular(self) -> bool:
@@ -94,7 +94,7 @@ class _Dealer:
     """The documents that are left, and the rank that is being filled."""
 
     causal: bool
-    window: float  # of `Work`
+    window: int  # of `Work`; whole numbers are compared in less time than with infinity
     lengths: list[int]  # of whole documents, ascending
     starts: list[int]  # of the same documents
     cut: list[_Rest] = field(default_factory=list)  # documents of which some rank has a part
@@ -129,7 +129,7 @@ class _Dealer:
     def fill(self, tokens: int, pairs: float) -> _Shard:
         """One rank: so many tokens, and about so many pairs."""
         self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
-        if self.causal and self.window == math.inf:
+        if self.causal and self.window == NO_LIMIT:
             rests = [((rest.first + rest.last + 1) / 2, rest.last - rest.first, rest) for rest in self.cut]
         else:
             rests = [(self.density(rest), rest.last - rest.first, rest) for rest in self.cut]
@@ -143,13 +143,13 @@ class _Dealer:
     def lightest(self, tokens: int, cut: list[tuple[float, int, _Rest]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
         rests = sorted([each[:2] for each in cut], reverse=True)
-        more, each, window = (1, 2, self.window) if self.causal else (0, 1, math.inf)
-        left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else math.inf
+        more, each, window = (1, 2, self.window) if self.causal else (0, 1, NO_LIMIT)
+        left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else NO_LIMIT
         for length in self.lengths:
             while shorter <= length and left:
                 lower, count = rests.pop()
                 count = min(count, left)
-                pairs, left, shorter = pairs + lower * count, left - count, math.inf
+                pairs, left, shorter = pairs + lower * count, left - count, NO_LIMIT
                 if rests:
                     shorter = self.as_dense(rests[-1][0])
             if length <= window:
@@ -169,13 +169,13 @@ class _Dealer:
             pairs, left = pairs + lower * count, left - count
         return pairs / tokens
 
-    def as_dense(self, density: float) -> float:
+    def as_dense(self, density: float) -> int:
         """The length of a whole document that has so many pairs for each token."""
         if not self.causal:
-            return density
+            return math.ceil(density)
         if (length := 2 * density - 1) <= (window := self.window):
-            return length
-        return window * (window - 1) / (2 * (window - density)) if density < window else math.inf
+            return math.ceil(length)
+        return math.ceil(window * (window - 1) / (2 * (window - density))) if density < window else NO_LIMIT
 
     def density(self, rest: _Rest) -> float:
         if not self.causal:
@@ -277,12 +277,12 @@ class _Dealer:
             inside = square + times * excess
             fits = half + root(inside) if inside > 0 else half
             if fits > window:
-                fits = (excess + window * (window - 1) / 2) / (window - light) if window > light else math.inf
-            at = search(lengths, fits if fits < tokens else tokens) - 1
+                fits = (excess + window * (window - 1) / 2) / (window - light) if window > light else NO_LIMIT
+            at = search(lengths, int(fits) if fits < tokens else tokens) - 1  # by whole numbers, which takes less time
             if excess > lacks and (
                 at < 0
                 or (lengths[at] < times * (excess / tokens + light) <= window)
-                or (window < math.inf and lengths[at] < self.as_dense(excess / tokens + light))
+                or (window < NO_LIMIT and lengths[at] < self.as_dense(excess / tokens + light))
             ):
                 lacks, place = math.inf, bisect_right(lengths, fits)
                 if place < len(lengths):
@@ -333,7 +333,7 @@ class _Dealer:
         if wanted > self.size and self.causal:
             wanted = max(wanted, 2 * mean)
         wanted, last = min(wanted, self.window + self.tokens), len(self.lengths) - 1
-        place = min(bisect_left(self.lengths, wanted), last)
+        place = min(bisect_left(self.lengths, math.ceil(wanted)), last)
         return min(bisect_left(self.lengths, self.tokens), last), max(0, place - 1), place
 
     def missed(self, length: int, first: int, last: int) -> float:
@@ -449,18 +449,7 @@ class _Exchange:
 
     def move(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> float:
         """Returns the pairs that are moved, at most about `pairs`."""
-        best, found, count = 0.0, None, 0
-        for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
-            tokens = self.tokens(swap, pairs)
-            moved = 0.0
-            if tokens > 0 and self.plain:  # as below, in less time
-                moved = tokens * (swap.given.last - swap.taken.first - tokens)
-            elif tokens > 0:
-                moved = self.moved(swap, tokens)
-            if moved > best:
-                best, found, count = moved, swap, tokens
-            if best >= 0.5 * pairs:
-                break
+        best, found, count = self.by_formula(heavy, light, pairs) if self.plain else self.best(heavy, light, pairs)
         if found is not None:
             for part, last, of, to in (
                 (found.given, found.given_last, heavy, light),
@@ -472,12 +461,40 @@ class _Exchange:
                     of.remove(part)
         return best
 
+    def best(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> tuple[float, _Swap | None, int]:
+        """The pairs that a swap moves, the swap, and how many tokens it exchanges."""
+        best, found, count = 0.0, None, 0
+        for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
+            tokens = self.tokens(swap, pairs)
+            moved = self.moved(swap, tokens) if tokens > 0 else 0.0
+            if moved > best:
+                best, found, count = moved, swap, tokens
+            if best >= 0.5 * pairs:
+                break
+        return best, found, count
+
+    def by_formula(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> tuple[float, _Swap | None, int]:
+        """The same without windows and spans, of causal documents: tokens * (between - tokens) pairs are moved."""
+        best, found, count = 0.0, None, 0
+        taken = min(light, key=lambda part: part.first + part.last)
+        first, room = taken.first, taken.last - taken.first
+        for part in sorted(heavy, key=lambda part: part.last):  # the first sends least
+            between = part.last - first
+            tokens = min(part.last - part.first, room, between // 2)
+            if tokens <= 0:
+                continue
+            if between * between > 4 * pairs:
+                tokens = min(tokens, int(between - math.sqrt(between * between - 4 * pairs)) // 2)
+            moved = tokens * (between - tokens)
+            if moved > best:
+                best, found, count = moved, _Swap(part, taken), tokens
+            if best >= 0.5 * pairs:
+                break
+        return best, found, count
+
     def of_last_tokens(self, heavy: list[_Rest], light: list[_Rest]) -> Iterator[_Swap]:
         causal = self.work.causal
-        if self.work.window < math.inf:
-            taken = min(light, key=self.density)
-        else:
-            taken = min(light, key=lambda part: part.first + part.last if causal else part.length)
+        taken = min(light, key=self.density)
         for part in sorted(heavy, key=lambda part: part.last if causal else part.length):  # the first sends least
             yield _Swap(part, taken)
 
@@ -517,13 +534,9 @@ class _Exchange:
         if not self.work.causal:
             between = part.length - taken.length
             return min(tokens, int(pairs / between)) if between > 0 else 0
-        between = part.last - taken.first
-        tokens = min(tokens, between // 2)  # of more the last ones have fewer pairs than those they are exchanged for
-        if part.last > self.work.window:
-            return _first_with(tokens, lambda count: self.moved(swap, count) >= pairs)
-        if between * between > 4 * pairs:  # tokens * between - tokens ** 2 == pairs
-            tokens = min(tokens, int(between - math.sqrt(between * between - 4 * pairs)) // 2)
-        return tokens
+        # Of more tokens the last ones have fewer pairs than those they are exchanged for.
+        tokens = max(0, min(tokens, (part.last - taken.first) // 2))
+        return _first_with(tokens, lambda count: self.moved(swap, count) >= pairs)
 
 
 def _at_end(part: _Rest, count: int, last: bool) -> tuple[int, int]:
@@ -536,7 +549,7 @@ def _first_with(most: int, holds: Callable[[int], bool]) -> int:
     return bisect_left(range(most), True, key=holds)
 
 
-def _pairs(length: int, first: int, last: int, causal: bool, window: float) -> float:
+def _pairs(length: int, first: int, last: int, causal: bool, window: int) -> float:
     """Pairs of tokens [first, last) of a document."""
     if not causal:
         return float(length * (last - first))
@@ -560,7 +573,7 @@ def _exactly(seen: Callable[[_Rest, int, int], float], work: Work) -> Callable[[
     if not work.causal and work.left is not None:
         reach = work.left + 1
         return lambda rest, first, last: (
-            seen(rest, first, last) - _pairs(0, first, last, True, math.inf) + _pairs(0, first, last, True, reach)
+            seen(rest, first, last) - _pairs(0, first, last, True, NO_LIMIT) + _pairs(0, first, last, True, reach)
         )
     spans = work.spans
     starts = [start for start, _ in spans]

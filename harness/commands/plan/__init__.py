@@ -1,7 +1,7 @@
 """`burst plan`: the trial matrix, with the reason for every trial that cannot run. Starts nothing.
 
 For GPUs with a file in experiments/hardware/, found here or named, it also predicts time and memory of each trial:
-`--phases` says where they go, and `--longest` finds the longest sequence that fits.
+`--phases` says where they go, `--longest` finds the longest sequence that fits, `--frontier` what less memory costs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from harness.spec.experiment import Experiment, Search, add_experiment_arguments
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.settings import TrialSettings
     from harness.metrics.hardware import Hardware
     from harness.plan.forecast import Cost
     from harness.report.results import Row
@@ -52,13 +53,17 @@ class PlanCommand:
             "--longest", action="store_true",
             help="with --hardware: for each combination the longest sequence that fits, instead of --seq-len",
         )  # fmt: skip
+        parser.add_argument(
+            "--frontier", action="store_true",
+            help="with --hardware: for each combination the step time under less and less memory",
+        )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.machine.this_machine import discover
         from harness.metrics.hardware import hardware_for
         from harness.plan.forecast import machine_of
-        from harness.plan.matrix import nothing_can_run, plan, plan_table
+        from harness.plan.matrix import asked_for, nothing_can_run, plan, plan_table
         from harness.records.forecasts import records_with_plan
 
         experiment = _asked(arguments)
@@ -66,6 +71,8 @@ class PlanCommand:
         over_hosts = bool(arguments.nodes or arguments.ray)
         if over_hosts + bool(arguments.nodes and arguments.ray) + (arguments.hardware is not None) > 1:
             raise UsageError("--nodes, --ray and --hardware all name the machine to plan for; give one of them")
+        if named is not None and arguments.frontier:
+            return _frontiers(arguments, asked_for(experiment), named)
         with Progress(f"planning {arguments.experiment or 'what the options ask'}", quiet=arguments.json):
             if over_hosts:
                 from harness.launch.ray.inventory import joined
@@ -121,13 +128,34 @@ def _predict(arguments: argparse.Namespace, trials: Sequence[Trial], hardware: H
     return 0
 
 
+def _frontiers(arguments: argparse.Namespace, asked: Sequence[TrialSettings], hardware: Hardware) -> int:
+    """What less memory costs each of the trials."""
+    from harness.commands.plan.frontier import frontier_row, frontiers, print_frontier
+
+    with Progress(f"planning {counted(len(asked), 'trial')} under less and less memory", quiet=arguments.json):
+        found = frontiers(asked, hardware)
+    if arguments.json:
+        print(json.dumps([frontier_row(each) for rows in found for each in rows], indent=1))
+    else:
+        for rows in found:
+            print_frontier(rows)
+    return 0
+
+
+def _detail(arguments: argparse.Namespace) -> str:
+    """The option that asks for a prediction in detail, or nothing."""
+    if arguments.frontier and (arguments.phases or arguments.longest):
+        raise UsageError("--frontier has a table of its own; give it without --phases and --longest")
+    return next((f"--{name}" for name in ("frontier", "longest", "phases") if getattr(arguments, name)), "")
+
+
 def _asked(arguments: argparse.Namespace) -> Experiment:
     """The experiment of the file, or of the options that stand for one. Raises UsageError."""
     if arguments.gpus_per_node is not None and arguments.hardware is None:
         raise UsageError("--gpus-per-node belongs to --hardware; name the GPUs to plan for")
-    detailed = arguments.phases or arguments.longest
+    detailed = _detail(arguments)
     if detailed and arguments.hardware is None:
-        raise UsageError("--phases and --longest are predictions for a kind of GPU; name it with --hardware")
+        raise UsageError(f"{detailed} is a prediction for a kind of GPU; name it with --hardware")
     if arguments.experiment is None:
         if not detailed and not asks_question(arguments):
             raise UsageError("give an experiment file, or --model, --seq-len and --gpus")

@@ -15,6 +15,7 @@ from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.context import PlanCache, context_named
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
+from engine.attention.prepared import constant_in_programs
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
@@ -26,6 +27,13 @@ MASKS: tuple[Mask | None, ...] = (
     Documents((9, 23)),
     BlockSparse(Strided(2), 8, causal=True),
 )
+
+
+def test_functions_are_marked_as_torch_marks_them() -> None:
+    def ours() -> None: ...
+    def theirs() -> None: ...
+
+    assert vars(constant_in_programs(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
 
 
 def leaves(cp: ContextParallel, seed: int = 0) -> list[torch.Tensor]:

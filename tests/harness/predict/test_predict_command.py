@@ -1,4 +1,4 @@
-"""`burst plan --phases`, `--longest` and `burst setup calibrate` as a user calls them."""
+"""`burst plan --phases`, `--longest`, `--frontier` and `burst setup calibrate` as a user calls them."""
 
 from __future__ import annotations
 
@@ -242,6 +242,47 @@ def test_a_combination_without_a_longest_sequence_is_a_row_with_the_reason(capsy
     assert "no sequence fits" in capsys.readouterr().out
     assert main(["plan", "--phases", "--hardware", "a800", "--longest", "--task", "attention"]) == 2
     assert "no memory is predicted of task attention" in capsys.readouterr().err
+
+
+def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "--hardware", "h200", "--model", "1b", "--seq-len", "32k", "--gpus", "1")
+    assert main([*words, "--frontier", "--set", "sweep.memory=[40GiB, 24GiB]", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    budgets = [row["budget_gib"] for row in rows]
+    assert budgets[:4] == [40, 30, 20, 15]
+    assert budgets[4:] == sorted(budgets[4:], reverse=True)
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+    for row in rows:
+        assert row["gpu_gib"] <= row["budget_gib"]
+    alone = [*words, "--phases", "--json", "--set"]
+    for budget, fits in ((budgets[-1], True), (budgets[-1] - 1, False)):
+        assert main([*alone, f"memory={budget:g}GiB"]) == 0
+        [row] = json.loads(capsys.readouterr().out)
+        assert row["fits"] is fits
+        assert not fits or (row["seconds"], row["gpu_gib"]) == (rows[-1]["seconds"], rows[-1]["gpu_gib"])
+    assert main([*words, "--frontier"]) == 0
+    printed = capsys.readouterr().out
+    assert "█" in printed
+    assert "(1) all 16 layers whole" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--frontier"], "--frontier is a prediction for a kind of GPU"),
+        (["--frontier", "--hardware", "h200", "--longest"], "give it without --phases and --longest"),
+        (["--frontier", "--hardware", "h200", "--set", "checkpoint.plan=hand"], "leave checkpoint to the planner"),
+        (["--frontier", "--hardware", "h200", "--method", "trl_upstream"], "method trl_upstream"),
+        (["--frontier", "--hardware", "h200", "--model", "70b", "--gpus", "1"], "does not fit NVIDIA H200"),
+    ],
+)
+def test_a_frontier_that_cannot_be_is_one_sentence(words, sentence, capsys):
+    assert main(["plan", *words]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from engine.attention.geometry.layout import LAYOUTS, Ring, layout_named, tail_c
 from engine.attention.masks import Causal, Documents, Full, SlidingWindow, imbalance, kept_share, rank_areas
 from engine.attention.masks.mask import FirstRows
 from engine.attention.resolve import balanced, choose_layout
+from tests.engine.attention import measure_balance
 from tests.positions import shard_positions
 
 RANK_TOKENS = 4096
@@ -74,6 +75,18 @@ def test_windows_and_spans_inside_documents_are_counted(kind: str) -> None:
         for mask in masks:
             areas = rank_areas(mask, balanced(mask), mask.tokens, ranks)
             assert (max(areas) - min(areas)) * ranks / sum(areas) <= 0.05, (ranks, left, mask.causal, bool(mask.spans))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", measure_balance.LENGTHS)
+def test_more_ranks_are_never_slower_by_the_cost_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 1M tokens. Of 128K, 64 ranks are slower than 32: shards of 2K tokens need keys of most ranks."""
+    for seed in range(34):
+        lengths, seconds = measure_balance.drawn(kind, 1 << 20, seed), []
+        for ranks in (8, 16, 32, 64):
+            monkeypatch.setattr(measure_balance, "RANK_TOKENS", (1 << 20) // ranks)
+            seconds.append(measure_balance.placed("balanced", lengths, ranks).auto_seconds)
+        assert seconds == sorted(seconds, reverse=True), seed
 
 
 def test_any_lengths_of_a_few_tokens_are_dealt() -> None:

@@ -1,0 +1,261 @@
+"""What one rank does with a case: calls the target's functions and returns what they gave, whole.
+
+An answer is a list of results, each tensors by name in float64, and facts: the tokens that this rank holds, inputs
+that changed, bytes sent. Nothing is judged here (`compare.py`). Shape letters as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conform import reference
+from conform.cases import ConformCase
+from conform.target import CaseProblem, LoadedTarget
+
+LOUD = 1000.0  # what a token becomes whose change others may not see
+
+
+@dataclass(slots=True, kw_only=True)
+class RankAnswer:
+    """Of one rank: results in the order of `compare.expected`, and facts beside them."""
+
+    results: list[dict[str, Tensor]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # positions of this rank's tokens; none where they are not known
+    changed: list[str] = field(default_factory=list)  # inputs that a call overwrote
+    sent: dict[str, int] = field(default_factory=dict)  # bytes: `counted` and `claimed`
+
+
+def answer(target: LoadedTarget, case: ConformCase) -> RankAnswer:
+    """Ask the target on this rank. Collective over the default group. Raises whatever the target raises."""
+    problem = replace(
+        case.problem,
+        ranks=dist.get_world_size(),
+        rank=dist.get_rank(),
+        group=dist.group.WORLD,
+    )
+    ask = _attention if case.kind == "attention" else _training
+    return ask(target, problem, case.way)
+
+
+def rewritten(tensors: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
+    """The same inputs of attention, but for one token, whose key and value are large."""
+    found = {name: each.clone() for name, each in tensors.items()}
+    for name in ("q", "k", "v"):
+        found[name][:, token] = LOUD * torch.sign(found[name][:, token] + 0.5)
+    return found
+
+
+def changed_token(problem: CaseProblem) -> int:
+    """In the middle of the sequence; of its last document but one where there are several."""
+    if len(problem.documents) < 2:
+        return problem.tokens // 2
+    return sum(problem.documents[:-1]) - 1
+
+
+def other_length(problem: CaseProblem) -> CaseProblem:
+    """A shorter problem in between: half the tokens, and one document less than half of them."""
+    half = problem.tokens // 2
+    documents = (half // 4, half - half // 4) if problem.documents else ()
+    return replace(problem, tokens=half, documents=documents, seed=problem.seed + 7)
+
+
+# Attention
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a target's attention, whose backward may come later."""
+
+    problem: CaseProblem
+    inputs: dict[str, Tensor]
+    out: Tensor
+    dout: Tensor
+
+
+class _AttentionTarget:
+    def __init__(self, target: LoadedTarget) -> None:
+        self._shard, self._gather = target.function("shard"), target.function("gather")
+        self._attend = target.function("attention")
+
+    def call(self, problem: CaseProblem, tensors: Mapping[str, Tensor], *, strided: bool = False) -> _Call:
+        sinks = tensors.get("sinks")
+        if sinks is not None:
+            problem = replace(problem, sinks_N=sinks.clone().requires_grad_("sinks" not in problem.frozen))
+        inputs = {}
+        for name in ("q", "k", "v"):
+            part = self._shard(tensors[name].clone(), 1, problem).detach()
+            if strided:  # heads before tokens in memory, as a projection leaves them in some models
+                part = part.transpose(1, 2).contiguous().transpose(1, 2)
+            inputs[name] = part.clone(memory_format=torch.preserve_format).requires_grad_(name not in problem.frozen)
+        out = self._attend(inputs["q"], inputs["k"], inputs["v"], problem)
+        dout = self._shard(tensors["dout"].clone(), 1, problem).detach()
+        return _Call(problem, inputs, out, dout)
+
+    def result(self, call: _Call, *, expanded: bool = False) -> dict[str, Tensor]:
+        """out and the gradients, whole, after the backward."""
+        dout = call.dout
+        if expanded:  # the gradient of a sum over head_dim: one number for all of a head
+            dout = dout[..., :1].expand_as(dout)
+        call.out.backward(dout)
+        parts = {"out": call.out.detach()}
+        for name, each in call.inputs.items():
+            if each.requires_grad:
+                parts[f"d{name}"] = torch.zeros_like(each) if each.grad is None else each.grad
+        whole = {name: self._gather(part, 1, call.problem).detach().double() for name, part in parts.items()}
+        sinks = call.problem.sinks_N
+        if sinks is not None and sinks.requires_grad:
+            grad = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
+            dist.all_reduce(grad)
+            whole["dsinks"] = grad.double()
+        return whole
+
+    def held(self, problem: CaseProblem) -> list[int]:
+        """Positions of this rank's tokens."""
+        count = torch.arange(1, problem.tokens + 1, dtype=torch.float32, device=problem.device)
+        part = self._shard(count[None, :, None, None], 1, problem)
+        return [int(each) - 1 for each in part.flatten().tolist() if each > 0.5]  # padding is 0
+
+
+def _attention(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswer:
+    asked = _AttentionTarget(target)
+    first, second = reference.attention_tensors(problem, 2)
+    found = RankAnswer(held=asked.held(problem))
+    if way in ("again", "after_no_grad"):
+        if way == "again":
+            asked.result(asked.call(problem, second))
+            other = other_length(problem)
+            asked.result(asked.call(other, reference.attention_tensors(other)[0]))
+        else:
+            with torch.no_grad():
+                asked.call(problem, second)
+        found.results = [asked.result(asked.call(problem, first))]
+    elif way == "crossed":
+        one, two = asked.call(problem, first), asked.call(problem, second)
+        found.results = [asked.result(one), asked.result(two)]
+    elif way == "repeated":
+        found.results = [asked.result(asked.call(problem, first)) for _ in range(2)]
+    elif way == "leak":
+        quiet = asked.result(asked.call(problem, first))
+        loud = asked.call(problem, rewritten(first, changed_token(problem)))
+        found.results = [quiet, {"out": asked.result(loud)["out"]}]
+    elif way == "kept":
+        call = asked.call(problem, first)
+        before = {name: each.detach().clone() for name, each in call.inputs.items()} | {"dout": call.dout.clone()}
+        found.results = [asked.result(call)]
+        after = call.inputs | {"dout": call.dout}
+        found.changed = [name for name, each in before.items() if not torch.equal(each, after[name])]
+    elif way == "bytes":
+        with _SentBytes() as sent:
+            call = asked.call(problem, first)
+            call.out.backward(call.dout)
+        again = asked.call(problem, first)
+        found.results = [asked.result(again)]
+        found.sent = {"counted": sent.bytes, "claimed": int(target.function("sent_bytes")(problem))}
+    else:
+        strided = way == "strided"
+        found.results = [asked.result(asked.call(problem, first, strided=strided), expanded=strided)]
+    return found
+
+
+class _SentBytes(TorchDispatchMode):
+    """Bytes that this rank hands to collectives and sends of torch.distributed within the context. What `shard` sends
+    counts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        space, _, name = func.name().partition("::")
+        if space == "c10d":
+            self.bytes += _bytes_of(name, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes_of(name: str, args: tuple[object, ...]) -> int:
+    """Of one operator: what leaves this rank, as the best algorithm would send it."""
+    ranks = dist.get_world_size()
+    given: object = args[0]
+    if name.startswith(("allgather", "_allgather", "alltoall", "reduce_scatter", "_reduce_scatter")):
+        given = args[1]
+    sizes = sum(each.numel() * each.element_size() for each in _tensors(given))
+    if name == "send":
+        return sizes
+    if name.startswith(("allgather", "_allgather")):
+        return sizes * (ranks - 1)
+    if name.startswith(("alltoall", "reduce_scatter", "_reduce_scatter")):
+        return sizes * (ranks - 1) // ranks
+    return 2 * sizes * (ranks - 1) // ranks if name.startswith("allreduce") else 0
+
+
+def _tensors(given: object) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return [each for part in given for each in _tensors(part)] if isinstance(given, list | tuple) else []
+
+
+# Training
+
+
+def _training(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswer:
+    make_model, shard = target.function("make_model"), target.function("shard")
+    step, gather = target.function("step"), target.function("gather")
+    found = RankAnswer()
+
+    def fresh(seed: int = 0) -> tuple[object, CaseProblem]:
+        of_seed = replace(problem, seed=problem.seed + seed)
+        state = {name: each.to(problem.torch_dtype) for name, each in reference.weights(of_seed).items()}
+        of_seed = replace(of_seed, state=state)
+        return make_model(of_seed), of_seed
+
+    def stepped(model: object, asked: CaseProblem, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        parts = [shard({name: each.clone() for name, each in batch.items()}, asked) for batch in data]
+        if not found.held and isinstance(parts[0], Mapping) and isinstance(parts[0].get("input_ids"), Tensor):
+            found.held = parts[0]["input_ids"].flatten().tolist()
+        loss = torch.as_tensor(step(model, parts, asked)).detach().double().reshape(())
+        return {"loss": loss} | {name: each.detach().double().clone() for name, each in gather(model, asked).items()}
+
+    def evaluated(model: object, asked: CaseProblem, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        part = shard({name: each.clone() for name, each in data[0].items()}, asked)
+        return {"loss": torch.as_tensor(target.function("evaluate")(model, part, asked)).double().reshape(())}
+
+    model, asked = fresh()
+    data = reference.batches(asked)
+    if way == "steps":
+        other = other_length(asked)
+        stepped(model, other, reference.batches(other))
+        found.results = [stepped(model, asked, data)]
+    elif way == "evaluated":
+        found.results = [evaluated(model, asked, data), stepped(model, asked, data), evaluated(model, asked, data)]
+    elif way == "models":
+        second, of_second = fresh(5)
+        stepped(second, of_second, reference.batches(of_second))
+        first_result = stepped(model, asked, data)
+        stepped(second, of_second, reference.batches(of_second))
+        found.results = [first_result, stepped(model, asked, data)]
+    elif way == "rewritten":
+        found.results = [stepped(model, asked, each) for each in company(asked)]
+    elif way == "same":
+        found.results = [stepped(model, asked, data) for _ in range(2)]
+    else:
+        found.results = [stepped(model, asked, data)]
+    return found
+
+
+def company(problem: CaseProblem) -> list[list[dict[str, Tensor]]]:
+    """Two steps in which one document alone has labels, the longest; the tokens of the others differ."""
+    [first] = reference.batches(problem)
+    longest = max(range(len(problem.documents)), key=lambda at: problem.documents[at])
+    start = sum(problem.documents[:longest])
+    place_S = torch.arange(problem.tokens, device=first["labels"].device)
+    own_S = (place_S >= start) & (place_S < start + problem.documents[longest])
+    first["labels"] = first["labels"].masked_fill(~own_S, -100)
+    second = dict(first)
+    second["input_ids"] = torch.where(own_S, first["input_ids"], (first["input_ids"] + 1) % problem.vocab)
+    return [[first], [second]]

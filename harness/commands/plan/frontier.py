@@ -1,0 +1,108 @@
+"""`burst plan --frontier`: what a trial's step takes when it may use less and less of a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from harness.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.settings import TrialSettings
+    from harness.metrics.hardware import Hardware
+    from harness.plan.forecast import TrialForecast
+
+_BAR = 20  # characters of the longest bar
+
+
+def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[TrialForecast]]:
+    """The frontier of each trial, as `asked` before the planner chose. Of trials that differ in their budget alone the
+    largest counts. Raises UsageError for a trial that has none."""
+    from harness.base.lengths import format_length
+    from harness.plan.forecast import frontier
+    from harness.plan.predict import gpu_room
+
+    largest: dict[TrialSettings, TrialSettings] = {}
+    for each in sorted(asked, key=lambda settings: gpu_room(settings, hardware)):
+        largest[replace(each, memory="")] = each
+    found = []
+    for each in (largest[key] for key in dict.fromkeys(replace(each, memory="") for each in asked)):
+        try:
+            rows = frontier(each, hardware)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if not rows:
+            raise UsageError(
+                f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size "
+                f"{each.cp_size} does not fit {hardware.title}; give a larger --gpus or a smaller --seq-len"
+            )
+        found.append(rows)
+    return found
+
+
+def frontier_row(found: TrialForecast) -> dict[str, object]:
+    """One budget as plain values, for JSON."""
+    from harness.plan.predict import gpu_room
+
+    settings = found.settings
+    return {
+        "method": settings.method, "model": settings.model.name, "seq_len": settings.seq_len,
+        "cp_size": settings.cp_size, "world_size": settings.world_size, "hardware": found.hardware.name,
+        "budget_gib": gpu_room(settings, found.hardware), "gpu_gib": found.gpu_gib, "host_gib": found.host_gib,
+        "seconds": found.time.seconds if found.time else None,
+        "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "plan": found.plan_words, "reason": found.reason,
+    }  # fmt: skip
+
+
+def print_frontier(rows: Sequence[TrialForecast]) -> None:
+    """One trial under its budgets as a table, with bars of memory and speed, and what each plan keeps."""
+    from rich import box
+    from rich.table import Table
+
+    from engine.checkpoint.planning.memory_settings import memory_settings_of
+    from engine.checkpoint.planning.plan import kept_in_words
+    from harness.base.lengths import format_length
+    from harness.base.terminal import print_table, stdout_console
+    from harness.plan.predict import gpu_room
+    from harness.report.tables.table import significant
+
+    three = significant(3)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("budget GiB", "peak GiB", "host GiB", "step s", "longer", "tok/s/GPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("memory", "speed", "plan"):
+        table.add_column(name, no_wrap=True)
+    settings, hardware = rows[0].settings, rows[0].hardware
+    seconds = [each.time.seconds for each in rows if each.time]
+    plans: dict[str, int] = {}
+    for each in rows:
+        peak, own = each.gpu_gib or 0.0, each.time.seconds if each.time else None
+        times = ["", "", ""]
+        if own is not None and each.tokens_per_gpu_per_second is not None:
+            times = [three(own), f"{own / min(seconds) - 1:.1%}", three(each.tokens_per_gpu_per_second)]
+        words = "; ".join(kept_in_words(memory_settings_of(each.settings), each.settings.model.layers))
+        number = plans.setdefault(words or "nothing is computed again or moved", len(plans) + 1)
+        table.add_row(
+            three(gpu_room(each.settings, hardware)), three(peak), three(each.host_gib or 0.0), *times,
+            _bar(peak / hardware.memory_gib), _bar(min(seconds) / own if own else 0.0), f"({number})",
+        )  # fmt: skip
+    console = stdout_console()
+    length = format_length(settings.seq_len)
+    title = f"{settings.method}, {settings.model.name}, {length} tokens, {settings.world_size} x {hardware.title}"
+    console.print(title, markup=False, highlight=False)
+    print_table(console, table)
+    for words, number in plans.items():
+        console.print(f"({number}) {words}", markup=False, highlight=False)
+    if rows[0].reason:
+        console.print(f"No time is predicted: {rows[0].reason}", markup=False, highlight=False)
+    console.print(
+        "Memory is the peak as a part of the GPU's, speed a part of the fastest row's. The last row's budget is the "
+        "least in whole GiB.", markup=False, highlight=False,
+    )  # fmt: skip
+
+
+def _bar(share: float) -> str:
+    """A bar of full and half characters; `share` is of the longest bar."""
+    halves = round(2 * _BAR * share)
+    return "█" * (halves // 2) + "▌" * (halves % 2)
