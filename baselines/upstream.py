@@ -123,6 +123,7 @@ class Upstream:
     end_seconds = 20.0  # after its last step, in which the program ends by itself, or is ended
     most_tp = 1  # tensor-parallel ranks
     repeats_batches = False  # whether it takes several micro-batches per step
+    offloads_parts = False  # whether a part of the optimizer can be in host memory, where it honours optimizer_offload
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
     attends = ""  # the kernel of attention in words, where every trial asks it for the same
 
@@ -146,6 +147,11 @@ class Upstream:
         for name, default in _ENGINE_ONLY.items():
             if name not in self.honours and (found := getattr(settings, name)) != default:
                 return f"{self.name} has no choice of {name}, found {found}; set {name} to {_word(default)}"
+        if settings.optimizer_offload not in (False, True) and not self.offloads_parts:
+            return (
+                f"{self.name} moves the whole optimizer to the host or none of it, found optimizer_offload "
+                f"{settings.optimizer_offload}; set it to true or false"
+            )
         if settings.task == "train" and settings.checkpoint.offload != "none":
             return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"
         for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold")):

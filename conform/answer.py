@@ -74,6 +74,7 @@ class _Call:
 
     problem: CaseProblem
     inputs: dict[str, Tensor]
+    before: dict[str, Tensor]  # copies from before the call
     out: Tensor
     dout: Tensor
 
@@ -93,9 +94,10 @@ class _AttentionTarget:
             if strided:  # heads before tokens in memory, as a projection leaves them in some models
                 part = part.transpose(1, 2).contiguous().transpose(1, 2)
             inputs[name] = part.clone(memory_format=torch.preserve_format).requires_grad_(name not in problem.frozen)
+        before = {name: each.detach().clone() for name, each in inputs.items()}
         out = self._attend(inputs["q"], inputs["k"], inputs["v"], problem)
         dout = self._shard(tensors["dout"].clone(), 1, problem).detach()
-        return _Call(problem, inputs, out, dout)
+        return _Call(problem, inputs, before, out, dout)
 
     def result(self, call: _Call, *, expanded: bool = False) -> dict[str, Tensor]:
         """out and the gradients, whole, after the backward."""
@@ -128,7 +130,8 @@ def _attention(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnsw
     found = RankAnswer(held=asked.held(problem))
     if way in ("again", "after_no_grad"):
         if way == "again":
-            asked.result(asked.call(problem, second))
+            moved = replace(problem, documents=problem.documents[::-1])  # as boundaries differ from batch to batch
+            asked.result(asked.call(moved, second))
             other = other_length(problem)
             asked.result(asked.call(other, reference.attention_tensors(other)[0]))
         else:
@@ -146,7 +149,7 @@ def _attention(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnsw
         found.results = [quiet, {"out": asked.result(loud)["out"]}]
     elif way == "kept":
         call = asked.call(problem, first)
-        before = {name: each.detach().clone() for name, each in call.inputs.items()} | {"dout": call.dout.clone()}
+        before = call.before | {"dout": call.dout.clone()}
         found.results = [asked.result(call)]
         after = call.inputs | {"dout": call.dout}
         found.changed = [name for name, each in before.items() if not torch.equal(each, after[name])]

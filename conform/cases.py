@@ -14,7 +14,7 @@ from conform.target import CaseProblem
 WAYS = {
     # of attention
     "once": "one call and its backward",
-    "again": "the same shape with other numbers before it, and another length between",
+    "again": "a call of the same shape with other numbers and boundaries before it, and one of another length",
     "crossed": "two calls, then the backward of the first, then that of the second",
     "after_no_grad": "a call without gradients before it",
     "strided": "q, k and v are views that are not contiguous, and the gradient of the output is expanded",

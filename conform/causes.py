@@ -87,6 +87,8 @@ def _of_rows(
 
 
 def _permuted(result: Tensor, truth: Tensor, of_row: float) -> bool:
+    if float((result - truth).norm(dim=-1).max()) < 1e-3 * float(truth.norm(dim=-1).max()):
+        return False  # rounding
     mine, true = (each.flatten(2).norm(dim=-1).sort(dim=1).values for each in (result, truth))
     return torch.allclose(mine, true, rtol=1e-6, atol=of_row)
 

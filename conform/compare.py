@@ -23,7 +23,7 @@ from conform.target import CaseProblem
 
 # Times the dtype's own error. In bfloat16 that error is large, so the factor is small; in the others there is room for
 # another order of sums, and a mistake is larger by orders of magnitude.
-FACTOR = {"fp64": 16.0, "fp32": 16.0, "bf16": 4.0}
+FACTOR = {"fp64": 64.0, "fp32": 64.0, "bf16": 4.0}
 _EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
 _LEAST = {"fp64": 2.0, "fp32": 2.0, "bf16": 0.25}  # eps that the own error counts as at least: it is small by chance
 _NOTHING = 1e-3  # of the largest gradient's size: one below it is 0 but for rounding, as where a query sees one key
@@ -235,7 +235,7 @@ def _difference(
     place = _first(wrong, name, tokens)
     index = tuple(place)
     row_found, row_truth = (
-        each.double()[index] if each.ndim > 1 else each.reshape(-1)[index[0]] for each in (result, truth)
+        (each.double()[index] if each.ndim else each.double()).reshape(-1) for each in (result, truth)
     )
     at = int((row_found - row_truth).abs().nan_to_num(nan=math.inf).argmax())
     there, true = float(row_found[at]), float(row_truth[at])
@@ -327,7 +327,7 @@ def _leaked(
     quiet_out, loud_out = results[0]["out"], results[1]["out"]
     ends = torch.tensor(problem.documents or (problem.tokens,)).cumsum(0)
     document_S: Tensor = torch.searchsorted(ends, torch.arange(problem.tokens), right=True)
-    earlier_S: Tensor = torch.arange(problem.tokens) < token
+    earlier_S: Tensor = (torch.arange(problem.tokens) < token) & (problem.mask == "causal")
     blind_S: Tensor = document_S.ne(document_S[token]) | earlier_S
     moved_BSN = (loud_out - quiet_out).norm(dim=-1)
     reached = moved_BSN[:, blind_S] > _EPS[problem.dtype] * float(quiet_out.norm(dim=-1).max())

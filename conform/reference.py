@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear, pad, silu
-from torch.utils.checkpoint import checkpoint
 
 from conform.target import IGNORE, CaseProblem
 from engine.attention.masks import Documents, Mask
@@ -161,9 +160,7 @@ def _loss_sum(problem: CaseProblem, state: Mapping[str, Tensor], batch: Mapping[
     masks = _masks(problem, batch)
     for layer in range(problem.layers):
         part = {name.split(f"layers.{layer}.")[1]: each for name, each in state.items() if f"layers.{layer}." in name}
-        hidden_BSE = checkpoint(  # one layer's scores at a time
-            _layer, problem, part, hidden_BSE, cos_BSD, sin_BSD, masks, use_reentrant=False
-        )
+        hidden_BSE = _layer(problem, part, hidden_BSE, cos_BSD, sin_BSD, masks)
     hidden_BSE = _norm(hidden_BSE, state["model.norm.weight"], problem.norm_eps)
     head_VE = state["model.embed_tokens.weight" if problem.tied else "lm_head.weight"]
     logits_BSV = linear(hidden_BSE, head_VE)

@@ -13,7 +13,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -104,6 +105,8 @@ class WaitingRanks:
 
     def ask(self, target: LoadedTarget, case: ConformCase) -> CaseResult:
         """One case of one target. Never raises for what the target does."""
+        if case.problem.dtype == "fp32" and target.dtype != "fp32" and not case.problem.autocast:
+            case = replace(case, problem=replace(case.problem, dtype=target.dtype))  # it has no kernel for another
         self.start()
         began = time.monotonic()
         for end in self._ends:
@@ -116,7 +119,8 @@ class WaitingRanks:
                 case=case, ranks=self.count, status=answers.status, sentences=(answers.sentence,),
                 trace=answers.trace, seconds=seconds,
             )  # fmt: skip
-        wrong = compare(case, answers)  # type: ignore[arg-type]
+        with _one_thread():  # the problems are small, and ranks may still be busy
+            wrong = compare(case, answers)  # type: ignore[arg-type]
         return CaseResult(
             case=case,
             ranks=self.count,
@@ -159,6 +163,18 @@ class WaitingRanks:
             silent = sorted(open_ends.values())
             return _Failure(HANG, f"rank {', '.join(map(str, silent))} gave no answer within {limit_seconds:g} s")
         return [found[rank] for rank in range(self.count)]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _as_data(difference: Difference) -> dict[str, object]:

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,8 @@ TARGETS = Path(__file__).parent / "targets"
 _MODULE = "conform_target_"
 
 # What a target may claim, and what a case may need: where it is not claimed, the case is "not claimed", never "passed".
+Part: TypeAlias = Any  # what `shard` of a target gives, which that target alone reads
+
 CAPABILITIES = {
     "causal": "each token sees itself and earlier ones",
     "full": "each token sees all",

@@ -1,4 +1,5 @@
-"""AdamW on the model's shards, its states on the device or in host memory, and in one pass where nothing is sharded.
+"""AdamW on the model's shards, its states on the device, in host memory or in both, and in one pass where nothing is
+sharded.
 
 Offloaded moments are copied through the device a piece at a time. They are two thirds of the memory that sharded fp32
 training holds of a parameter besides its gradient, and are used once per step. The idea is ZeRO-Offload's
@@ -9,8 +10,9 @@ those of the fused AdamW.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +40,12 @@ class _Piece:
 
     value: Tensor  # on the device
     gradient: Tensor  # on the device
-    hosted: tuple[Tensor, ...]  # the moments
+    moments: tuple[Tensor, ...]
+    offloaded: bool  # whether the moments are in host memory
     steps_done: float
     group: dict[str, Any]
 
-    def update(self, moments: list[Tensor]) -> None:
+    def update(self, moments: Sequence[Tensor]) -> None:
         """The fused AdamW step of these elements, given their moments on the device."""
         (beta1, beta2), exp_avg, exp_avg_sq = self.group["betas"], *([moment] for moment in moments)
         torch_adamw(
@@ -68,10 +71,17 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     A state is a DTensor with the shards of its parameter, but its local tensor is page-locked host memory;
     `torch.distributed.checkpoint` saves and loads it like any other.
+
+    `offload` is the fraction of the elements whose states are there, from above 0 to 1. The smallest parameters come
+    first, so that it is exceeded by less than one parameter; the states of the others are on the device.
     """
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, *args: object, offload: float = 1.0, **options: object) -> None:
         super().__init__(*args, **options)
+        parameters = sorted((each for group in self.param_groups for each in group["params"]), key=Tensor.numel)
+        before = itertools.accumulate((each.numel() for each in parameters), initial=0)
+        wanted = offload * sum(each.numel() for each in parameters)
+        self._offloaded = {each for each, hosted in zip(parameters, before, strict=False) if hosted < wanted}
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self.register_state_dict_pre_hook(lambda optimizer: self._settle())
 
@@ -83,13 +93,17 @@ class OffloadedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         pieces = [piece for group in self.param_groups for piece in self._pieces(group)]
-        for (device, dtype), some in itertools.groupby(pieces, lambda piece: (piece.value.device, piece.value.dtype)):
+        for piece in pieces:
+            if not piece.offloaded:
+                piece.update(piece.moments)
+        passing = [piece for piece in pieces if piece.offloaded]
+        for (device, dtype), some in itertools.groupby(passing, lambda piece: (piece.value.device, piece.value.dtype)):
             self._pass_through(list(some), device, dtype)
         return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Copy states of equal sharding into host memory, parameter by parameter. No whole state is on the device."""
+        """Copy states of equal sharding to where they live, parameter by parameter. No other state is on the device."""
         self._settle()
         hosted = dict(self.state)
         super().load_state_dict(state_dict | {"state": {}})  # torch's own would move all states to the device
@@ -97,7 +111,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
-                saved, own = state_dict["state"][number], hosted.get(parameter) or _new_state(parameter)
+                saved, own = state_dict["state"][number], hosted.get(parameter) or self._new_state(parameter)
                 own["step"].copy_(torch.as_tensor(saved["step"]))
                 for name in MOMENTS:
                     _local(own[name]).copy_(_local(saved[name]))
@@ -110,15 +124,18 @@ class OffloadedAdamW(torch.optim.AdamW):
                 continue
             state = self.state[parameter]
             if not state:
-                state.update(_new_state(parameter))
+                state.update(self._new_state(parameter))
             steps_done = state["step"].item()
             state["step"] += 1
             flat = (parameter.detach(), parameter.grad, *(state[name] for name in MOMENTS))
-            for value, gradient, *hosted in zip(*(_local(t).view(-1).split(PIECE_ELEMENTS) for t in flat), strict=True):
+            for value, gradient, *moments in zip(
+                *(_local(t).view(-1).split(PIECE_ELEMENTS) for t in flat), strict=True
+            ):
                 if value.numel():
                     yield _Piece(
-                        value=value, gradient=gradient, hosted=tuple(hosted), steps_done=steps_done, group=group
-                    )
+                        value=value, gradient=gradient, moments=tuple(moments), group=group, steps_done=steps_done,
+                        offloaded=parameter in self._offloaded,
+                    )  # fmt: skip
 
     def _pass_through(self, pieces: list[_Piece], device: torch.device, dtype: torch.dtype) -> None:
         """Copy each piece's moments in, update, and copy them out, on three streams that wait for one another.
@@ -140,26 +157,26 @@ class OffloadedAdamW(torch.optim.AdamW):
             with runtime.stream(inbound):
                 if left[index] is not None:
                     inbound.wait_event(left[index])
-                for moment, hosted in zip(moments, piece.hosted, strict=True):
+                for moment, hosted in zip(moments, piece.moments, strict=True):
                     moment.copy_(hosted, non_blocking=True)
             compute.wait_event(inbound.record_event())
             piece.update(moments)
             outbound.wait_event(compute.record_event())
             with runtime.stream(outbound):
-                for moment, hosted in zip(moments, piece.hosted, strict=True):
+                for moment, hosted in zip(moments, piece.moments, strict=True):
                     hosted.copy_(moment, non_blocking=True)
                 left[index] = outbound.record_event()
         compute.wait_stream(outbound)  # before the buffers' memory is reused, and the next step reads host memory
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Moments of 0 where they live, and no step done."""
+        zeros = _hosted_zeros if parameter in self._offloaded else torch.zeros_like
+        return {"step": torch.zeros(()), **{name: zeros(parameter) for name in MOMENTS}}
 
     def _settle(self) -> None:
         """Wait until host memory holds the last step's moments."""
         for device in self._streams:
             torch.get_device_module(device).synchronize(device)
-
-
-def _new_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Moments of 0 in host memory, and no step done."""
-    return {"step": torch.zeros(()), **{name: _hosted_zeros(parameter) for name in MOMENTS}}
 
 
 def _hosted_zeros(parameter: Tensor) -> Tensor:
@@ -244,16 +261,18 @@ def _in_kernel(parameter: Tensor) -> bool:
 
 
 def adamw(
-    model: Decoder, learning_rate: float, recipe: AdamWSettings, *, offload: bool = False, one_pass: bool = False
+    model: Decoder, learning_rate: float, recipe: AdamWSettings, *, offload: float = 0.0, one_pass: bool = False
 ) -> torch.optim.AdamW:
     """The optimizer of a model whose parameters may be sharded: each rank holds the states of its shards.
 
-    Matrices are decayed, norms are not. With `offload` the states live in host memory; parameters and states are bit
-    for bit the same. `one_pass` is for parameters that are not sharded; with it they are the same to rounding.
+    Matrices are decayed, norms are not. The states of the fraction `offload` live in host memory; parameters and states
+    are bit for bit the same. `one_pass` is for parameters that are not sharded; with it they are the same to rounding.
     """
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    kind = OffloadedAdamW if offload else OnePassAdamW if one_pass else torch.optim.AdamW
+    kind: Callable[..., torch.optim.AdamW] = OnePassAdamW if one_pass else torch.optim.AdamW
+    if offload:
+        kind = partial(OffloadedAdamW, offload=offload)
     return kind(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate,

@@ -391,7 +391,8 @@ class TrialSettings:
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
-    optimizer_offload: bool = False  # optimizer states live in host memory
+    # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
+    optimizer_offload: bool | float = False
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
@@ -418,6 +419,13 @@ class TrialSettings:
             raise ValueError(
                 f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MAX_TOKENS} tokens; give fewer"
             )
+        if not 0 <= self.optimizer_offload <= 1:
+            raise ValueError(
+                f"optimizer_offload is {self.optimizer_offload}; give true, false, or the fraction of the parameters "
+                "whose states are in host memory, such as 0.4"
+            )
+        if self.optimizer_offload in (0, 1):  # one way to say all, and one to say none
+            object.__setattr__(self, "optimizer_offload", bool(self.optimizer_offload))
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:
@@ -494,11 +502,11 @@ def size_in_bytes(text: str, name: str) -> int:
     return int(float(found[1]) * BYTES_OF_UNIT[found[2]])
 
 
-def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | None = None) -> bool:
+def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | None = None) -> bool:
     """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
 
-    A rank does so if it is the only one and the optimizer's states are on its GPU. States are on the host where memory
-    is short, and the copies take 2 bytes per parameter. `optimizer_offload`, if given, replaces the setting.
+    A rank does so if it is the only one and all of the optimizer's states are on its GPU. States are on the host where
+    memory is short, and the copies take 2 bytes per parameter. `optimizer_offload`, if given, replaces the setting.
     """
     return settings.world_size == 1 and not (
         settings.optimizer_offload if optimizer_offload is None else optimizer_offload

@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("burst", "conform", "engine", "harness", "baselines", "cluster")
-# Of other projects: what stands in for their packages, and what is called with their types by their interpreters.
-NOT_OURS = ("baselines/stand_ins/", "baselines/programs/", "/upstream/")
+# Of other projects: what stands in for their packages, what is called with their types by their interpreters, and what
+# calls them to be judged.
+NOT_OURS = ("conform/targets/", "baselines/stand_ins/", "baselines/programs/", "/upstream/")
 _COLUMNS = "a column belongs to a table of lines of one kind, which each table has of its own"
 _SETTING = "a setting has the type of its field in TrialSettings"
 _JSON = "JSON of another process, read by key where it arrives"
@@ -50,6 +51,7 @@ EXCEPTIONS = {
     "cluster/files/reader.py: Node.plain": _READ,
     "cluster/files/reader.py: convert": _READ,
     "cluster/ray_cluster/up.py: own_address": _JSON,
+    "conform/target.py: Part": "what a target's own function gives and takes",
     "engine/reader.py: parts": _READ,
     "harness/launch/ray/connection.py: RayConnection.nodes": _RAY,
     "harness/launch/ray/connection.py: RayMember.actor": _RAY,

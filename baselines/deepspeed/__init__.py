@@ -32,6 +32,7 @@ class DeepSpeed(UpstreamAttention):
     tasks = ("train", "attention")
     dtypes = ("bf16", "fp32")
     honours = ("kernel", "mlp_tiles", "optimizer_offload")
+    offloads_parts = True
     tokens = "plain"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
@@ -76,7 +77,7 @@ def zero_config(settings: TrialSettings) -> dict[str, object]:
     """DeepSpeed's configuration: ZeRO-3 over all ranks, AdamW, on the host with `optimizer_offload`."""
     zero: dict[str, object] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
     if settings.optimizer_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, "ratio": float(settings.optimizer_offload)}
     optimizer = {
         "lr": settings.learning_rate,
         "betas": [0.9, 0.95],

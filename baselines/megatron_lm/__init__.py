@@ -85,6 +85,7 @@ class MegatronLM(Upstream):
     warmup = 2  # its timer counts the first iteration again in what it prints for the second
     most_tp = 8
     repeats_batches = True
+    offloads_parts = True
     tokens = "megatron"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
@@ -145,6 +146,8 @@ class MegatronLM(Upstream):
         options += " --sequence-parallel" if settings.tp_size > 1 or not release else ""
         if settings.optimizer_offload:
             options += " --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+            if settings.optimizer_offload < 1:
+                options += f" --optimizer-offload-fraction {settings.optimizer_offload}"
         options += " " + (recompute(settings.checkpoint, release=release) or "")
         options += comm_type(settings) if release else ""
         words = arguments(

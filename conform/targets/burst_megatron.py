@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conform.target import IGNORE, CaseProblem
+from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "Megatron Core with burst.megatron"
 RANKS = (1, 2, 4)
@@ -132,7 +132,7 @@ def make_model(problem: CaseProblem) -> nn.Module:
     return model
 
 
-def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> dict[str, Any]:
+def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -149,13 +149,13 @@ def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> dict[str, Any]:
     return {**whole, "valid": valid}
 
 
-def _loss(model: nn.Module, part: Mapping[str, Any], valid: int) -> Tensor:
+def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
     per_token = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
     loss: Tensor = (per_token * part["loss_mask"]).sum() / valid
     return loss
 
 
-def step(model: nn.Module, parts: Sequence[Mapping[str, Any]], problem: CaseProblem) -> Tensor:
+def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
     model.zero_grad()
     valid, total = sum(part["valid"] for part in parts), torch.zeros((), dtype=torch.float64)
     for part in parts:
@@ -175,7 +175,7 @@ def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, part: Mapping[str, Any], problem: CaseProblem) -> Tensor:
+def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
     model.eval()
     loss = _loss(model, part, part["valid"]).double()
     model.train()

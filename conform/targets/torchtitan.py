@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conform.flexible import allow_cpu, blocks_of
-from conform.target import IGNORE, CaseProblem
+from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "torchtitan"
 RANKS = (1, 2, 4)
@@ -123,7 +123,7 @@ def make_model(problem: CaseProblem) -> nn.Module:
     return built
 
 
-def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> dict[str, Any]:
+def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
     """Labels are shifted first, as its data loaders give them."""
     import torch.distributed.tensor.experimental._context_parallel._attention as ring
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
@@ -145,14 +145,14 @@ def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> dict[str, Any]:
     return {"tokens": tokens, "labels": labels, "more": more, "valid": whole}
 
 
-def _loss(model: nn.Module, part: Mapping[str, Any], valid: int) -> Tensor:
+def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
     from torchtitan.components.loss import cross_entropy_loss
 
     loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / valid
     return loss
 
 
-def step(model: nn.Module, parts: Sequence[Mapping[str, Any]], problem: CaseProblem) -> Tensor:
+def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
     model.zero_grad()
     valid, total = sum(part["valid"] for part in parts), torch.zeros((), dtype=torch.float64)
     for part in parts:
@@ -174,7 +174,7 @@ def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, part: Mapping[str, Any], problem: CaseProblem) -> Tensor:
+def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
     model.eval()
     loss = _loss(model, part, part["valid"]).double()
     model.train()

@@ -128,7 +128,7 @@ class TrainTask:
             self.model,
             settings.learning_rate,
             self.recipe,
-            offload=settings.optimizer_offload,
+            offload=float(settings.optimizer_offload),
             one_pass=keeps_whole(settings),
         )
         self.cp.segments(

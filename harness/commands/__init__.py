@@ -48,7 +48,7 @@ GROUPS = (
     (("run", "status"), "measure the trials of an experiment file, and look at a run"),
     (("report", "compare", "verify"), "tables and figures of records; two runs side by side; is it all true?"),
     (("train",), "train a model on your text"),
-    (("reproduce",), "the paper's figures and claims beside records"),
+    (("reproduce", "conform"), "the paper's figures and claims; is a context parallelism right?"),
     (("setup", "cluster"), "other systems, speeds and images of this machine; several machines"),
 )
 

@@ -136,7 +136,7 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
         Term(
             phase="optimizer",
             memory_bytes=shard * (_ONE_PASS_BYTES if keeps_whole(settings) else _SHARDED_BYTES),
-            host_bytes=shard * _MOMENTS_BYTES if settings.optimizer_offload else 0.0,
+            host_bytes=shard * _MOMENTS_BYTES * settings.optimizer_offload,
         ),
     )
 

@@ -247,6 +247,8 @@ def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_no
         "--swiglu --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
         "--recompute-granularity full"
     ) in command
+    command, _, _ = rendered("megatron_lm_upstream", flavour="current", optimizer_offload=0.4)
+    assert "--use-precision-aware-optimizer --optimizer-offload-fraction 0.4 --recompute-granularity" in command
     method = method_named("megatron_lm_upstream")
     own = settings("megatron_lm_upstream", optimizer_offload=True)
     release, paper = (InstallPlace(system="megatron_lm", flavour=flavour) for flavour in ("current", "paper"))
@@ -352,7 +354,14 @@ def test_the_requests_of_transformers_trainers() -> None:
     assert command == "UPSTREAM/env/bin/python -u BASELINES/programs/train_transformers.py /T/attention.json"
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["loss_tiles"], request["mlp_tiles"]) == ("deepspeed", 2, 4)
-    assert request["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    offloaded = {"device": "cpu", "pin_memory": True, "ratio": 1.0}
+    assert request["deepspeed"]["zero_optimization"]["offload_optimizer"] == offloaded
+    _, _, files = rendered("deepspeed_upstream", task="train", cp_size=2, optimizer_offload=0.4)
+    zero = json.loads(files["attention.json"])["deepspeed"]["zero_optimization"]
+    assert zero["offload_optimizer"] == offloaded | {"ratio": 0.4}
+    part = settings("megatron_deepspeed_upstream", cp_size=8, optimizer_offload=0.4)
+    reason = method_named("megatron_deepspeed_upstream").refuse(part)
+    assert "moves the whole optimizer to the host or none of it, found optimizer_offload 0.4" in str(reason)
     _, _, files = rendered("trl_upstream", kernel="cudnn")
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")

@@ -52,7 +52,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
     "head_tiles": (0, 3),
-    "optimizer_offload": (False, True),
+    "optimizer_offload": (False, True, 0.4),
     "sharding": ("full", "hybrid"),
     "gradient_accumulation": (1, 2),
     "lm_head_fusion": (True, False),

@@ -70,7 +70,7 @@ def counted(row: str) -> tuple[float, float]:
     attend = METHOD.attention(ContextParallel.single(), settings)
     set_layers(model, settings, attend)
     model.head.loss_sum = fused_loss_sum
-    optimizer = adamw(model, 1e-3, AdamWSettings(), offload=settings.optimizer_offload)
+    optimizer = adamw(model, 1e-3, AdamWSettings(), offload=float(settings.optimizer_offload))
     tokens = torch.randint(SHAPE.vocab, (1, TOKENS + 1))
     with LiveBytes() as live:
         for parameter in model.parameters():

@@ -133,7 +133,7 @@ def test_burst_alone_prints_every_command_in_six_groups(capsys):
     ("word", "said"),
     [
         ("stauts", "burst: stauts is no command; did you mean status?"),
-        ("unknown", "burst: unknown is no command; expected cluster, compare, doctor"),
+        ("unknown", "burst: unknown is no command; expected cluster, compare, conform"),
     ],
 )
 def test_an_unknown_command_is_told_its_neighbour(word, said, capsys):

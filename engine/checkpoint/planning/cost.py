@@ -84,8 +84,7 @@ class CostModel:
     def fixed(self, choice: MemorySettings) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
         added = self._sum * added_weights(self._settings.model, choice.mlp_tiles, choice.projection_tiles)
-        if choice.optimizer_offload:
-            added += 2 * self._moments  # in and out; neither forward nor backward hides them
+        added += 2 * self._moments * choice.optimizer_offload  # in and out; neither forward nor backward hides them
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
         return added

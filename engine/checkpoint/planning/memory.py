@@ -164,14 +164,14 @@ class MemoryModel:
         base = self._always(choice) + slots
         fullest = max(activations + gradients for _, activations, gradients in moments)
         in_head = moments[0][1] + self._left_by_head  # there are no gradients yet
-        if self._by_offload[choice.optimizer_offload] is self._sharded:
+        if self._by_offload[bool(choice.optimizer_offload)] is self._sharded:
             reserved = max(in_head, *(activations for _, activations, _ in moments)) + self._parameters
         else:
             reserved = max(in_head, fullest)
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=_PROCESS + host + (2 * self._parameters if choice.optimizer_offload else 0.0),
+            host=_PROCESS + host + 2 * self._parameters * choice.optimizer_offload,
         )
 
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
@@ -184,8 +184,8 @@ class MemoryModel:
 
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
-        copies = self._by_offload[choice.optimizer_offload].copies
-        return self._parameters * (1 if choice.optimizer_offload else 3) + copies
+        copies = self._by_offload[bool(choice.optimizer_offload)].copies
+        return self._parameters * (3 - 2 * choice.optimizer_offload) + copies
 
     def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""
@@ -215,7 +215,7 @@ class MemoryModel:
         """(name, bytes without gradients, bytes of gradients) of each moment, beyond the bytes of `_always`. `inputs`
         and `attention` are those of `_kept`."""
         checkpoint, layers = choice.checkpoint, self._layers
-        held = self._by_offload[choice.optimizer_offload]
+        held = self._by_offload[bool(choice.optimizer_offload)]
         again = checkpoint.layers_again(layers)
         saved = self._saved_whole(choice)
         below = inputs + attention

@@ -21,7 +21,7 @@ class MemorySettings:
     checkpoint: Checkpoint
     mlp_tiles: int = 1
     projection_tiles: int = 1
-    optimizer_offload: bool = False
+    optimizer_offload: bool | float = False
     head_tiles: int = 0
 
 

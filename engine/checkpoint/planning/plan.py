@@ -2,9 +2,9 @@
 take.
 
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
-All layers are equal, so how many are kept whole, and how much of each, says everything. Three facts save comparisons
-and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and from one
-whole layer on more of them hold more.
+All layers are equal, so how many are kept whole, and how much of each, says everything. Four facts save comparisons
+and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, from one whole
+layer on more of them hold more, and more moments on the host leave more room.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
@@ -118,7 +118,7 @@ class SearchGrid:
     every: Sequence[int] = (1, 4, 16)
     replay: Sequence[Replay] = ("hold", "bisect")
     offload: Sequence[Offload] = ("none", "inputs", "all")
-    optimizer_offload: Sequence[bool] = (False, True)
+    optimizer_offload: Sequence[bool | float] = (False, *(step / 20 for step in range(1, 20)), True)
     head_tiles: Sequence[int] = (0, 32, 128)
 
 
@@ -183,23 +183,51 @@ def cheapest(problem: PlanningProblem) -> MemorySettings | None:
     """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
     best: MemorySettings | None = None
     least = float("inf")
+    fixed = problem.cost.fixed
+    alike: dict[MemorySettings, list[MemorySettings]] = {}  # frames that differ in moments on the host alone
+    for frame in sorted(problem.frames(), key=fixed):
+        # Without moments on the host, parameters may be held in another way: a frame of its own.
+        alike.setdefault(replace(frame, optimizer_offload=bool(frame.optimizer_offload)), []).append(frame)
+    for frames in sorted(alike.values(), key=lambda frames: (bool(frames[0].optimizer_offload), fixed(frames[0]))):
+        cheaper = [frame for frame in frames if fixed(frame) < least]
+        again = _least_again(problem, cheaper, least)
+        for frame in cheaper:
+            if fixed(frame) + again >= least:
+                break
+            found = _cheapest_in(problem, frame, least)
+            best, least = (found, problem.cost.seconds(found)) if found else (best, least)
+    return best
+
+
+def _least_again(problem: PlanningProblem, frames: Sequence[MemorySettings], least: float) -> float:
+    """Seconds that every choice of `frames`, which differ in moments on the host alone, adds at least beyond their
+    `fixed`: those of the most moments there, which leave the most room. Infinite where no choice adds less than `least`
+    in all."""
+    fixed = problem.cost.fixed
+    if len(frames) < 2:
+        return 0.0
+    on_device = replace(problem, share=lambda memory: problem.share(replace(memory, host=0.0)))
+    found = _cheapest_in(on_device, frames[-1], least - fixed(frames[0]) + fixed(frames[-1]))
+    return problem.cost.seconds(found) - fixed(frames[-1]) if found else float("inf")
+
+
+def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) -> MemorySettings | None:
+    """The cheapest choice of a frame that fits and adds less than `least` seconds; None where there is none."""
+    best: MemorySettings | None = None
     bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
-    for frame in sorted(problem.frames(), key=problem.cost.fixed):
-        if problem.cost.fixed(frame) >= least:
-            break
-        # A shorter tail repeats more, but where it is copied to the host that may take longer.
-        cheapest_tails = tails if frame.checkpoint.offload == "all" else tails[:1]
-        for whole in _may_fit(problem, frame):
-            if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
-                break  # fewer whole layers repeat more
-            # No tail leaves more room for the MLP's products than the shortest.
-            most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
-            for tail in tails if whole < problem.layers else tails[:1]:
-                if bound(problem.with_kept(frame, whole, tail, most)) >= least:
-                    continue
-                for choice in _rivals(problem, frame, whole, tail, least):
-                    if (seconds := problem.cost.seconds(choice)) < least:
-                        best, least = choice, seconds
+    # A shorter tail repeats more, but where it is copied to the host that may take longer.
+    cheapest_tails = tails if frame.checkpoint.offload == "all" else tails[:1]
+    for whole in _may_fit(problem, frame):
+        if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
+            break  # fewer whole layers repeat more
+        # No tail leaves more room for the MLP's products than the shortest.
+        most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
+        for tail in tails if whole < problem.layers else tails[:1]:
+            if bound(problem.with_kept(frame, whole, tail, most)) >= least:
+                continue
+            for choice in _rivals(problem, frame, whole, tail, least):
+                if (seconds := problem.cost.seconds(choice)) < least:
+                    best, least = choice, seconds
     return best
 
 
@@ -304,5 +332,7 @@ def kept_in_words(choice: MemorySettings, layers: int) -> list[str]:
     words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)
     words += [f"projections in {choice.projection_tiles} tiles"] * (choice.projection_tiles > 1)
     words += [f"LM head in {choice.head_tiles} tiles"] * (choice.head_tiles > 0)
-    words += ["moments on the host"] * choice.optimizer_offload
+    if choice.optimizer_offload:
+        part = "" if choice.optimizer_offload == 1 else f"{choice.optimizer_offload:.0%} of the "
+        words.append(f"{part}moments on the host")
     return words

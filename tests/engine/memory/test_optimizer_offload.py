@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import engine.optimizer
+from engine.memory.offload import host_buffer
 from engine.models.decoder import Decoder
 from engine.optimizer import BUFFERS, MOMENTS, OffloadedAdamW, adamw
 from engine.settings import AdamWSettings, ModelShape
@@ -69,10 +70,10 @@ def assert_identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "offload"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float32, 0.4)])
+def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: torch.dtype, offload: float) -> None:
     plain, offloaded = model_of(dtype), model_of(dtype)
-    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=True)
+    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=offload)
     assert not isinstance(expected, OffloadedAdamW)
     train(plain, expected, range(5))
     train(offloaded, found, range(5))
@@ -81,7 +82,7 @@ def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: to
 
 def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    optimizer = adamw(model, 1e-2, AdamWSettings(), offload=True)
+    optimizer = adamw(model, 1e-2, AdamWSettings(), offload=1.0)
     train(model, optimizer, range(1))
     homes = {(p, name): optimizer.state[p][name].data_ptr() for p in model.parameters() for name in MOMENTS}
     made: list[int] = []
@@ -98,8 +99,27 @@ def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monke
     assert homes == {(p, name): optimizer.state[p][name].data_ptr() for p in model.parameters() for name in MOMENTS}
 
 
-@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
-def test_states_move_between_offloaded_and_plain_optimizers(saves: bool, loads: bool) -> None:
+@pytest.mark.parametrize("offload", [0.01, 0.3, 0.6, 0.99])
+def test_a_fraction_leaves_the_states_of_the_other_parameters_on_the_device(
+    offload: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted: list[int] = []
+
+    def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+        hosted.append(tensor.numel())
+        return host_buffer(tensor.numel() * tensor.itemsize, device).view(tensor.dtype).view(tensor.shape)
+
+    monkeypatch.setattr(engine.optimizer, "host_like", host_like)
+    model = model_of()
+    train(model, adamw(model, 1e-2, AdamWSettings(), offload=offload), range(1))
+    sizes = sorted(parameter.numel() for parameter in model.parameters())
+    elements = sum(hosted) / len(MOMENTS)
+    assert offload * sum(sizes) <= elements < offload * sum(sizes) + max(hosted)
+    assert sorted(hosted) == sorted(sizes[: len(hosted) // len(MOMENTS)] * len(MOMENTS))  # the smallest
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.3, 0.7), (0.7, 0.0)])
+def test_states_move_between_offloaded_and_plain_optimizers(saves: float, loads: float) -> None:
     straight = model_of()
     optimizer = adamw(straight, 1e-2, AdamWSettings())
     train(straight, optimizer, range(6))
@@ -115,7 +135,7 @@ def test_states_move_between_offloaded_and_plain_optimizers(saves: bool, loads: 
     assert_identical(contents(second, after), contents(straight, optimizer))
 
 
-def sharded(offload: bool) -> tuple[Decoder, torch.optim.Optimizer]:
+def sharded(offload: float) -> tuple[Decoder, torch.optim.Optimizer]:
     model = model_of()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model.blocks:
@@ -127,11 +147,11 @@ def sharded(offload: bool) -> tuple[Decoder, torch.optim.Optimizer]:
 def resumed_and_straight(directory: str) -> bool:
     """Train, save with torch.distributed.checkpoint, load into a new optimizer, train on: the same as in one go."""
     engine.optimizer.PIECE_ELEMENTS = PIECE
-    straight, optimizer = sharded(offload=False)
+    straight, optimizer = sharded(offload=0.0)
     train(straight, optimizer, range(4))
     expected = contents(straight, optimizer)
 
-    first, before = sharded(offload=True)
+    first, before = sharded(offload=0.6)
     train(first, before, range(2))
     for parameter in first.parameters():
         for name in MOMENTS:
@@ -142,7 +162,7 @@ def resumed_and_straight(directory: str) -> bool:
         {"model": first.state_dict(), "optimizer": get_optimizer_state_dict(first, before)}, checkpoint_id=directory
     )
 
-    second, after = sharded(offload=True)
+    second, after = sharded(offload=1.0)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.zero_()
@@ -162,11 +182,13 @@ def test_a_distributed_checkpoint_holds_offloaded_states(tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies between devices overlap there")
-def test_on_a_gpu_states_live_in_host_memory_and_equal_the_fused_step() -> None:
+@pytest.mark.parametrize("offload", [1.0, 0.4])
+def test_on_a_gpu_states_live_in_host_memory_and_equal_the_fused_step(offload: float) -> None:
     plain, offloaded = model_of(device="cuda"), model_of(device="cuda")
-    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=True)
+    expected, found = adamw(plain, 1e-2, AdamWSettings()), adamw(offloaded, 1e-2, AdamWSettings(), offload=offload)
     train(plain, expected, range(20))
     train(offloaded, found, range(20))
-    assert {found.state[p][name].device.type for p in offloaded.parameters() for name in MOMENTS} == {"cpu"}
+    homes = {found.state[p][name].device.type for p in offloaded.parameters() for name in MOMENTS}
+    assert homes == ({"cpu"} if offload == 1 else {"cpu", "cuda"})
     found.state_dict()  # waits for the last copies
     assert_identical(contents(offloaded, found), contents(plain, expected))

@@ -1,0 +1,221 @@
+"""`burst conform` finds every fault that is seeded in a right implementation, and none where there is none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conform.cases import ConformCase, case_named, cases_of
+from conform.run import ERROR, HANG, PASSED, WaitingRanks
+from conform.target import CaseProblem, LoadedTarget, load
+from tests.conform.ring import faults
+
+# By kind and fault, a case that finds it, and what the report of it says.
+FOUND_BY = {
+    "attention": {
+        "the length rounded down to what ranks divide": ("odd-length", "out differs"),
+        "gather in the order of ranks": ("causal", "gather does not undo shard"),
+        "the result of gather differs on the last rank": ("causal", "not what rank 0 returned"),
+        "positions off by one on the last rank": ("causal", "rank 1"),
+        "positions as in a contiguous layout": ("causal", "out differs"),
+        "boundaries of the first batch kept": ("documents-called-again", "out differs"),
+        "documents ignored": ("documents", "first at token 5, rank 0.*where a document starts"),
+        "the last document joined to the one before": ("documents", "token 48.*where a document starts"),
+        "document boundary off by one": ("documents", "token 5, rank 0.*where a document starts"),
+        "boundaries counted within a rank": ("documents", "out differs"),
+        "padding seen": ("odd-length-full", "out differs"),
+        "full is causal": ("full", "out differs"),
+        "documents are causal in any case": ("documents-full", "out differs"),
+        "causal mask forgotten": ("no-later-token", "sees a later token"),
+        "causal mask of other ranks by rank": ("causal", "out differs"),
+        "a query sees the next token": ("no-later-token", "sees a later token"),
+        "a query does not see itself": ("causal", "token 0"),
+        "window ignored": ("window", "token 12.*window is lost or off by one"),
+        "window ignored for other ranks": ("window-over-ranks", "out differs"),
+        "window counts the token itself": ("window", "token 11.*window is lost or off by one"),
+        "window one too wide": ("window-of-one", "out differs"),
+        "window in local positions": ("window", "out differs"),
+        "KV heads in turn": ("grouped-heads", "only heads|out differs"),
+        "scale of a padded head_dim": ("wide-heads", "out differs"),
+        "scale ignored": ("scale", "out differs"),
+        "softcap ignored": ("softcap", "out differs"),
+        "hidden keys lose 20 instead of all": ("documents-leak", "sees another document"),
+        "one rank raises": ("causal", "rank 1: RuntimeError: no memory left; rank 0 waited on"),
+        "one rank never answers": ("causal", "gave no answer within"),
+        "a plan without gradients kept": ("after-no-grad", "dq .*all 0"),
+        "an input as a buffer": ("inputs-kept", "the call overwrote this input"),
+        "memory taken as contiguous": ("strided-inputs", "out differs"),
+        "keys of the first sequence for all": ("batch", "right in the first sequence"),
+        "sums in the order of arrival": ("repeated", "other bits in a second run"),
+        "partial gradients sent in bfloat16": ("causal", "dk differs"),
+        "more sent than claimed": ("bytes-sent", "sent .* bytes, expected at most"),
+        "a float32 buffer": ("fp64", "out differs"),
+        "a tile dropped on the last rank": ("causal", "only tokens of rank 1"),
+        "sinks at every step of the ring": ("sinks", "out differs"),
+        "NaN where a row sees nothing": ("documents-at-edges", "NaN or infinity"),
+        "outputs merged without their weights": ("causal", "out differs"),
+        "partial outputs in bfloat16": ("causal", "out differs"),
+        "sinks dropped": ("sinks", "out differs"),
+        "sinks of the next head": ("sinks", "out differs"),
+        "keys and values kept globally": ("crossed-backwards", "dq differs"),
+        "gradient of the output taken as contiguous": ("strided-inputs", "dq differs"),
+        "delta forgotten": ("causal", "dq differs"),
+        "delta in bfloat16": ("causal", "dq differs"),
+        "stale K and V in backward": ("causal", "dq differs"),
+        "derivative without that of tanh": ("softcap", "dq differs"),
+        "a tile dropped in backward": ("causal", "dq differs"),
+        "dK of one query head of a group": ("grouped-heads", "dk differs"),
+        "dK and dV stay where they are formed": ("causal", "dk differs"),
+        "dK and dV one rank too early": ("causal", "dk differs"),
+        "dK scaled by 1.02": ("causal", "dk differs by 2.00e-02.*1.02 times the truth everywhere"),
+        "dQ without the scale": ("causal", "dq differs.*times the truth everywhere"),
+        "dV added twice": ("causal", "dv differs.*2 times the truth, as many as ranks"),
+        "no dQ where keys are frozen": ("frozen-keys", "dq .*all 0"),
+        "no gradient of the sinks": ("sinks", "dsinks .*all 0"),
+        "gradient of the sinks on rank 0 alone": ("sinks", "dsinks differs"),
+    },
+    "training": {
+        "labels shifted after the cut": ("step", "loss differs"),
+        "labels shifted twice": ("step", "loss differs"),
+        "labels not shifted": ("step", "loss differs"),
+        "ignored labels learnt": ("ignored-prompt", "loss differs"),
+        "padding on the left seen": ("padding-left", "loss differs"),
+        "documents lost in training": ("step-documents", "loss differs"),
+        "positions counted per rank": ("step", "loss differs"),
+        "last label of a rank lost": ("step", "loss differs"),
+        "weights of the newest model": ("two-models", "loss differs|absent"),
+        "window lost in training": ("step-window", "loss differs"),
+        "no gradient of the last token": ("step", "embed_tokens.weight differs.*first at token"),
+        "gradient of a tied head lost": ("tied", "embed_tokens.weight differs"),
+        "documents lost in recomputation": ("checkpointing", "differs"),
+        "labels of this rank counted": ("ignored-prompt", "loss differs"),
+        "ignored labels counted": ("ignored-labels", "loss differs"),
+        "gradients of the step before kept": ("second-step", "differs"),
+        "mean of the means of micro-batches": ("accumulation", "loss differs"),
+        "mean of the means of ranks": ("ignored-prompt", "loss differs"),
+        "gradients of the last micro-batch alone": ("accumulation", "differs"),
+        "loss averaged over ranks": ("step", "loss differs.*0.5 times the truth, one over the ranks"),
+        "loss of each rank counted again": ("step", "loss differs.*2 times the truth, as many as ranks"),
+        "gradients of a rank not added up": ("step", "differs"),
+        "gradients of norms not added up": ("step", "layernorm.weight differs"),
+        "gradients averaged over ranks": ("step", "differs.*0.5 times the truth, one over the ranks"),
+        "a parameter left out of gather": ("step", "absent from what gather returned"),
+        "evaluation counts labels of a rank": ("evaluation-ignored", "loss differs"),
+        "evaluation times the ranks": ("evaluation", "loss differs.*2 times the truth, as many as ranks"),
+    },
+}
+BREAKS = ("one rank raises", "one rank never answers")
+TABLE = [(kind, fault, *found) for kind, table in FOUND_BY.items() for fault, found in table.items()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[WaitingRanks]:
+    with WaitingRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], LoadedTarget]:
+    folder = tmp_path_factory.mktemp("targets")
+
+    def made(kind: str, fault: str = "") -> LoadedTarget:
+        path = Path(folder, f"{kind} {fault}.py".replace(" ", "_"))
+        path.write_text(f"from tests.conform import ring\nglobals().update(ring.target({kind!r}, {fault!r}))\n")
+        return load(str(path))
+
+    return made
+
+
+def test_sixty_faults_are_seeded_and_each_has_a_case_that_finds_it() -> None:
+    assert {kind: set(table) for kind, table in FOUND_BY.items()} == {kind: set(faults(kind)) for kind in FOUND_BY}
+    assert len(TABLE) >= 60
+
+
+@pytest.mark.parametrize(("kind", "fault", "name", "said"), TABLE, ids=[fault for _, fault, *_ in TABLE])
+def test_a_seeded_fault_is_found_with_its_place(
+    kind: str, fault: str, name: str, said: str, two_ranks: WaitingRanks, ring: Callable[[str, str], LoadedTarget]
+) -> None:
+    ranks = two_ranks if fault not in BREAKS else WaitingRanks(2, limit_seconds=4)
+    try:
+        result = ranks.ask(ring(kind, fault), case_named(name))
+    finally:
+        if fault in BREAKS:
+            ranks.stop()
+    assert result.failed, "not found"
+    if fault in BREAKS:
+        assert result.status == (ERROR if "raises" in fault else HANG)
+    assert matches(said, " | ".join(result.sentences)), result.sentences
+
+
+def matches(pattern: str, text: str) -> bool:
+    import re
+
+    return re.search(pattern, text) is not None
+
+
+@pytest.mark.parametrize("kind", ["attention", "training"])
+def test_a_right_implementation_passes_every_case(
+    kind: str, two_ranks: WaitingRanks, ring: Callable[..., LoadedTarget]
+) -> None:
+    target = ring(kind)
+    asked = [case for case in cases_of(kind) if case.needs(2) <= target.capabilities]
+    assert len(asked) >= 25
+    wrong = {case.name: result.sentences for case in asked if (result := two_ranks.ask(target, case)).failed}
+    assert wrong == {}
+
+
+def setting(number: int) -> ConformCase:
+    """A correct setting at random: every capability of attention, and some that meet."""
+    chance = random.Random(number)
+    tokens = chance.choice((1, 2, 7, 16, 31, 40, 64))
+    documents: list[int] = []
+    if chance.random() < 0.5:
+        while sum(documents) < tokens:
+            documents.append(min(chance.randint(1, max(1, tokens // 2)), tokens - sum(documents)))
+    kv_heads = chance.choice((1, 2, 3))
+    problem = CaseProblem(
+        tokens=tokens,
+        batch=chance.choice((1, 1, 2)),
+        kv_heads=kv_heads,
+        heads=kv_heads * chance.choice((1, 2, 4)),
+        head_dim=chance.choice((1, 4, 8, 20)),
+        dtype=chance.choice(("fp32", "fp32", "fp64", "bf16")),
+        mask=chance.choice(("causal", "causal", "full")),
+        documents=tuple(documents),
+        sinks=chance.random() < 0.3,
+        softcap=chance.choice((None, None, 0.7, 5.0)),
+        scale=chance.choice((None, 0.05, 1.0)),
+        seed=number,
+    )
+    if problem.mask == "causal" and chance.random() < 0.4:
+        problem = replace(problem, window=chance.randint(0, tokens))
+    way = chance.choice(("once", "once", "again", "crossed", "strided", "kept", "repeated", "leak"))
+    return ConformCase(name=f"setting {number}", problem=problem, source="fault: none", way=way)
+
+
+@pytest.mark.parametrize("numbers", [range(50), pytest.param(range(50, 1000), marks=pytest.mark.slow)], ids=len)
+def test_random_right_settings_give_no_false_alarm(
+    numbers: range, two_ranks: WaitingRanks, ring: Callable[..., LoadedTarget]
+) -> None:
+    target = ring("attention")
+    wrong = {number: two_ranks.ask(target, setting(number)) for number in numbers}
+    assert {number: result.sentences for number, result in wrong.items() if result.status != PASSED} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["burst_attention", "burst_transformers"])
+def test_our_own_targets_pass_every_case_that_they_claim(name: str, ranks: int) -> None:
+    from conform.run import run
+
+    target = load(name)
+    if ranks not in target.ranks:
+        pytest.skip(f"{name} does not claim {ranks} ranks")
+    wrong = {
+        each.case.name: each.sentences for each in run(target, cases_of(target.kind), ranks=[ranks]) if each.failed
+    }
+    assert wrong == {}
