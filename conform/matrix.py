@@ -28,7 +28,12 @@ def matrix_lines(folder: Path) -> list[str]:
     lines = ["| system | version | passes | not claimed | fails |", "| --- | --- | --- | --- | --- |"]
     reports = [_read(path) for path in sorted(folder.glob("*.json"))]
     for report in sorted(reports, key=lambda each: (each["failed"] > 0, each["target"].lower())):
-        cells = (report["target"], report["version"], f"{report['passed']} of {report['claimed']}", report["silent"])
+        cells = (
+            report["target"],
+            f"`{report['version']}`",
+            f"{report['passed']} of {report['claimed']}",
+            report["silent"],
+        )
         lines.append(f"| {' | '.join(map(str, cells))} | {report['failures'] or '-'} |")
     lines += ["", "| system | why it does not run here |", "| --- | --- |"]
     absent: Mapping[str, str] = yaml.safe_load((folder / NOT_RUN).read_text(encoding="utf-8"))
@@ -43,11 +48,9 @@ def _read(path: Path) -> dict[str, Any]:
     names = {case["name"] for case in report["cases"]}
     current = [{case.name for case in cases} for cases in (ATTENTION_CASES, TRAINING_CASES)]
     if names not in current:
-        kind = max(current, key=lambda cases: len(cases & names))
+        kind = max(current, key=lambda kinds: len(kinds & names))
         other = sorted(names ^ kind)
-        raise ValueError(
-            f"{path} differs from the cases that there are in {', '.join(other[:3])}; run the target again"
-        )
+        raise ValueError(f"{path} has other cases than there are now ({', '.join(other[:3])}); run it again")
     failed = {case["name"]: _ranks(case) for case in report["cases"] if case["status"] not in (PASSED, NOT_CLAIMED)}
     silent = sum(case["status"] == NOT_CLAIMED for case in report["cases"])
     text = ", ".join(f"{name} ({ranks})" for name, ranks in failed.items())

@@ -105,8 +105,7 @@ class WaitingRanks:
 
     def ask(self, target: LoadedTarget, case: ConformCase) -> CaseResult:
         """One case of one target. Never raises for what the target does."""
-        if case.problem.dtype == "fp32" and target.dtype != "fp32" and not case.problem.autocast:
-            case = replace(case, problem=replace(case.problem, dtype=target.dtype))  # it has no kernel for another
+        case = in_dtype_of(target, case)
         self.start()
         began = time.monotonic()
         for end in self._ends:
@@ -163,6 +162,13 @@ class WaitingRanks:
             silent = sorted(open_ends.values())
             return _Failure(HANG, f"rank {', '.join(map(str, silent))} gave no answer within {limit_seconds:g} s")
         return [found[rank] for rank in range(self.count)]
+
+
+def in_dtype_of(target: LoadedTarget, case: ConformCase) -> ConformCase:
+    """The case in the dtype of a target that has no kernel for another, where the case asks for none."""
+    if case.problem.dtype != "fp32" or target.dtype == "fp32" or case.problem.autocast:
+        return case
+    return replace(case, problem=replace(case.problem, dtype=target.dtype))
 
 
 @contextmanager
@@ -246,7 +252,8 @@ def run(
 def _of_ranks(
     there: WaitingRanks, target: LoadedTarget, cases: Sequence[ConformCase], count: int
 ) -> Iterator[CaseResult]:
-    for case in cases:
+    for each in cases:
+        case = in_dtype_of(target, each)
         if absent := sorted(case.needs(count) - target.capabilities):
             said = (f"the target does not claim {', '.join(absent)}",)
             yield CaseResult(case=case, ranks=count, status=NOT_CLAIMED, sentences=said)
