@@ -4,7 +4,7 @@
 
 `harness.report.quoted` reads the markers and computes numbers and tables of records. The table of claims is made by the
 code behind `burst reproduce claims`, so that the command and docs/paper.md give one verdict. The list of published runs
-is read from their files.
+is read from their files, and what `burst conform` found of each system from results/conform.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from conform.matrix import matrix_lines
 from harness.base.errors import UsageError
 from harness.records.stored import read_records, runs_below, stored_run
 from harness.report.page import days_of, distinct
@@ -19,7 +20,7 @@ from harness.report.quoted import RECORDS, Quotes, write_pages
 from harness.reproduce.claims import claims_lines, judged
 from harness.reproduce.points import all_rows, runs_in
 
-CLAIMS, RUNS = "claims", "published_runs"  # names of markers
+CLAIMS, RUNS, CONFORM = "claims", "published_runs", "conform"  # names of markers
 
 
 def quotes_of(root: Path) -> Quotes:
@@ -28,6 +29,7 @@ def quotes_of(root: Path) -> Quotes:
     made = {
         CLAIMS: lambda: claims_lines(judged(all_rows(runs_in([published])))),
         RUNS: lambda: runs_lines(published),
+        CONFORM: lambda: matrix_lines(root / "results" / "conform"),
     }
     return Quotes(root, made)
 
