@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 # A GPU machine takes the CUDA build and the FlashAttention-4 extra; everything else runs on the CPU.
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 comma := ,
 EXTRAS := $(if $(GPU),gpu$(comma)test,test)
+DEMO_EXTRAS := $(if $(GPU),gpu$(comma)harness,harness)
 # Tests run side by side; each starts up to eight ranks of its own, so a few at a time are enough. A worker more than
 # cores makes them no faster.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
@@ -19,16 +21,24 @@ install: $(STAMP)
 
 # torch goes first and alone: pip then keeps this version and build whatever else asks for torch.
 # Debian's python3 can lack ensurepip (package python3-venv); its pip then fills the environment from outside.
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "found Python %d.%d, expected 3.11 or newer: run make PYTHON=/path/to/python3.11" % v[:2])'
-	@echo "Installing into $(VENV), which takes a minute or two"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c 'import ensurepip' 2>/dev/null || echo --without-pip) $(VENV)
-	@test -x $(BIN)/pip || $(PYTHON) -m pip --python $(BIN)/python install $(PIP_FLAGS) pip
-	@$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
-	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[$(EXTRAS)]'
-	@touch $@
+define INSTALL
+@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "found Python %d.%d, expected 3.11 or newer: run make PYTHON=/path/to/python3.11" % v[:2])'
+@echo "Installing into $(VENV), which takes a minute or two"
+@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c 'import ensurepip' 2>/dev/null || echo --without-pip) $(VENV)
+@test -x $(BIN)/pip || $(PYTHON) -m pip --python $(BIN)/python install $(PIP_FLAGS) pip
+@$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
+@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[$(1)]'
+@touch $@
+endef
 
-demo: install
+$(STAMP): pyproject.toml
+	$(call INSTALL,$(EXTRAS))
+
+# Half of the packages are for tests alone; the demo does without them.
+$(DEMO_STAMP): pyproject.toml
+	$(call INSTALL,$(DEMO_EXTRAS))
+
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	@$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto] --set steps.rounds=1,) $(ARGS)
 	@echo "Read on: docs/attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
 	@echo "         docs/train.md (a training run), docs/README.md (all pages)"

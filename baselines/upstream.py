@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class Upstream:
     warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
     end_seconds = 20.0  # after its last step, in which the program ends by itself, or is ended
     most_tp = 1  # tensor-parallel ranks
+    # What `checkpoint.upstream` may say, and the pattern of each: "block N" recomputes N layers.
+    recomputes: Mapping[str, str] = {}
     repeats_batches = False  # whether it takes several micro-batches per step
     offloads_parts = False  # whether a part of the optimizer can be in host memory, where it honours optimizer_offload
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
@@ -152,6 +155,10 @@ class Upstream:
                 f"{self.name} moves the whole optimizer to the host or none of it, found optimizer_offload "
                 f"{settings.optimizer_offload}; set it to true or false"
             )
+        words = settings.checkpoint.upstream
+        if words != "default" and not any(re.fullmatch(pattern, words) for pattern in self.recomputes.values()):
+            forms = f"one of {', '.join(self.recomputes)}" if self.recomputes else "nothing"
+            return f"{self.name} takes {forms} as checkpoint.upstream, found {words!r}; set it to what it takes"
         if settings.task == "train" and settings.checkpoint.offload != "none":
             return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"
         for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold")):

@@ -192,6 +192,11 @@ def _create_accelerator(earlier: Callable[..., Any]) -> Callable[..., Any]:
         earlier(trainer)
         if sharing_ranks(trainer.accelerator) > 1:
             _refuse_trainer(trainer)
+            if trainer.args.neftune_noise_alpha:
+                raise ValueError(
+                    f"neftune_noise_alpha is {trainer.args.neftune_noise_alpha}, and its noise depends on the length "
+                    "of a sequence, of which a rank sees a part; leave it out"
+                )
 
     return create
 

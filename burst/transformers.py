@@ -1,9 +1,9 @@
 """Attention of Hugging Face transformers 5 over a sequence that is sharded over ranks: `register`.
 
 transformers looks up attention and its mask by name (`AttentionInterface`, `AttentionMaskInterface`). The functions
-here answer to the name `burst`, and to those of flash attention, so that no model goes round the sharding when
-something sets its attention anew. What they cannot compute exactly they refuse by name: nothing that a model passes is
-dropped.
+here answer to the name `burst`, and to those of flash attention, for models whose attention something sets anew. (With
+the package `kernels`, transformers puts other names in the place of these.) What they cannot compute exactly they
+refuse by name: nothing that a model passes is dropped.
 
 Which document a token belongs to is read from `position_ids`, of all ranks together: a document starts where positions
 begin again with 0. One gathering of small integers for each batch finds them; all layers share it.

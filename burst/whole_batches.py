@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst.batch import shard_batch
-from burst.transformers import BOUNDARIES, register
+from burst.transformers import BOUNDARIES, FLASH_NAMES, register
 from engine.attention.context import ContextParallel
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ def _refuse_architecture(inner: Any) -> None:
     config = inner.config.get_text_config()
     if not inner._can_set_attn_implementation():
         raise ValueError(f"{type(inner).__name__} has attention of its own, which transformers cannot replace")
+    if not getattr(config, "is_causal", True):
+        raise ValueError(
+            f"{type(inner).__name__} has is_causal False, and tokens would see the padding of a batch; shard it by "
+            "burst.register and burst.shard_batch, without padding"
+        )
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYERS)):
         raise ValueError(
             f"{type(inner).__name__} has layers of type {', '.join(other)}, which need tokens of all ranks"
@@ -154,6 +159,11 @@ class _WholeBatches:
         self._seq_len = 0
         if self._whole:
             return None
+        if (attention := self._inner.config.get_text_config()._attn_implementation) not in (NAME, *FLASH_NAMES):
+            raise ValueError(
+                f"the model's attention was set to {attention}, which sees the tokens of one rank; call "
+                f"set_attn_implementation({NAME!r}) on it"
+            )
         if len(args) > 1:
             raise ValueError(f"the model is given {len(args)} inputs without names; pass them by name")
         given = {"input_ids": args[0]} if args else {}

@@ -41,7 +41,7 @@ class ConformCase:
     problem: CaseProblem
     source: str
     way: str = "once"
-    quick: bool = False  # part of the quick form, which gates trials
+    quick: bool = False  # part of the quick form
 
     @property
     def kind(self) -> str:

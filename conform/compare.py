@@ -1,7 +1,7 @@
 """Is an answer right, and if not, where does it begin to be wrong and what does that look like?
 
 The tolerance of a tensor is the error that the dtype itself makes: the same problem on one process in that dtype beside
-float64, times FACTOR. Two measures have to hold: the norm of the difference over that of the truth, and the largest
+float64, times FACTOR. These measures have to hold: the norm of the difference over that of the truth, and the largest
 difference of one row (a token's head, a row of a matrix) over the size that rows usually have.
 """
 
@@ -26,6 +26,7 @@ from conform.target import CaseProblem
 FACTOR = {"fp64": 64.0, "fp32": 64.0, "bf16": 4.0}
 _EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
 _LEAST = {"fp64": 2.0, "fp32": 2.0, "bf16": 0.25}  # eps that the own error counts as at least: it is small by chance
+_ENOUGH = 256  # elements over which rounding averages out
 _NOTHING = 1e-3  # of the largest gradient's size: one below it is 0 but for rounding, as where a query sees one key
 
 
@@ -227,7 +228,7 @@ def _difference(
     off = result.double() - truth
     error = float(off.norm()) / size
     rows = _rows(off)
-    if error <= of_norm and bool((rows <= of_row).all()):
+    if error <= of_norm and bool((rows <= of_row).all()) and not _has_factor(problem, result, truth, own):
         return None
     wrong = ~(rows <= of_row)  # NaN is wrong
     if not bool(wrong.any()):
@@ -256,6 +257,15 @@ def _difference(
         expected=true,
         cause=likely_cause(case, name, result.double(), truth, wrong, of_row, held),
     )
+
+
+def _has_factor(problem: CaseProblem, result: Tensor, truth: Tensor, own: Tensor) -> bool:
+    """A tensor in bfloat16 that is the truth times a factor near 1: rounding has no direction, and would hide it."""
+    square = float(truth.square().sum())
+    if (problem.dtype != "bf16" and not problem.autocast) or truth.numel() < _ENOUGH or not square:
+        return False
+    found, usual = (abs(float((each.double() * truth).sum()) / square - 1) for each in (result, own))
+    return found > max(FACTOR["bf16"] * usual, _EPS["bf16"])
 
 
 def _first(wrong: Tensor, name: str, tokens: Mapping[int, int] | None) -> list[int]:

@@ -76,7 +76,10 @@ def unavailable_reason(method: Method, device: str) -> str | None:
 
 
 def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
-    """Why a method cannot run a trial, or None: a model that only the engine trains, or what it answers itself."""
+    """Why a method cannot run a trial, or None: a model that only the engine trains, a setting that only other systems
+    have, or what it answers itself."""
+    if hasattr(method, "layout") and (words := settings.checkpoint.upstream) != "default":
+        return f"{method.name} has no choice of checkpoint.upstream, found {words!r}; leave it out"
     feature = settings.model.feature_beyond_llama
     if settings.task == "train" and feature and not hasattr(method, "layout"):
         return (

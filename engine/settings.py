@@ -293,6 +293,9 @@ class Checkpoint:
 
     `plan` says who chooses the others: `hand`, or `auto`, the planner (`engine.checkpoint.planning`), which leaves the
     values that a user gave as they are. `TrialSettings.planned` names those it chooses.
+
+    `upstream` is for a compared system alone, in the words of its adapter: what it recomputes or moves in a way that
+    none of the others says, mostly in place of `every` and `tail`, or `default`.
     """
 
     every: int = 1
@@ -302,6 +305,7 @@ class Checkpoint:
     whole_layers: int = 0
     mlp: float = 1.0
     plan: CheckpointPlan = "hand"
+    upstream: str = "default"
 
     def reuses_attention(self, layers: int) -> bool:
         """Whether one of `layers` layers is computed again and then takes outputs of attention that were kept: the

@@ -57,6 +57,7 @@ _ARTIFACT = """
 """
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
+_MODULE = "(core_attn|layernorm|mlp)"  # of a dense model
 _MOCK = "--mock-data"
 _NO_MAKE = "bin/make"
 _ITERATION = re.compile(r"iteration +\d+/ *\d+ \|(.*)$", re.MULTILINE)
@@ -75,7 +76,9 @@ _FIGURES = (
 
 
 class MegatronLM(Upstream):
-    """GPT training. Recomputation: none (`checkpoint.every: 0`), of whole layers (`tail: 0`), or of the MLP alone."""
+    """GPT training. Recomputation: none (`checkpoint.every: 0`), of whole layers (`tail: 0`), of the MLP alone, or by
+    `checkpoint.upstream` of the first N layers (`block N`) or of modules (`modules layernorm,mlp`); `offload N` moves
+    what N layers save to the host, and recomputes nothing."""
 
     name = "megatron_lm_upstream"
     package = "megatron_lm"
@@ -86,6 +89,11 @@ class MegatronLM(Upstream):
     most_tp = 8
     repeats_batches = True
     offloads_parts = True
+    recomputes: Mapping[str, str] = {
+        "block N": r"block [1-9]\d*",
+        "modules NAME,...": rf"modules {_MODULE}(,{_MODULE})*",
+        "offload N": r"offload [1-9]\d*",
+    }
     tokens = "megatron"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
@@ -100,7 +108,20 @@ class MegatronLM(Upstream):
             return (
                 f"{self.name} recomputes nothing, whole layers, or the MLP alone, found checkpoint.every "
                 f"{settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set every to 0, or tail to 0, or "
-                "every and tail to 1"
+                "every and tail to 1, or upstream"
+            )
+        if settings.checkpoint.upstream != "default" and self.place.flavour == "paper":
+            return (
+                f"{self.name} is the paper's copy here, which recomputes whole layers, found checkpoint.upstream "
+                f"{settings.checkpoint.upstream!r}; leave it out, or install the release: "
+                f"burst setup baselines install {self.package} --flavour current"
+            )
+        kind, _, count = settings.checkpoint.upstream.partition(" ")
+        most = model.layers - (kind == "offload")  # its own rule: one layer stays on the GPU
+        if count.isdigit() and int(count) > most:
+            return (
+                f"{self.name} can {kind} at most {most} of the {model.layers} layers of model {model.name}, found "
+                f"checkpoint.upstream {settings.checkpoint.upstream!r}; give fewer"
             )
         if (reason := self._schedule_reason(settings)) is not None:
             return reason
@@ -215,6 +236,14 @@ def comm_type(settings: TrialSettings) -> str:
 
 def recompute(checkpoint: Checkpoint, release: bool = True) -> str | None:
     """Its options for the engine's checkpointing, None where it has none that do the same."""
+    if checkpoint.upstream != "default":
+        kind, _, value = checkpoint.upstream.partition(" ")
+        options = {
+            "block": f"--recompute-granularity full --recompute-method block --recompute-num-layers {value}",
+            "modules": f"--recompute-granularity selective --recompute-modules {value.replace(',', ' ')}",
+            "offload": f"--cpu-offloading-num-layers {value}",
+        }
+        return options[kind] if release else None
     if checkpoint.every == 0:
         return ""
     if checkpoint.tail == 0 or not release:

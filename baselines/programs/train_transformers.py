@@ -196,6 +196,7 @@ def train_with_trl(request):
             use_liger_kernel=cuda,  # its kernels are of GPUs
             use_cpu=not cuda,
             gradient_checkpointing=request["recompute"],
+            activation_offloading=request["offload"],
             gradient_checkpointing_kwargs={"use_reentrant": False},
             logging_steps=1,
             logging_nan_inf_filter=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ class TorchTitan(Upstream):
     warmup = 2  # compilation
     most_tp = 8
     tokens = "plain"
+    # Each N-th layer, and what the compiler chooses to keep of a share of what it would without recomputation.
+    recomputes: Mapping[str, str] = {"every N": r"every [1-9]\d*", "budget SHARE": r"budget (0(\.\d+)?|1(\.0)?)"}
     # Its ScaledDotProductAttentionWrapper in models/attention.py gives torch this order.
     attends = "torch: cudnn, else flash, else math"
 
@@ -103,6 +106,11 @@ class TorchTitan(Upstream):
 
 def mode(checkpoint: Checkpoint) -> str | None:
     """Its options for the engine's checkpointing, joined by semicolons; None where it has none."""
+    kind, _, value = checkpoint.upstream.partition(" ")
+    if kind == "every":
+        return f"selective;--activation_checkpoint.selective_ac_option;{value}"
+    if kind == "budget":
+        return f"memory_budget;--activation_checkpoint.memory_budget;{value}"
     if checkpoint.every == 0:
         return "none"
     if checkpoint.every == 1 and checkpoint.tail == 0:

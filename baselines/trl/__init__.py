@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,11 @@ class TRL(WholeSequences):
     system = "TRL + Liger-Kernel"
     source = "github.com/huggingface/trl"
     engine = "trl"
+    recomputes: Mapping[str, str] = {"offload": "offload"}  # recomputes each layer, its inputs in host memory
 
     def request(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
-        return super().request(settings, trial_dir) | {"output": str(trial_dir / "trl")}
+        offload = settings.checkpoint.upstream == "offload"
+        return super().request(settings, trial_dir) | {"output": str(trial_dir / "trl"), "offload": offload}
 
 
 METHOD = TRL()

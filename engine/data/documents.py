@@ -52,6 +52,8 @@ def _files_in(folder: Path) -> list[Path]:
     if (folder / _STATE_FILE).is_file():
         try:
             listed = cast(dict[str, list[dict[str, str]]], read_json(folder / _STATE_FILE))["_data_files"]
+            if outside := [each["filename"] for each in listed if Path(each["filename"]).name != each["filename"]]:
+                raise ValueError(f"{outside[0]!r} is no name of a file in it")
             return [folder / each["filename"] for each in listed]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(

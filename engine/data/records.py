@@ -140,7 +140,9 @@ def _columns(path: Path, kind: Kind, field: str) -> Iterator[dict[str, Any]]:
         for batch in batches:
             for value in batch.column(batch.schema.get_field_index(field)):
                 yield {field: value.as_py()}
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system; pyarrow's own, for damaged metadata, has no number
         raise ValueError(
             f"data {str(path)!r} cannot be read ({' '.join(str(error).split())}); give it whole"
         ) from error

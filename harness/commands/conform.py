@@ -28,6 +28,9 @@ class ConformCommand:
         )
         parser.add_argument("--list", action="store_true", help="print the targets and all cases with their sources")
         parser.add_argument("--case", nargs="+", metavar="NAME", help="these cases alone")
+        parser.add_argument(
+            "--quick", action="store_true", help="the most telling cases of attention alone, in seconds"
+        )
         parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="on these numbers of ranks alone")
         parser.add_argument(
             "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks: gloo, or NCCL (default: cpu)"
@@ -65,7 +68,8 @@ def _judge(arguments: argparse.Namespace) -> int:
 
     try:
         target = load(arguments.target)
-        cases: list[ConformCase] = [case_named(name) for name in arguments.case or ()] or cases_of(target.kind)
+        cases: list[ConformCase] = [case_named(name) for name in arguments.case or ()]
+        cases = cases or cases_of(target.kind, quick=arguments.quick and target.kind == "attention")
     except ValueError as error:
         raise UsageError(str(error)) from error
     if other := [case.name for case in cases if case.kind != target.kind]:

@@ -18,10 +18,12 @@ from baselines.called import InWorker
 from baselines.drive import GpuWatch
 from baselines.drive import main as drive
 from baselines.install.places import InstallPlace
+from baselines.megatron_lm import MegatronLM
 from baselines.programs import PROGRAMS
 from baselines.upstream import Upstream, foreign_environment
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import GpuReading
+from engine.method import method_unsupported_reason
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import unsupported_reason
@@ -186,6 +188,15 @@ def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
         (Checkpoint(every=0), ""),
         (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp"),
         (
+            Checkpoint(upstream="block 8"),
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 8",
+        ),
+        (
+            Checkpoint(upstream="modules layernorm,mlp"),
+            "--recompute-granularity selective --recompute-modules layernorm mlp",
+        ),
+        (Checkpoint(upstream="offload 4"), "--cpu-offloading-num-layers 4"),
+        (
             Checkpoint(every=4, tail=0),
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
         ),
@@ -332,6 +343,33 @@ def test_the_command_of_torchtitan() -> None:
         "--activation_checkpoint.selective_ac_option op"
     )
     assert json.loads(files["attention.json"])["ffn"] == 8192
+    for words, expected in {
+        "every 2": "selective --activation_checkpoint.selective_ac_option 2",
+        "budget 0.5": "memory_budget --activation_checkpoint.memory_budget 0.5",
+    }.items():
+        command, _, _ = rendered("torchtitan_upstream", checkpoint=Checkpoint(upstream=words))
+        assert command.endswith(f" --activation_checkpoint.mode {expected}")
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "reason"),
+    [
+        ("megatron_lm_upstream", "block", "takes one of block N, modules NAME,..., offload N as checkpoint.upstream"),
+        ("megatron_lm_upstream", "modules moe", "found 'modules moe'"),
+        ("megatron_lm_upstream", "block 17", "can block at most 16 of the 16 layers"),
+        ("megatron_lm_upstream", "offload 16", "can offload at most 15 of the 16 layers"),
+        ("torchtitan_upstream", "budget 2", "takes one of every N, budget SHARE as checkpoint.upstream"),
+        ("deepspeed_upstream", "offload", "takes nothing as checkpoint.upstream, found 'offload'"),
+        ("burst", "offload", "burst has no choice of checkpoint.upstream, found 'offload'; leave it out"),
+        ("megatron_cp", "block 8", "megatron_cp has no choice of checkpoint.upstream"),
+    ],
+)
+def test_what_a_system_cannot_recompute_is_refused_in_one_sentence(
+    method: str, words: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MegatronLM, "place", InstallPlace(system="megatron_lm", flavour="current"))
+    trial = replace(settings("megatron_lm_upstream", checkpoint=Checkpoint(upstream=words)), method=method)
+    assert reason in str(method_unsupported_reason(method_named(method), trial))
 
 
 @pytest.mark.parametrize(
@@ -365,6 +403,10 @@ def test_the_requests_of_transformers_trainers() -> None:
     _, _, files = rendered("trl_upstream", kernel="cudnn")
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")
+    assert (request["recompute"], request["offload"]) == (True, False)
+    _, _, files = rendered("trl_upstream", checkpoint=Checkpoint(tail=0, upstream="offload"))
+    request = json.loads(files["attention.json"])
+    assert (request["recompute"], request["offload"]) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,3 +22,12 @@ def test_steps_evaluation_metrics_and_predictions_on_two_ranks_are_those_of_one(
         np.testing.assert_allclose(found.pop(name), expected.pop(name), atol=1e-5)
     expected = {key: value for key, value in expected.items() if key in found or not fsdp}
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_noise_that_depends_on_the_length_of_a_sequence_is_refused() -> None:
+    from burst.accelerate import _create_accelerator, parallelism
+
+    accelerator = SimpleNamespace(parallelism_config=parallelism(cp_size=2))
+    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(neftune_noise_alpha=5.0))
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha is 5\.0"):
+        _create_accelerator(lambda trainer: None)(trainer)

@@ -276,8 +276,16 @@ def test_autocast_and_inference_mode() -> None:
     ("changed", "sentence"),
     [
         ({"pixel_values": torch.ones(1, 8)}, "the batch has pixel_values"),
-        ({"labels": torch.ones(1, 7)}, r"labels is \[1, 7\] and input_ids \[1, 8\]"),
+        ({"labels": torch.ones(1, 7, dtype=torch.long)}, r"labels is \[1, 7\] and input_ids \[1, 8\]"),
+        ({"labels": None}, "labels is a NoneType"),
+        ({"position_ids": torch.arange(8.0)[None]}, "position_ids is torch.float32"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1]])}, "padding between tokens"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0]])}, "values from 0 to 2"),
+        ({"attention_mask": torch.tensor([[0, 0, 0, 0, 0, 0, 0, -1e9]])}, "values from -1000000000.0 to 0"),
+        (
+            {"labels": torch.ones(1, 8, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+            "of a packed document, has a label",
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut(changed: dict[str, torch.Tensor], sentence: str) -> None:

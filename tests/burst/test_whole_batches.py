@@ -82,7 +82,10 @@ def test_loss_logits_and_gradients_are_those_of_one_device(side: str, adapted: b
     [
         ({"input_ids": torch.ones(1, 8, dtype=torch.long), "pixel_values": torch.ones(1)}, "given pixel_values"),
         ({"input_ids": torch.ones(1, 8, dtype=torch.long), "use_cache": True}, "given use_cache"),
-        (padded("both") | {"labels": padded("both")["input_ids"]}, "first token after padding has a label"),
+        (
+            padded("both") | {"labels": padded("both")["input_ids"]},
+            "first token after padding, or of a packed document, has a label",
+        ),
         (
             {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0, 1]])}
             | {"cu_seq_lens_q": torch.tensor([0, 3, 4])},
@@ -97,10 +100,20 @@ def test_inputs_that_are_not_cut_are_refused(given: dict[str, Any], sentence: st
         model(**given)
 
 
+def test_attention_that_was_set_anew_is_refused() -> None:
+    model = llama()
+    take_whole_batches(model, burst.ContextParallel.single())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attention was set to sdpa, which sees the tokens of one rank"):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long))
+
+
 def test_models_whose_layers_depend_on_tokens_of_other_ranks_are_refused() -> None:
     model = llama(layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match="layers of type linear_attention"):
         take_whole_batches(model, burst.ContextParallel.single())
+    with pytest.raises(ValueError, match="has is_causal False, and tokens would see the padding"):
+        take_whole_batches(llama(is_causal=False), burst.ContextParallel.single())
     with pytest.raises(ValueError, match="no causal language model"):
         take_whole_batches(torch.nn.Linear(2, 2), burst.ContextParallel.single())
 

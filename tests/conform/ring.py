@@ -7,6 +7,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, M tokens of a ch
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -175,6 +176,8 @@ class Ring:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, problem: CaseProblem) -> Tensor:
         if self.has("one rank raises") and problem.rank == 1:
             raise RuntimeError("no memory left")
+        if self.has("one rank dies") and problem.rank == 1:
+            os._exit(7)
         if self.has("one rank never answers") and problem.rank == 1:
             time.sleep(3600)
         if self.has("a plan without gradients kept"):

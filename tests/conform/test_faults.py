@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conform.cases import ConformCase, case_named, cases_of
-from conform.run import ERROR, HANG, PASSED, WaitingRanks
+from conform.run import ERROR, HANG, PASSED, WRONG, WaitingRanks, run
 from conform.target import CaseProblem, LoadedTarget, load
 from tests.conform.ring import faults
 
@@ -45,6 +46,7 @@ FOUND_BY = {
         "softcap ignored": ("softcap", "out differs"),
         "hidden keys lose 20 instead of all": ("documents-leak", "sees another document"),
         "one rank raises": ("causal", "rank 1: RuntimeError: no memory left; rank 0 waited on"),
+        "one rank dies": ("causal", "rank 1: the process ended with 7"),
         "one rank never answers": ("causal", "gave no answer within"),
         "a plan without gradients kept": ("after-no-grad", "dq .*all 0"),
         "an input as a buffer": ("inputs-kept", "the call overwrote this input"),
@@ -108,8 +110,10 @@ FOUND_BY = {
         "evaluation times the ranks": ("evaluation", "loss differs.*2 times the truth, as many as ranks"),
     },
 }
-BREAKS = ("one rank raises", "one rank never answers")
-TABLE = [(kind, fault, *found) for kind, table in FOUND_BY.items() for fault, found in table.items()]
+BREAKS = {"one rank raises": ERROR, "one rank dies": ERROR, "one rank never answers": HANG}
+TABLE = [
+    (kind, fault, *found) for kind, table in FOUND_BY.items() for fault, found in table.items() if fault not in BREAKS
+]
 
 
 @pytest.fixture(scope="module")
@@ -132,29 +136,30 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loade
 
 def test_sixty_faults_are_seeded_and_each_has_a_case_that_finds_it() -> None:
     assert {kind: set(table) for kind, table in FOUND_BY.items()} == {kind: set(faults(kind)) for kind in FOUND_BY}
-    assert len(TABLE) >= 60
+    assert len(TABLE) + len(BREAKS) == 88
 
 
-@pytest.mark.parametrize(("kind", "fault", "name", "said"), TABLE, ids=[fault for _, fault, *_ in TABLE])
+@pytest.mark.parametrize(("kind", "fault", "name", "said"), TABLE, ids=[row[1] for row in TABLE])
 def test_a_seeded_fault_is_found_with_its_place(
     kind: str, fault: str, name: str, said: str, two_ranks: WaitingRanks, ring: Callable[[str, str], LoadedTarget]
 ) -> None:
-    ranks = two_ranks if fault not in BREAKS else WaitingRanks(2, limit_seconds=4)
-    try:
-        result = ranks.ask(ring(kind, fault), case_named(name))
-    finally:
-        if fault in BREAKS:
-            ranks.stop()
-    assert result.failed, "not found"
-    if fault in BREAKS:
-        assert result.status == (ERROR if "raises" in fault else HANG)
-    assert matches(said, " | ".join(result.sentences)), result.sentences
+    result = two_ranks.ask(ring(kind, fault), case_named(name))
+    assert result.status == WRONG, "not found"
+    assert re.search(said, " | ".join(result.sentences)), result.sentences
 
 
-def matches(pattern: str, text: str) -> bool:
-    import re
-
-    return re.search(pattern, text) is not None
+@pytest.mark.parametrize(("fault", "status"), BREAKS.items())
+def test_ranks_that_break_are_a_result_and_the_next_case_has_new_ones(
+    fault: str, status: str, ring: Callable[..., LoadedTarget]
+) -> None:
+    case, said = FOUND_BY["attention"][fault]
+    with WaitingRanks(2, limit_seconds=10 if status == ERROR else 3) as ranks:
+        result = ranks.ask(ring("attention", fault), case_named(case))
+        assert result.status == status
+        assert re.search(said, " | ".join(result.sentences)), result.sentences
+        if status == HANG:
+            return  # its ranks were ended alike
+        assert ranks.ask(ring("attention"), case_named(case)).status == PASSED
 
 
 @pytest.mark.parametrize("kind", ["attention", "training"])
@@ -166,6 +171,26 @@ def test_a_right_implementation_passes_every_case(
     assert len(asked) >= 25
     wrong = {case.name: result.sentences for case in asked if (result := two_ranks.ask(target, case)).failed}
     assert wrong == {}
+
+
+def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "halved.py"
+    path.write_text("from tests.conform import ring\nglobals().update(ring.target('attention'))\nDTYPE = 'bf16'\n")
+    found = run(load(str(path)), [case_named("causal"), case_named("bytes-sent"), case_named("fp64")], ranks=[1, 2])
+    dtypes = {(each.case.name, each.ranks): each.case.problem.dtype for each in found}
+    assert {name: dtype for (name, _), dtype in dtypes.items()} == {
+        "causal": "bf16", "bytes-sent": "bf16", "fp64": "fp64",
+    }  # fmt: skip
+    assert {each.status for each in found} == {PASSED}
+
+
+def test_a_factor_that_rounding_would_hide_is_found_in_bfloat16(tmp_path: Path, two_ranks: WaitingRanks) -> None:
+    path = tmp_path / "scaled.py"
+    text = "from tests.conform import ring\nglobals().update(ring.target('attention', 'dK scaled by 1.02'))\n"
+    path.write_text(text + "DTYPE = 'bf16'\n")
+    result = two_ranks.ask(load(str(path)), case_named("causal"))
+    assert result.status == WRONG
+    assert re.search(r"dk differs by .*1\.02\d* times the truth", result.sentences[0])
 
 
 def setting(number: int) -> ConformCase:
@@ -210,8 +235,6 @@ def test_random_right_settings_give_no_false_alarm(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["burst_attention", "burst_transformers"])
 def test_our_own_targets_pass_every_case_that_they_claim(name: str, ranks: int) -> None:
-    from conform.run import run
-
     target = load(name)
     if ranks not in target.ranks:
         pytest.skip(f"{name} does not claim {ranks} ranks")

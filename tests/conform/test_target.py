@@ -34,6 +34,7 @@ def test_a_file_and_a_name_are_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (GOOD + "DTYPE = 'fp8'", "has DTYPE 'fp8'; choose one of fp64, fp32, bf16"),
         (GOOD.replace("def gather", "def other"), "has no function gather; a target of attention has shard"),
         (GOOD.replace("NAME", "NAMED"), "defines no NAME"),
         (

@@ -8,12 +8,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.hardware import hardware_for, hardware_named
 from harness.plan import own_records
 from harness.plan.forecast import forecast
+from harness.plan.matrix import asked_for
 from harness.plan.own_records import (
     BLOCK,
+    PUBLISHED,
     TABLE_FILE,
     TODAY,
     WITHIN,
@@ -27,6 +31,7 @@ from harness.plan.own_records import (
 from harness.predict.validation import PAGE, marks
 from harness.records.stored import StoredRecord
 from harness.reproduce.predicted import predicted_trial
+from harness.spec.experiment import load_experiment
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -138,3 +143,21 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         assert seconds == planned.time.seconds
         assert f"{seconds:.4g}" == row["predicted_seconds"], row["record"]
         assert f"{gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]
+
+
+def test_every_point_of_the_frontier_was_predicted_before_it_runs() -> None:
+    experiments = Path(__file__).parents[2] / "experiments"
+    with (PUBLISHED / "frontier_predicted.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["fits"] == "yes" and float(row["predicted_seconds"]) > 0 for row in rows)
+    found = {(row["scale"], row["model"], int(row["seq_len"]), row["memory"]) for row in rows}
+    names = [
+        name for name in yaml.safe_load((experiments / "frontier.yaml").read_text("utf-8"))["scales"] if name != "smoke"
+    ]
+    asked = {
+        (scale or "", trial.model.name, trial.seq_len, trial.memory)
+        for scale in (None, *names)
+        for trial in asked_for(load_experiment(experiments / "frontier.yaml", scale=scale))
+        if trial.method == "burst"
+    }
+    assert found == asked

@@ -108,6 +108,28 @@ def test_a_wrong_method_is_wrong_with_tensor_bound_rank_and_tokens(records, meth
         assert record.measurement.step_seconds  # kept, and counted nowhere
 
 
+@pytest.mark.slow
+def test_a_scaled_gradient_is_wrong_in_a_training_trial_too(tmp_path: Path) -> None:
+    """The small step of the trial finds it, though losses and gradient norms hardly differ."""
+    shape = "heads: 4, kv_heads: 4, head_dim: 8, vocab: 256}"
+    assert (
+        ran(
+            tmp_path,
+            "task: train\n"
+            f"model: {{name: own, layers: 2, hidden: 32, ffn: 48, {shape}\n"
+            f"sweep: {{method: [{RIGHT}, {SCALED}], dtype: [fp32, bf16]}}\n"
+            "fixed: {cp_size: 2, seq_len: 512, mask: causal}\nsteps: {warmup: 0, measured: 1}\n",
+        )
+        == 1
+    )
+    for record in read_records(tmp_path / "run"):
+        if record.settings.method == RIGHT:
+            assert (record.status, record.reason) == ("ok", "")
+        else:
+            assert record.status == "wrong"
+            assert re.search(r"the gradient of blocks\.\d\.attention\.k\.weight is 1\.02\d* times", record.reason)
+
+
 def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: Path, records: list[Record]) -> None:
     rows = rows_of(records)
     for row in rows:

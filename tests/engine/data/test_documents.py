@@ -262,6 +262,12 @@ def test_parquet_and_datasets_folders_are_read_by_their_field(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"record 2 of .*null\.parquet has null in field 'text'; expected a text"):
         build_store([str(tmp_path / "null.parquet")], tmp_path / "other", ByteTokenizer(), field="text")
     (tmp_path / "half.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.txt"}]}))
+    with pytest.raises(ValueError, match=r"'\.\./other\.txt' is no name of a file in it"):
+        built(tmp_path, folder, field="text")
+    (tmp_path / "zeros.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    with pytest.raises(ValueError, match=r"zeros\.parquet' cannot be read .*; give it whole"):
+        built(tmp_path, tmp_path / "zeros.parquet", field="text")
     with pytest.raises(ValueError, match=r"half\.parquet' cannot be read .*; give it whole"):
         build_store([str(tmp_path / "half.parquet")], tmp_path / "other", ByteTokenizer(), field="text")
     with pytest.raises(ValueError, match="holds the splits train; give one of them, such as"):
