@@ -165,7 +165,7 @@ class WaitingRanks:
 
 
 def in_dtype_of(target: LoadedTarget, case: ConformCase) -> ConformCase:
-    """The case in the dtype of a target that has no kernel for another, where the case asks for none."""
+    """The case, in the dtype of a target that has no kernel for float32."""
     if case.problem.dtype != "fp32" or target.dtype == "fp32" or case.problem.autocast:
         return case
     return replace(case, problem=replace(case.problem, dtype=target.dtype))
@@ -253,8 +253,7 @@ def run(
 def _of_ranks(
     there: WaitingRanks, target: LoadedTarget, cases: Sequence[ConformCase], count: int
 ) -> Iterator[CaseResult]:
-    for each in cases:
-        case = in_dtype_of(target, each)
+    for case in cases:
         if absent := sorted(case.needs(count) - target.capabilities):
             said = (f"the target does not claim {', '.join(absent)}",)
             yield CaseResult(case=case, ranks=count, status=NOT_CLAIMED, sentences=said)
