@@ -93,8 +93,8 @@ _NOT_MEASURED = {
         "If layouts differ by at most 5%", "`query` sends 24% less, and 33% less",
     ],
     "docs/memory.md": [
-        "the predicted step is 2% longer", "10% of the optimizer on the host", "starts at 40 GiB", "use 90% of its share",
-        "they would take 63 GiB", "tiles of about 1 GiB",
+        "the predicted step is 2% longer", "10% of the optimizer on the host", "starts at 40 GiB",
+        "use 90% of its share", "they would take 63 GiB", "tiles of about 1 GiB",
         "predicted within 4% and reserved memory within 8%", "took up to 18% more than predicted",
     ],
     "docs/baselines.md": ["ran out of 125 GiB of host memory"],
