@@ -11,9 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from conform.summed import evaluation_of, step_of
 from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "Megatron Core with burst.megatron"
@@ -156,17 +156,7 @@ def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
 
 
 def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
-    model.zero_grad()
-    valid, total = sum(part["valid"] for part in parts), torch.zeros((), dtype=torch.float64)
-    for part in parts:
-        loss = _loss(model, part, valid)
-        loss.backward()
-        total += loss.detach()
-    dist.all_reduce(total, group=problem.group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=problem.group)
-    return total
+    return step_of(_loss, model, parts, problem)
 
 
 def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
@@ -174,10 +164,5 @@ def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
     return {name: each for name, each in _parted(own, problem).items() if not name.startswith(problem.frozen or " ")}
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
-    model.eval()
-    loss = _loss(model, part, part["valid"]).double()
-    model.train()
-    dist.all_reduce(loss, group=problem.group)
-    return loss
+    return evaluation_of(_loss, model, part, problem)
