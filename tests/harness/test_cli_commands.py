@@ -73,7 +73,7 @@ def test_every_command_module_is_found_by_its_name():
         (
             ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
             "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload, "
-            "checkpoint.replay, checkpoint.whole_layers, checkpoint.mlp or checkpoint.plan",
+            "checkpoint.replay, checkpoint.whole_layers, checkpoint.mlp, checkpoint.plan or checkpoint.upstream",
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
