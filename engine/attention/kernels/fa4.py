@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
 
 
 @lru_cache(maxsize=1)
-def library() -> Any:
+def library() -> ModuleType:
     """The module of its public functions, and of those for one tile."""
     keep_compiled(os.environ)
     from flash_attn.cute import interface
