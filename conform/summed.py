@@ -6,6 +6,7 @@ For target files whose system leaves that to its trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,19 @@ from torch import Tensor, nn
 
 from conform.target import CaseProblem, Part
 
-LossOf = Callable[[nn.Module, Part, int], Tensor]  # of a rank's part, divided by the number of labels of the whole step
+LabelCount: TypeAlias = int | Tensor
+# The loss of a rank's part: the sum over its labels, divided by the number of labels of the whole step.
+LossOf: TypeAlias = Callable[[nn.Module, Part, LabelCount], Tensor]
+LABELS = "num_items_in_batch"  # entry of a part: the number of labels of its whole batch, by the name in transformers
 
 
 def step_of(loss_of: LossOf, model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
-    """Forward and backward of all micro-batches; the loss of the whole step. A part's `valid` is the number of labels
-    of its whole batch. Collective."""
+    """Forward and backward of all micro-batches; the loss of the whole step. Parts have an entry LABELS. Collective."""
     model.zero_grad()
-    valid, total = sum(part["valid"] for part in parts), torch.zeros((), dtype=torch.float64)
+    labels = sum(part[LABELS] for part in parts)
+    total = torch.zeros((), dtype=torch.float64, device=problem.device)
     for part in parts:
-        loss = loss_of(model, part, valid)
+        loss = loss_of(model, part, labels)
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total, group=problem.group)
@@ -36,7 +40,7 @@ def step_of(loss_of: LossOf, model: nn.Module, parts: Sequence[Part], problem: C
 def evaluation_of(loss_of: LossOf, model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
     """The loss of the whole batch, without gradients. Collective."""
     model.eval()
-    loss = loss_of(model, part, part["valid"]).double()
+    loss = loss_of(model, part, part[LABELS]).double()
     model.train()
     dist.all_reduce(loss, group=problem.group)
     return loss

@@ -52,12 +52,15 @@ class GpuState:
 
 
 class ErrorPlace(TypedDict, total=False):
-    """Where an error is largest: the rank and the first and last token, where the tensor has tokens."""
+    """Where an error is largest: the rank, the first and last token and the head, or the row of a parameter's gradient;
+    what the tensor does not have is left out."""
 
     rank: int | None
     first_token: int | None
     last_token: int | None
-    error: Required[RelativeError]  # of those tokens
+    head: int  # of q's heads in out and dq, of the KV heads in dk and dv
+    row: int
+    error: Required[RelativeError]  # of those tokens; of that row, relative to the norm of the whole tensor
 
 
 class StepProfile(TypedDict, total=False):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conform.summed import evaluation_of, step_of
+from conform.summed import LABELS, LabelCount, evaluation_of, step_of
 from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "Megatron Core with burst.megatron"
@@ -143,15 +143,15 @@ def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
         "loss_mask": (labels != IGNORE).float(),
         "position_ids": batch["position_ids"],
     }
-    valid = int((labels != IGNORE).sum())
+    count = int((labels != IGNORE).sum())
     if problem.ranks > 1:
         whole = get_batch_on_this_cp_rank(whole, parallel_state.get_context_parallel_group())
-    return {**whole, "valid": valid}
+    return {**whole, LABELS: count}
 
 
-def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
+def _loss(model: nn.Module, part: Part, labels: LabelCount) -> Tensor:
     per_token = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
-    loss: Tensor = (per_token * part["loss_mask"]).sum() / valid
+    loss: Tensor = (per_token * part["loss_mask"]).sum() / labels
     return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import burst
 from burst import ContextParallel
-from conform.target import CaseProblem
+from conform.summed import LabelCount, evaluation_of, step_of
+from conform.target import CaseProblem, Part
 
 NAME = "transformers with burst.register"
 RANKS = (1, 2, 4)
@@ -59,40 +60,24 @@ def make_model(problem: CaseProblem) -> nn.Module:
     return found
 
 
-def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> dict[str, Tensor]:
+def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
     return burst.shard_batch(batch, _context(problem.group))
 
 
-def _forward(model: nn.Module, part: Mapping[str, Tensor], labels: Tensor, problem: CaseProblem) -> Tensor:
+def _loss(problem: CaseProblem, model: nn.Module, part: Part, labels: LabelCount) -> Tensor:
     offload = torch.autograd.graph.save_on_cpu() if problem.offload else contextlib.nullcontext()
     with torch.autocast(problem.device, torch.bfloat16, enabled=problem.autocast), offload:
         loss: Tensor = model(**{**part, "num_items_in_batch": labels}).loss
     return loss
 
 
-def step(model: nn.Module, parts: Sequence[Mapping[str, Tensor]], problem: CaseProblem) -> Tensor:
-    model.zero_grad()
-    labels = torch.stack([part["num_items_in_batch"] for part in parts]).sum()
-    loss = torch.zeros((), device=problem.device)
-    for part in parts:
-        of_part = _forward(model, part, labels, problem)
-        of_part.backward()
-        loss += of_part.detach()
-    dist.all_reduce(loss, group=problem.group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=problem.group)
-    return loss
+def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
+    return step_of(partial(_loss, problem), model, parts, problem)
 
 
 def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, part: Mapping[str, Tensor], problem: CaseProblem) -> Tensor:
-    model.eval()
-    loss = _forward(model, part, part["num_items_in_batch"], problem)
-    model.train()
-    dist.all_reduce(loss, group=problem.group)
-    return loss
+def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
+    return evaluation_of(partial(_loss, problem), model, part, problem)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from conform.flexible import allow_cpu, blocks_of
-from conform.summed import evaluation_of, step_of
+from conform.summed import LABELS, LabelCount, evaluation_of, step_of
 from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "torchtitan"
@@ -142,13 +142,13 @@ def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
                 tokens, labels, more, _mesh(problem.ranks), torch.device("cpu")
             )
     whole = int((batch["labels"][:, 1:] != IGNORE).sum())
-    return {"tokens": tokens, "labels": labels, "more": more, "valid": whole}
+    return {"tokens": tokens, "labels": labels, "more": more, LABELS: whole}
 
 
-def _loss(model: nn.Module, part: Part, valid: int) -> Tensor:
+def _loss(model: nn.Module, part: Part, labels: LabelCount) -> Tensor:
     from torchtitan.components.loss import cross_entropy_loss
 
-    loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / valid
+    loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / labels
     return loss
 
 

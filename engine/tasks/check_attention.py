@@ -73,7 +73,8 @@ def attention_errors(
     the run of positions on which it is largest, or a single token whose error is more than TOKEN_FACTOR times that of
     any run, as where a query sees one key too many. There each token's difference counts relative to the size that its
     terms have before they are added up, so that late tokens of a causal sequence, whose outputs are small, count as
-    early ones do. Both are NOT_FINITE where NaN or infinity is found.
+    early ones do. It also names the head that differs most, of the token that errs most. Both are NOT_FINITE where NaN
+    or infinity is found.
     """
     q_BLND, k_BLKD, v_BLKD, dout_BLND = (shard.detach() for shard in shards)
     seq_len = q_BLND.shape[1] * cp.size
@@ -224,8 +225,8 @@ class _DenseAttention64:
                 self.dq_scale[head] += terms @ k_BMD.square().sum(dim=-1, keepdim=True)
                 of_dv = squared.transpose(1, 2) @ dout.square().sum(dim=-1, keepdim=True)
                 of_dk = terms.transpose(1, 2) @ q.square().sum(dim=-1, keepdim=True)
-                sums["dk"].add(keys, dk_BLKD[:, keys, head], dk, of_dk)
-                sums["dv"].add(keys, dv_BLKD[:, keys, head], dv, of_dv)
+                for name, found_BLKD, truth, size in (("dk", dk_BLKD, dk, of_dk), ("dv", dv_BLKD, dv, of_dv)):
+                    sums[name].add(keys, head, found_BLKD[:, keys, head, None], truth[:, :, None], size[:, :, None])
         return sums
 
     def compare_rows(self, out_BLND: Tensor, dq_BLND: Tensor) -> dict[str, Sums]:
@@ -241,7 +242,7 @@ class _DenseAttention64:
                 wanted, size = (
                     one[head].unflatten(1, (len(self._rows), -1))[:, self._place] for one in (truth, scale)
                 )  # fmt: skip
-                sums[name].add(self._local, mine[:, :, head], wanted, size)
+                sums[name].add(self._local, head * mine.shape[3], mine[:, :, head], wanted, size)
         return sums
 
 
@@ -251,32 +252,32 @@ class TensorError:
 
     difference: float
     truth: float
-    # Relative error divided by TOKEN_FACTOR for a single token, first and last token, and the relative error.
-    worst: tuple[float, int, int, float]
+    # Relative error divided by TOKEN_FACTOR for a single token, first and last token, the relative error, and the head.
+    worst: tuple[float, int, int, float, int]
 
 
 class Sums:
     """Of one tensor, for each of this rank's tokens: squares of the difference from the truth, of the truth and of the
-    size of its terms, added up over sequences, heads and the head dim."""
+    size of its terms, added up over sequences, heads and the head dim; and which head differs most."""
 
     def __init__(self, positions_L: Tensor, segments: Sequence[Segment]) -> None:
         self._segments = segments
         totals = torch.zeros(4, len(positions_L), dtype=torch.float64, device=positions_L.device)
-        self._difference, self._truth, self._scale, self._not_finite = totals  # the last: values that are not finite
+        # Where a value is not finite the difference is infinite. `_largest` is that of the head `_head` alone.
+        self._difference, self._truth, self._scale, self._largest = totals
+        self._head = torch.zeros_like(positions_L)
         self._compared = torch.zeros_like(positions_L, dtype=torch.bool)
 
-    def add(self, tokens: slice | Tensor, found: Tensor, truth: Tensor, scale: Tensor) -> None:
-        """[B, tokens, ..., D] of what was found and of the truth; `scale` [B, tokens, ...]: squares summed over D."""
+    def add(self, tokens: slice | Tensor, first_head: int, found: Tensor, truth: Tensor, scale: Tensor) -> None:
+        """[B, tokens, heads, D] of what was found and of the truth, of the heads from `first_head` on; `scale`
+        [B, tokens, heads, 1]: squares summed over D. Each head of a token is added once."""
         found = found.detach().double()
-        finite = found.abs() <= _FINITE
-        found = torch.where(finite, found, 0.0)
-        for total, values in (
-            (self._difference, (found - truth).square()),
-            (self._truth, truth.square()),
-            (self._scale, scale),
-            (self._not_finite, ~finite),
-        ):
-            total[tokens] += values.transpose(0, 1).flatten(1).sum(dim=1)
+        off = torch.where(found.abs() <= _FINITE, (found - truth).square(), torch.inf)
+        for total, values in ((self._difference, off), (self._truth, truth.square()), (self._scale, scale)):
+            total[tokens] += values.sum(dim=(0, 2, 3))
+        largest, head = off.sum(dim=(0, 3)).max(dim=1)
+        self._head[tokens] = torch.where(largest > self._largest[tokens], first_head + head, self._head[tokens])
+        self._largest[tokens] = torch.maximum(largest, self._largest[tokens])
         self._compared[tokens] = True
 
     def scale_sums(self) -> Tensor:
@@ -288,23 +289,25 @@ class Sums:
         be 0, is measured by the mean size of the others."""
         usual = scale / tokens if tokens else 1.0
         relative = self._difference / torch.where(self._scale > 0, self._scale, usual)
-        places, offset = [(0.0, 0, 0, 0.0)], 0
+        places, offset = [(0.0, 0, 0, 0.0, 0)], 0  # as in `TensorError.worst`, but for the head the token here
         for segment in self._segments:
             run, positions = slice(offset, offset + segment.count), segment.positions()
-            offset += segment.count
             # A token without terms, and rightly 0, says nothing of the others.
             compared = self._compared[run] & ((self._scale[run] > 0) | (self._difference[run] > 0))
-            if self._not_finite[run].any():
-                places.append((NOT_FINITE, positions[0], positions[-1], NOT_FINITE))
+            if self._difference[run].isinf().any():
+                at = int(self._difference[run].argmax())
+                places.append((NOT_FINITE, positions[0], positions[-1], NOT_FINITE, offset + at))
             elif compared.any():
                 of_tokens = torch.where(compared, relative[run], 0.0)
+                at = int(of_tokens.argmax())
                 error = min(float(of_tokens.sum() / compared.sum()) ** 0.5, _LARGEST_ERROR)
-                places.append((error, positions[0], positions[-1], error))
-                token = positions[int(of_tokens.argmax())]
+                places.append((error, positions[0], positions[-1], error, offset + at))
                 error = min(float(of_tokens.max()) ** 0.5, _LARGEST_ERROR)
-                places.append((error / TOKEN_FACTOR, token, token, error))
+                places.append((error / TOKEN_FACTOR, positions[at], positions[at], error, offset + at))
+            offset += segment.count
         truth = max(self._truth.sum().item(), _LEAST_OF_SCALE**2 * self._scale.sum().item())
-        return TensorError(self._difference.sum().item(), truth, max(places))
+        score, first, last, error, at = max(places)
+        return TensorError(self._difference.sum().item(), truth, (score, first, last, error, int(self._head[at])))
 
 
 def combined(ranks: Sequence[dict[str, TensorError]]) -> Extra:
@@ -315,10 +318,10 @@ def combined(ranks: Sequence[dict[str, TensorError]]) -> Extra:
         seen = [found[name] for found in ranks]
         difference, truth = math.fsum(one.difference for one in seen), math.fsum(one.truth for one in seen)
         rank = max(range(len(seen)), key=lambda one: seen[one].worst[0])
-        _, first, last, error = seen[rank].worst
+        _, first, last, error, head = seen[rank].worst
         whole = (difference / truth) ** 0.5 if truth else _LARGEST_ERROR * (difference > 0)
         errors[name] = NOT_FINITE if error == NOT_FINITE else min(whole, _LARGEST_ERROR)
-        worst[name] = {"error": error, "rank": rank, "first_token": first, "last_token": last}
+        worst[name] = {"error": error, "rank": rank, "first_token": first, "last_token": last, "head": head}
     return {"error": errors, "error_at": worst}
 
 

@@ -79,7 +79,7 @@ def check_training(settings: TrialSettings, method: NativeMethod, world: World, 
     - `error`: relative error (Frobenius norms) of `loss`, `hidden`, `dinput` and, by parameter name, each gradient.
     - `error_scale`: by the same names, <found, truth> / |truth|^2 - 1: rounding has no direction and leaves it near 0,
       a wrong factor does not. Left out where a gradient has few elements, or is 0 but for rounding.
-    - `error_at`: of `hidden` and `dinput`, the rank that errs most and the tokens where.
+    - `error_at`: of `hidden` and `dinput`, the rank that errs most and the tokens where; of a gradient, the row.
     - `checked`: `tokens`, the length of the check problem.
     - `unchecked` in their place: one sentence, where the method or the machine refuses the check problem.
 
@@ -274,10 +274,13 @@ class _CheckedStep:
             DINPUT: (torch.cat(seen.dinput), self._shard(dense.dinput[0])),
         }
         at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
+        rows: dict[str, tuple[float, int]] = {}
         for name, parameter in self.task.model.named_parameters():
-            held = self._held(name, parameter, gradients[name])
+            first_row, held = self._held(name, parameter, gradients[name])
             # One that no gradient reaches has none.
             pairs[name] = (torch.zeros_like(held) if parameter.grad is None else _local(parameter.grad), held)
+            rows[name] = _worst_row(*pairs[name], first_row)
+        rows_of_ranks = self.world.gather(rows)
         # Of a tensor that several ranks hold every element counts equally often, so the sums of all ranks will do.
         sums_T4 = torch.stack([_sums(found, truth) for found, truth in pairs.values()])
         dist.all_reduce(sums_T4)
@@ -287,7 +290,12 @@ class _CheckedStep:
         error, scale = {LOSS: finite_error(abs(loss.item() / dense_loss.item() - 1))}, {}
         for name, (off, true, product, count) in sums.items():
             zero = name in gradients and true <= count * _NEGLIGIBLE**2 * usual  # as dq where a query sees one key
-            error[name] = finite_error(math.sqrt(off / (count * usual if zero else true)))
+            size = count * usual if zero else true  # squared, of all copies
+            error[name] = finite_error(math.sqrt(off / size))
+            if name in gradients:
+                of_row, row = max(found[name] for found in rows_of_ranks)
+                copies = count / gradients[name].numel()
+                at[name] = {"row": row, "error": finite_error(math.sqrt(of_row * copies / size))}
             if not zero and (name not in gradients or gradients[name].numel() >= _ENOUGH):
                 scale[name] = finite_error(product / true - 1)
         return {"error": error, "error_scale": scale, "error_at": at, "checked": {"tokens": self.problem.seq_len}}
@@ -355,14 +363,15 @@ class _CheckedStep:
         batch = cast(RandomTokens, sequences).batch(self.world.replica, 0, 1, count, problem.seq_len)
         return [[pair] for pair in zip(*batch, strict=True)], batch[1].numel() * problem.dp_size
 
-    def _held(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """The part of a parameter's whole gradient that this rank holds."""
-        part = self.task.matrices.part(name)
+    def _held(self, name: str, parameter: nn.Parameter, whole: Tensor) -> tuple[int, Tensor]:
+        """The part of a parameter's whole gradient that this rank holds, and which row of the whole is its first."""
+        part, before = self.task.matrices.part(name), 0
         if part is not None:
             dim, number, parts = part
             whole = whole.chunk(parts, dim)[number]
+            before = number * len(whole) if dim == 0 else 0
         first_row, local = held_rows(parameter)
-        return whole[first_row : first_row + local.shape[0]]
+        return before + first_row, whole[first_row : first_row + local.shape[0]]
 
     def _worst(self, found_BLE: Tensor, truth_BLE: Tensor) -> ErrorPlace:
         """The rank with the largest relative error, and the first and last of its tokens that err at least half as
@@ -399,6 +408,16 @@ def _factors(shape: ModelShape) -> dict[str, float]:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP2 may have sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _worst_row(found: Tensor, truth: Tensor, first_row: int) -> tuple[float, int]:
+    """The largest squared difference of a row, and that row's number in the whole, whose row `first_row` is the first
+    here; (0, 0) where a rank holds none."""
+    if not len(truth):
+        return 0.0, 0
+    off = torch.nan_to_num((found.double() - truth).square().view(len(truth), -1).sum(1), nan=math.inf)
+    row = int(off.argmax())
+    return float(off[row]), first_row + row
 
 
 def _sums(found: Tensor, truth: Tensor) -> Tensor:

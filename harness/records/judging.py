@@ -81,7 +81,7 @@ class Excess:
     tensor: str
     error: float
     bound: float
-    place: str  # such as `rank 1, tokens 128 to 255`; empty where it is not known
+    place: str  # such as `on rank 1, tokens 128 to 255, head 3`; empty where it is not known
     there: bool  # whether it is the error at that place, not that of the whole tensor
 
     @property
@@ -90,12 +90,12 @@ class Excess:
 
     def __str__(self) -> str:
         if self.error >= NOT_FINITE:
-            return f"{self.tensor} holds NaN or infinity" + (f", on {self.place}" if self.place else "")
+            return f"{self.tensor} holds NaN or infinity" + (f", {self.place}" if self.place else "")
         differs = f"{self.tensor} differs from float64 by {self.error:.2g}"
         expected = f"expected at most {self.bound:.2g}"
         if self.there:
-            return f"{differs} on {self.place}, {expected}"
-        return f"{differs}, {expected}" + (f"; most on {self.place}" if self.place else "")
+            return f"{differs} {self.place}, {expected}"
+        return f"{differs}, {expected}" + (f"; most {self.place}" if self.place else "")
 
 
 def excesses_of(settings: TrialSettings, measured: Measurement) -> list[Excess]:
@@ -123,7 +123,7 @@ def _excesses(settings: TrialSettings, measured: Measurement) -> Iterator[Excess
 def wrong_because(settings: TrialSettings, measured: Measurement) -> str:
     """One sentence without a full stop on what a trial computes wrongly; empty where it is exact, or was not checked.
 
-    `my_ring: out differs from float64 by 0.21, expected at most 1e-05; most on rank 1, tokens 128 to 255`
+    `my_ring: out differs from float64 by 0.21, expected at most 1e-05; most on rank 1, tokens 128 to 255, head 3`
     """
     if settings.task == "train":
         extra, kernel = measured.extra, measured.chosen.get("kernel", settings.kernel)
@@ -180,12 +180,16 @@ def _larger(one: Mapping[str, T], other: Mapping[str, T], key: Callable[[T], flo
 
 
 def _place(at: ErrorPlace) -> str:
+    if "row" in at:  # of a parameter's gradient, which is the sum of all ranks
+        return f"in row {at['row']}"
     if (rank := at.get("rank")) is None:
         return ""
-    first, last = at.get("first_token"), at.get("last_token")
-    if first is None or last is None:  # of a parameter
-        return f"rank {rank}"
-    return f"rank {rank}, token {first}" if first == last else f"rank {rank}, tokens {first} to {last}"
+    words, first, last = [f"on rank {rank}"], at.get("first_token"), at.get("last_token")
+    if first is not None and last is not None:
+        words.append(f"token {first}" if first == last else f"tokens {first} to {last}")
+    if "head" in at:
+        words.append(f"head {at['head']}")
+    return ", ".join(words)
 
 
 def _listed(names: list[str]) -> str:
@@ -239,11 +243,12 @@ def training_fault(
         return ""
     by_name = {one.name: one for one in faults}
     worst = by_name.get("hidden", faults[0])  # backward follows from a forward that is wrong
-    says = worst.says
-    if worst.name in error_at:
-        says += f", most on {_place(error_at[worst.name])}"
-    elif "dinput" in by_name and "dinput" in error_at:
-        says += f"; {by_name['dinput'].says}, most on {_place(error_at['dinput'])}"
+    shown = [worst]
+    if worst.name not in ("hidden", "dinput") and "dinput" in by_name and "dinput" in error_at:
+        shown.append(by_name["dinput"])  # which has a rank and tokens
+    says = "; ".join(
+        f"{one.says}, most {_place(error_at[one.name])}" if one.name in error_at else one.says for one in shown
+    )
     return (
         f"{method} with kernel {kernel} computes something else than a dense float64 step, beyond the rounding of "
         f"{dtype} in {len(by_name)} of {len(errors)} tensors: {says}"

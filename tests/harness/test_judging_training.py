@@ -14,6 +14,7 @@ ROUNDED = {"loss": 1e-4, "hidden": 5e-3, "dinput": 6e-3, "head.weight": 5e-3, "k
 AT: dict[str, dict[str, Any]] = {
     "hidden": {"rank": 3, "first_token": 64, "last_token": 95, "error": 0.3},
     "dinput": {"rank": 1, "first_token": 0, "last_token": 31, "error": 0.2},
+    "head.weight": {"row": 17, "error": 0.1},
 }
 BEGINS = "ring with kernel fa4 computes something else than a dense float64 step, beyond the rounding of"
 
@@ -57,6 +58,18 @@ def test_rounding_is_no_fault() -> None:
             {"k.weight": NOT_FINITE},
             {"k.weight": NOT_FINITE},
             "in 1 of 6 tensors: the gradient of k.weight holds NaN or infinity",
+        ),
+        (
+            {"head.weight": 0.3},
+            {},
+            "in 1 of 6 tensors: the gradient of head.weight is off by 0.3 of its norm (allowed 0.05), most in row 17",
+        ),
+        (
+            {"head.weight": 0.3, "dinput": 0.03},
+            {},
+            "in 2 of 6 tensors: the gradient of head.weight is off by 0.3 of its norm (allowed 0.05), most in row 17; "
+            "the gradient at the embedding's output is off by 0.03 of its norm (allowed 0.02), most on rank 1, tokens "
+            "0 to 31",
         ),
         ({"loss": 0.01}, {}, "in 1 of 6 tensors: the loss is off by 0.01 (allowed 0.002)"),
     ],

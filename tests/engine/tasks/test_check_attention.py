@@ -98,19 +98,21 @@ def test_a_dense_run_has_no_error_under_any_mask(ranks: int, layout: str, dtype:
 
 
 FAULTS = {
-    # name: (tensor, mask, what becomes wrong on rank 1, the place)
-    "a run": ("out", "causal", lambda x: x[:, :40].mul_(1.1), (48, 143)),
-    "infinity": ("dv", "causal", lambda x: x[0, 5, 0].fill_(float("inf")), (48, 143)),
-    "NaN": ("dq", "causal", lambda x: x[1, 0, 0].fill_(float("nan")), (48, 143)),
-    "one token": ("dk", "full", lambda x: x[:, 7].mul_(1.5), (55, 55)),
-    "what has to be 0": ("dk", "block_sparse:64:100/110/000", lambda x: x[:, 95].fill_(1e-3), (143, 143)),
+    # name: (tensor, mask, what becomes wrong on rank 1, the place: tokens, and the head where one alone is wrong)
+    "a run": ("out", "causal", lambda x: x[:, :40].mul_(1.1), (48, 143), None),
+    "a run of a head": ("dq", "causal", lambda x: x[:, :40, 3].mul_(1.1), (48, 143), 3),
+    "infinity": ("dv", "causal", lambda x: x[0, 5, 1].fill_(float("inf")), (48, 143), 1),
+    "NaN": ("dq", "causal", lambda x: x[1, 0, 2].fill_(float("nan")), (48, 143), 2),
+    "one token": ("dk", "full", lambda x: x[:, 7].mul_(1.5), (55, 55), None),
+    "one token of a head": ("dk", "full", lambda x: x[1, 7, 1].mul_(1.5), (55, 55), 1),
+    "what has to be 0": ("dk", "block_sparse:64:100/110/000", lambda x: x[:, 95].fill_(1e-3), (143, 143), None),
 }
 
 
 def found_faults() -> dict[str, Any]:
     """What the check says of each fault; two ranks hold 0 to 47 with 144 to 191, and 48 to 143."""
     cp, found = ContextParallel(), {}
-    for name, (tensor, setting, spoil, _) in FAULTS.items():
+    for name, (tensor, setting, spoil, _, _) in FAULTS.items():
         shards, compute = exact(cp, parse_mask(setting))
 
         def spoilt(dout, compute=compute, tensor=tensor, spoil=spoil):
@@ -123,12 +125,13 @@ def found_faults() -> dict[str, Any]:
     return found
 
 
-def test_an_error_is_found_in_its_tensor_on_its_rank_and_at_its_tokens() -> None:
+def test_an_error_is_found_in_its_tensor_on_its_rank_at_its_tokens_and_in_its_head() -> None:
     for each in run_on_ranks(2, found_faults):
         for name, extra in each.items():
-            tensor, _, _, (first, last) = FAULTS[name]
+            tensor, _, _, (first, last), head = FAULTS[name]
             at = extra["error_at"][tensor]
             assert (at["rank"], at["first_token"], at["last_token"]) == (1, first, last), name
+            assert head is None or at["head"] == head, name
             assert at["error"] > 1e-4, name
             if name in ("infinity", "NaN"):
                 assert extra["error"][tensor] == at["error"] == NOT_FINITE

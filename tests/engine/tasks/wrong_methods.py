@@ -15,6 +15,7 @@ from engine.settings import TrialSettings
 
 RIGHT, TILE_DROPPED, DK_TIMES_1_02, POSITIONS_OFF_BY_ONE, NOT_A_NUMBER, CHECK_RAISES, CHECK_REFUSED = range(7)
 DK_LOST = 7
+DK_OF_LAST_HEAD = 8
 
 
 class Wrong(Burst):
@@ -34,14 +35,16 @@ class Wrong(Burst):
         attend = super().attention(cp, settings)
         if kind == DK_LOST:
             return WithoutKeyGradient(attend)
-        factors = {DK_TIMES_1_02: 1.02, NOT_A_NUMBER: float("nan")}
+        last_head = torch.ones(settings.model.kv_heads, 1)
+        last_head[-1] = 1.5
+        factors = {DK_TIMES_1_02: 1.02, NOT_A_NUMBER: float("nan"), DK_OF_LAST_HEAD: last_head}
         return WrongGradient(attend, factors[kind]) if kind in factors else attend
 
 
 class WrongGradient:
-    """Attention whose dK is multiplied by a factor."""
+    """Attention whose dK is multiplied by a factor, of all or of each head [K, 1]."""
 
-    def __init__(self, attend: AttentionFn, factor: float) -> None:
+    def __init__(self, attend: AttentionFn, factor: float | Tensor) -> None:
         self.attend, self.factor = attend, factor
         self.keep, self.resolved = attend.keep, attend.resolved
 
@@ -61,13 +64,13 @@ class WithoutKeyGradient(WrongGradient):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k_BLKD: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, k_BLKD: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
         return k_BLKD.view_as(k_BLKD)
 
     @staticmethod
     def backward(ctx: Any, dk_BLKD: Tensor) -> tuple[Tensor, None]:
-        return dk_BLKD * ctx.factor, None
+        return (dk_BLKD * ctx.factor).to(dk_BLKD.dtype), None
 
 
 METHOD = Wrong()

@@ -76,14 +76,15 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, ...]:
     """The same of packed sequences, on the CPU: q is [all queries, N, D], out too, lse [N, all queries]. Sequence i has
     queries `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, and keys alike."""
-    window = (window_size_left, window_size_right) if window_size is None else tuple(window_size)
-    _check(q, window, softcap, dropout_p, alibi_slopes, packed=True)
+    _check(q, packed=True)
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), -torch.inf)
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        part, part_lse = _dense_forward(
-            q[None, rows], k[None, keys], v[None, keys], softmax_scale, causal, window, softcap
-        )
-        out[rows], lse[:, rows] = part[0], part_lse[0]
+        part = _flash_attn_forward(
+            q[None, rows], k[None, keys], v[None, keys],
+            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            window_size=window_size,
+        )  # fmt: skip
+        out[rows], lse[:, rows] = part[0][0], part[-3][0]
     return _returned(q, k, v, out, lse)
 
 
@@ -154,15 +155,14 @@ def _flash_attn_varlen_backward(
     window_size: tuple[int, int] | None = None,
 ) -> None:
     """The same of packed sequences, on the CPU. Rows and keys of no sequence stay as they are in the buffers."""
-    window = (window_size_left, window_size_right) if window_size is None else tuple(window_size)
-    _check(q, window, softcap, dropout_p, alibi_slopes, packed=True)
+    _check(q, packed=True)
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        found = _dense_backward(
+        _flash_attn_backward(
             dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], softmax_lse[None, :, rows],
-            softmax_scale, causal, window, softcap,
+            dq[None, rows], dk[None, keys], dv[None, keys],
+            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            window_size=window_size,
         )  # fmt: skip
-        for buffer, which, gradient in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
-            buffer[which] = gradient[0].to(buffer.dtype)
 
 
 def flash_attn_func(
@@ -236,6 +236,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _returned(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """What a forward gives. In both forms out is the first and lse the third from the end."""
     empty = torch.empty(0, device=q.device)
     old_calls = os.environ.get("FLASH_ATTN_STAND_IN") == "2.6"
     return (out, q, k, v, out, lse, empty, empty) if old_calls else (out, lse, empty, empty)
@@ -330,10 +331,10 @@ def _takes(buffer: Tensor, q: Tensor) -> bool:
 
 def _check(
     q: Tensor,
-    window: tuple[int, ...],
-    softcap: float | None,
-    dropout_p: float | None,
-    alibi_slopes: Tensor | None,
+    window: tuple[int, ...] = ALL,
+    softcap: float | None = None,
+    dropout_p: float | None = None,
+    alibi_slopes: Tensor | None = None,
     packed: bool = False,
 ) -> None:
     """Raises RuntimeError on a GPU without FlashAttention-4, and NotImplementedError for what this stand-in leaves
