@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from burst.transformers import replace
 from burst.whole_batches import causal_model_of, take_whole_batches, with_logits
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
@@ -110,23 +110,6 @@ def _replace() -> None:
     replace(Trainer, "_get_num_items_in_batch", _count_items)
     replace(Trainer, "floating_point_ops", _floating_point_ops)
     replace(Trainer, "prediction_step", _prediction_step)
-
-
-def replace(owner: type | ModuleType, name: str, made: Callable[[Callable], Callable]) -> None:
-    """Put `made(earlier)` in the place of a method or property of a class, or of a function of a module.
-
-    Raises ImportError where there is none of that name.
-    """
-    earlier: Any = getattr(owner, name, None)
-    if earlier is None:
-        raise ImportError(
-            f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15, transformers 5.23, TRL 1.16"
-        )
-    if isinstance(earlier, property):
-        getter: Any = earlier.fget
-        setattr(owner, name, property(made(getter)))
-    else:
-        setattr(owner, name, functools.wraps(earlier)(made(earlier)))
 
 
 def share_sequences(accelerator: Accelerator, model: nn.Module) -> None:

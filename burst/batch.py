@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.lm_head.loss_kernel import IGNORE
 
+CHECKSUM = "batch_checksum"
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
@@ -30,10 +31,12 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
 
     Returns:
         `input_ids` [B, L]; `position_ids` [B, L], counted over the whole sequence; `labels` and `shift_labels` [B, L],
-        both the label of the token after each, so that no model shifts them again; and `num_items_in_batch`, the
-        labels that count in the whole batch. A model of transformers then returns this rank's part of the loss: the
-        sum over ranks is the mean over the batch. No token attends to padding under causal attention: it is a document
-        of its own before the tokens of a row, which then begin with position 0, or comes after them.
+        both the label of the token after each, so that no model shifts them again; `num_items_in_batch`, the labels
+        that count in the whole batch; and, with several ranks, `batch_checksum` of the whole batch: this package's
+        attention compares it between them, and all other attention refuses it. A model of transformers then returns
+        this rank's part of the loss: the sum over ranks is the mean over the batch. No token attends to padding under
+        causal attention: it is a document of its own before the tokens of a row, which then begin with position 0, or
+        comes after them.
 
     Raises ValueError for a key it does not know, for shapes that differ, for padding between tokens, and for a first
     token of a document that has a label.
@@ -77,13 +80,19 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         next_BS = torch.nn.functional.pad(next_BS, (0, added), value=IGNORE)
         after_S = torch.arange(added, device=tokens_BS.device).expand(tokens_BS.shape[0], added)
         positions_BS = torch.cat((positions_BS, after_S), dim=1)
-    return {
+    part = {
         "input_ids": cp.shard(tokens_BS),
         "position_ids": cp.shard(positions_BS),
         "labels": (shifted_BL := cp.shard(next_BS)),
         "shift_labels": shifted_BL,
         "num_items_in_batch": (next_BS != IGNORE).sum(),
     }
+    return part if cp.size == 1 else {**part, CHECKSUM: _checksum(torch.cat((tokens_BS, next_BS)))}
+
+
+def _checksum(numbers: Tensor) -> Tensor:
+    """One int64 that depends on each number and its place. Sums that exceed int64 wrap around."""
+    return (numbers.flatten() * torch.arange(1, numbers.numel() + 1, device=numbers.device)).sum()
 
 
 def _real_tokens(mask_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Attention of Hugging Face transformers 5 over a sequence that is sharded over ranks: `register`.
 
 transformers looks up attention and its mask by name (`AttentionInterface`, `AttentionMaskInterface`). The functions
-here answer to the name `burst`, and to those of flash attention, for models whose attention something sets anew. (With
-the package `kernels`, transformers puts other names in the place of these.) What they cannot compute exactly they
-refuse by name: nothing that a model passes is dropped.
+here answer to the name `burst`, and to those of flash attention, for models whose attention something sets anew. What
+they cannot compute exactly they refuse by name: nothing that a model passes is dropped. All other attention, such as
+that of the package `kernels`, refuses what `shard_batch` returns: it would see the tokens of one rank.
 
 Which document a token belongs to is read from `position_ids`, of all ranks together: a document starts where positions
 begin again with 0. One gathering of small integers for each batch finds them; all layers share it.
@@ -17,12 +17,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache, partial, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from burst.batch import CHECKSUM
 from burst.rows import Rows, by_rows, mask_of
 from engine.attention.context import ContextParallel
 from engine.attention.prepared import burst_attention
@@ -34,7 +36,7 @@ _HARMLESS = frozenset(
     (
         "cache_position", "labels", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch",
         "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids",
-        "return_dict", "shift_labels", "use_cache",
+        "return_dict", "shift_labels", "use_cache", CHECKSUM,
     )
 )  # fmt: skip
 # Parts of a mask function of transformers, by the name of the function that made them, which attention over sharded
@@ -80,6 +82,56 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
     for each in (name, *FLASH_NAMES):
         AttentionInterface.register(each, attend)
         AttentionMaskInterface.register(each, mask)
+    _guard_other_attention()
+
+
+@cache
+def _guard_other_attention() -> None:
+    """Make all attention that is not of this module refuse sharded batches, once in a process."""
+    from transformers import AttentionInterface
+
+    replace(AttentionInterface, "get_interface", _get_interface)
+
+
+def _get_interface(earlier: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(functions: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = earlier(functions, implementation, default)
+        ours = getattr(found, "__module__", "") == __name__
+        return found if ours else partial(_attend_on_one_rank, found, implementation)
+
+    return get_interface
+
+
+def _attend_on_one_rank(attend: Callable[..., Any], implementation: str, *args: Any, **kwargs: Any) -> Any:
+    """Attention of another function. Raises ValueError for what `shard_batch` returns to one of several ranks."""
+    if CHECKSUM in kwargs:
+        raise ValueError(sees_one_rank(implementation))
+    return attend(*args, **kwargs)
+
+
+def sees_one_rank(implementation: str) -> str:
+    """The sentence about attention that is given a rank's tokens and does not know the others."""
+    return (
+        f"the model's attention was set to {implementation}, which sees the tokens of one rank; call "
+        "set_attn_implementation('burst') on it"
+    )
+
+
+def replace(owner: type | ModuleType, name: str, made: Callable[[Callable], Callable]) -> None:
+    """Put `made(earlier)` in the place of a method or property of a class, or of a function of a module.
+
+    Raises ImportError where there is none of that name.
+    """
+    earlier: Any = getattr(owner, name, None)
+    if earlier is None:
+        raise ImportError(
+            f"{owner.__name__} has no {name}; this adapter knows accelerate 1.15, transformers 5.23, TRL 1.16"
+        )
+    if isinstance(earlier, property):
+        getter: Any = earlier.fget
+        setattr(owner, name, property(made(getter)))
+    else:
+        setattr(owner, name, wraps(earlier)(made(earlier)))
 
 
 class _ShardedAttention:
@@ -219,7 +271,7 @@ class _ShardedAttention:
             return self._rows
         if position_ids.ndim != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
             raise ValueError(f"position_ids are {list(position_ids.shape)}; give [batch, tokens] of this rank's tokens")
-        whole_BS = self._whole(position_ids.detach()).expand(batch, -1).cpu()
+        whole_BS = self._whole_positions(position_ids.detach(), kwargs.get(CHECKSUM)).expand(batch, -1)
         self._refuse_positions_of_a_rank(whole_BS, tokens)
         if self._cp.size > 1:
             _refuse_rotation(module, int(whole_BS.max()) + 1)
@@ -228,6 +280,20 @@ class _ShardedAttention:
         self._seen = [(weakref.ref(each), each._version) for each in given] if counted else []
         self._rows = rows
         return rows
+
+    def _whole_positions(self, position_ids_BL: Tensor, checksum: Tensor | None) -> Tensor:
+        """All ranks' positions, on the host. A checksum of the whole batch is gathered as one more row. Raises
+        ValueError, on all ranks alike, where those of the ranks differ."""
+        if checksum is None:
+            return self._whole(position_ids_BL).cpu()
+        row_1L = checksum.expand(1, position_ids_BL.shape[1])
+        whole = self._whole(torch.cat((position_ids_BL, row_1L))).cpu()
+        if bool((whole[-1] != whole[-1, 0]).any()):
+            raise ValueError(
+                f"the {self._cp.size} ranks that share a sequence have different batches; give each of them the same "
+                "whole batch before shard_batch cuts it"
+            )
+        return whole[:-1]
 
     def _whole(self, tensor_BL: Tensor) -> Tensor:
         """The tensor of all ranks' tokens. Raises ValueError for numbers of tokens that `cp.shard` gives no rank."""

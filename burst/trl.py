@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import burst.accelerate as adapter
-from burst.accelerate import of_first_ranks, replace, share_sequences, sharing_ranks
+from burst.accelerate import of_first_ranks, share_sequences, sharing_ranks
+from burst.transformers import replace
 from burst.whole_batches import causal_model_of
 
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")  # compared with one process

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst.batch import shard_batch
-from burst.transformers import BOUNDARIES, FLASH_NAMES, register
+from burst.transformers import BOUNDARIES, FLASH_NAMES, register, sees_one_rank
 from engine.attention.context import ContextParallel
 
 if TYPE_CHECKING:
@@ -160,10 +160,7 @@ class _WholeBatches:
         if self._whole:
             return None
         if (attention := self._inner.config.get_text_config()._attn_implementation) not in (NAME, *FLASH_NAMES):
-            raise ValueError(
-                f"the model's attention was set to {attention}, which sees the tokens of one rank; call "
-                f"set_attn_implementation({NAME!r}) on it"
-            )
+            raise ValueError(sees_one_rank(attention))
         if len(args) > 1:
             raise ValueError(f"the model is given {len(args)} inputs without names; pass them by name")
         given = {"input_ids": args[0]} if args else {}

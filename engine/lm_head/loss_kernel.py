@@ -159,7 +159,6 @@ def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     """`engine.lm_head.loss.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    from engine.lm_head.loss_kernel import IGNORE
     from engine.ops.autograd import accumulation_dtype
 
     loss_of = LigerFusedLinearCrossEntropyLoss(

@@ -267,7 +267,7 @@ def test_specs_without_known_attention_are_refused() -> None:
 
 
 def told_of_a_mask() -> str:
-    """What a rank is told when a mask hides one more key of the last token, which another rank has."""
+    """The error on each rank when the mask of one rank's token hides a key that a causal mask does not."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     model, whole = build({}, 2, sharded=True), batch()

@@ -3,7 +3,9 @@ device, in float64."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +122,7 @@ def weighted_log_probs(sharded: bool) -> tuple[Any, dict[str, Any]]:
     seq_len = whole["input_ids"].shape[1]
     if sharded:
         part = burst.shard_batch(whole, cp)
-        hidden = model.base_model(part["input_ids"], position_ids=part["position_ids"]).last_hidden_state
+        hidden = model.base_model(**part).last_hidden_state
         labels = part["shift_labels"]
         found = burst.fused_log_probs(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten(), tiles=3)
         log_probs = cp.unshard(found.view(labels.shape), gradient="same")[:, : seq_len - 1]
@@ -204,7 +206,7 @@ def test_autocast_is_heeded_as_attention_of_torch_heeds_it() -> None:
 
 
 def refused(layout: str) -> dict[str, str]:
-    """What two ranks are told about positions counted per rank, padding on the left, and a cache."""
+    """The errors on two ranks for different batches, positions counted per rank, padding on the left, and a cache."""
     cp = burst.ContextParallel(layout=layout)
     burst.register(cp)
     model = model_of("llama 3.1", "burst")
@@ -214,7 +216,10 @@ def refused(layout: str) -> dict[str, str]:
     sharded_batch = burst.shard_batch(whole, cp)
     left = torch.ones_like(whole["input_ids"])
     left[0, :3] = 0
+    other = whole | {"labels": whole["labels"].clone()}
+    other["labels"][1, 8 + cp.rank] = -100
     cases: dict[str, dict[str, Any]] = {
+        "batches": burst.shard_batch(other, cp),
         "counted": {"input_ids": sharded_batch["input_ids"]},
         "left": {**sharded_batch, "attention_mask": cp.shard(left)},
         "layout": {**sharded_batch, "position_ids": sharded_batch["position_ids"].flip(1)},
@@ -235,13 +240,53 @@ def refused(layout: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_ranks_are_told_of_positions_padding_and_caches(layout: str) -> None:
+def test_ranks_are_told_of_batches_positions_padding_and_caches(layout: str) -> None:
     told = run_on_ranks(2, refused, layout)[0]
+    assert "the 2 ranks that share a sequence have different batches" in told["batches"]
     assert "0 to 11 on all 2 ranks, as a model counts them" in told["counted"]
     assert "pad on the right" in told["left"]
     assert "first position is" in told["layout"]
     assert "longest position beyond 20, which here is 23" in told["rotation"]
     assert all("Before generate, call model.set_attn" in told[f"generate {tokens}"] for tokens in (3, 4))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package `kernels`: transformers finds it, and a kernel of any name."""
+    hub = transformers.integrations.hub_kernels
+    kernel = SimpleNamespace(flash_attn_func=print, flash_attn_varlen_func=print)
+    monkeypatch.setattr(hub, "get_kernel_hub", lambda *_, **__: kernel, raising=False)
+    for module in (hub, transformers.modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda: True)
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("eager", "eager"),
+        ("sdpa", "sdpa"),
+        ("flash_attention_2", "kernels-community/flash-attn2"),
+        ("flash_attention_3", "kernels-community/vllm-flash-attn3"),
+        ("flash_attention_4", "kernels-community/flash-attn4"),
+    ],
+)
+def test_attention_of_one_rank_refuses_a_sharded_batch_and_computes_others(
+    kernels: None, asked: str, found: str
+) -> None:
+    model = model_of("llama 3.1", "sdpa")
+    model.set_attn_implementation(asked)
+    alone = burst.ContextParallel.single()
+    if found == asked:
+        expected = model(**burst.shard_batch(batch(), alone)).loss
+    burst.register(alone)
+    two = copy.copy(alone)
+    two.size = 2
+    with pytest.raises(ValueError, match=f"attention was set to {found}, which sees the tokens of one rank"):
+        model(**burst.shard_batch(batch(), two))
+    if found == asked:
+        assert torch.equal(model(**burst.shard_batch(batch(), alone)).loss, expected)
 
 
 def in_lower_precision(attention: str) -> list[tuple[float, float]]:

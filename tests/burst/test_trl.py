@@ -34,7 +34,7 @@ def test_what_is_logged_is_that_of_processes_with_whole_sequences(
 
 
 def refused(folder: str) -> list[str]:
-    """What is said of a trainer that was not compared, of a configuration for other trainers, and of vLLM."""
+    """The errors for a trainer that was not compared, for a configuration of other trainers, and for vLLM."""
     as_launched()
     import trl
     from datasets import Dataset

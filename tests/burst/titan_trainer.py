@@ -1,9 +1,9 @@
 """torchtitan's whole trainer on CPU ranks, under torchrun: `titan_trainer.py FOLDER` of a tokenizer and texts. Rank 0
 prints each step's gradient norm.
 
-The trainer is made for GPUs. Here it is told that the device is the CPU, masks are made without a compiler, and
-gradients are summed before they are divided, because gloo has no sum with a factor. Weights depend on their names, so
-that all numbers of ranks begin alike.
+torchtitan supports GPUs only. This program replaces what needs one: the device is the CPU, masks are made without
+torch.compile, and FSDP adds gradients before it divides them, because gloo has no sum with a factor. Each weight is
+drawn with a seed from its name, so that all numbers of ranks begin with the same weights.
 """
 
 from __future__ import annotations

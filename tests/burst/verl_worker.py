@@ -1,8 +1,8 @@
 """verl's own worker for FSDP2 on CPU ranks, under torchrun: `verl_worker.py FOLDER` of a model. Rank 0 prints each
 step's gradient norm.
 
-verl is told that its platform is the CPU, and gradients are summed before they are divided, because gloo has no sum
-with a factor.
+The program sets verl's platform to the CPU. FSDP adds gradients before it divides them, because gloo has no sum with a
+factor.
 """
 
 from __future__ import annotations
