@@ -50,7 +50,32 @@ class CalledMethod(EngineCommand):
         return CalledAttention(self.adapter, cp, settings)
 
 
-class CalledAttention:
+class OutputAlone:
+    """An `AttentionFn` of task attention, which neither recomputes nor has a model: of functions that give no LSE."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        saved: SavedOutput | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BLND, nothing)."""
+        assert saved is None, "task attention alone, which recomputes nothing"
+        assert sinks_N is None, "task attention alone, which has no model"
+        return self.output(q_BLND, k_BLKD, v_BLKD), torch.empty(0)
+
+    def output(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> Tensor:
+        """out_BLND, differentiable."""
+        raise NotImplementedError
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
+        return None
+
+
+class CalledAttention(OutputAlone):
     """The system's function among the ranks of `cp`. Creating one is collective; a ValueError refuses the trial, so
     those that the system raises become RuntimeErrors."""
 
@@ -73,26 +98,12 @@ class CalledAttention:
                 f"kernel to auto or {found}"
             )
 
-    def __call__(
-        self,
-        q_BLND: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        *,
-        sinks_N: Tensor | None = None,
-        saved: SavedOutput | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, nothing): the systems do not give their LSE."""
-        assert saved is None, "task attention alone, which recomputes nothing"
-        assert sinks_N is None, "task attention alone, which has no model"
+    def output(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> Tensor:
         try:
             out_BLND: Tensor = self._attend(q_BLND, k_BLKD, v_BLKD)
         except ValueError as error:
             raise RuntimeError(f"{self._adapter.system}: {error}") from error
-        return out_BLND, torch.empty(0)
-
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
-        return None
+        return out_BLND
 
     def resolved(self) -> dict[str, str]:
         settings = self._settings

@@ -267,7 +267,7 @@ def document_lengths(settings: TrialSettings) -> list[int]:
     mask = parse_mask(settings.mask)
     if not isinstance(mask, Documents) or not mask.causal or mask.left is not None or mask.spans:
         return []
-    return [region[1] - region[0] for region in mask.regions(settings.seq_len).tolist()]
+    return mask.lengths_in(settings.seq_len)
 
 
 def described(ran: StartedSystem, printed: Mapping[str, float] | None = None) -> UpstreamRun:

@@ -45,9 +45,7 @@ class FlashAttention(EngineCommand):
         if settings.model.sinks:
             return f"flash_attn has no sinks, which model {settings.model.name} has; choose a model without them"
         names = ("layout", "schedule", "backward", "exchange")
-        return fixed_settings_unsupported_reason(settings, dict.fromkeys(names)) or mask.unsupported_reason(
-            settings.seq_len
-        )
+        return fixed_settings_unsupported_reason(settings, dict.fromkeys(names))
 
     def unavailable(self, device: str) -> str | None:
         """Why the GPUs here cannot run it: the library is not there, or they are too old for it. A plan for other

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from baselines.flash_attn import attention
 from baselines.flash_attn.attention import PlainCall
 from engine.attention.masks import parse_mask
 from engine.attention.reference import dense_gradients
@@ -42,10 +42,8 @@ def test_the_library_gets_what_its_documentation_asks_for(monkeypatch, mask: str
         parts = zip(*(t[None].split(lengths, dim=1) for t in (q, k, v)), strict=True)
         return torch.cat([whole(*part, causal)[0] for part in parts]), None
 
-    library, package = ModuleType("flash_attn.cute"), ModuleType("flash_attn")
-    library.flash_attn_func, library.flash_attn_varlen_func = whole, packed  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", library)
+    library = SimpleNamespace(flash_attn_func=whole, flash_attn_varlen_func=packed)
+    monkeypatch.setattr(attention, "library", lambda: library)
     settings = settings_for("flash_attn", 1, mask=mask, kernel="auto")
     q, k, v = (torch.randn(2, 32, heads, 8, dtype=torch.float64) for heads in (8, 4, 4))
     found = PlainCall(settings)._by_library(q, k, v)

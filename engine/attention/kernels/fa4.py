@@ -53,7 +53,8 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _interface() -> Any:
+def library() -> Any:
+    """The module of its public functions, and of those for one tile."""
     keep_compiled(os.environ)
     from flash_attn.cute import interface
 
@@ -160,7 +161,7 @@ class FlashAttention4Kernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, VarlenGroup) else None
         q, k, v = (q_BLND, k_BMKD, v_BMKD) if packed is None else packed.side_by_side(q_BLND, k_BMKD, v_BMKD)
-        out, lse, *_ = _interface()._flash_attn_fwd(
+        out, lse, *_ = library()._flash_attn_fwd(
             q,
             k,
             v,
@@ -235,7 +236,7 @@ def _one_call(
         tensors = [each.squeeze(0) for each in tensors]
         optional = {name: each.squeeze(0) for name, each in optional.items()}
     q, out, dout, lse, k, v = tensors
-    found: Gradients = _interface()._flash_attn_bwd(q, k, v, out, dout, lse, **optional, **named)
+    found: Gradients = library()._flash_attn_bwd(q, k, v, out, dout, lse, **optional, **named)
     if not with_lengths:
         return found
     dq, dk, dv = found

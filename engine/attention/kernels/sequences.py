@@ -37,7 +37,7 @@ class _Side:
         """[B, L, heads, D] -> [T, heads, D]."""
         if self.covered is not None:
             tensor_BLND = tensor_BLND.index_select(1, self.covered)
-        return tensor_BLND.squeeze(0) if tensor_BLND.shape[0] == 1 else tensor_BLND.flatten(0, 1)
+        return tensor_BLND.flatten(0, 1)
 
     def packed_rows(self, rows_BNL: Tensor) -> Tensor:
         """[B, heads, L] -> [heads, T], contiguous."""
@@ -47,7 +47,7 @@ class _Side:
 
     def restored(self, packed_TND: Tensor, batch: int) -> Tensor:
         """[T, heads, D] -> [B, L, heads, D], with 0 between the sequences."""
-        tensor_BLND = packed_TND.unsqueeze(0) if batch == 1 else packed_TND.unflatten(0, (batch, -1))
+        tensor_BLND = packed_TND.unflatten(0, (batch, -1))
         if self.covered is None:
             return tensor_BLND
         whole_BLND = tensor_BLND.new_zeros(batch, self.length, *packed_TND.shape[1:])
@@ -55,7 +55,7 @@ class _Side:
 
     def restored_rows(self, packed_NT: Tensor, batch: int) -> Tensor:
         """[heads, T] -> [B, heads, L], with -inf between the sequences."""
-        rows_BNL = packed_NT.unsqueeze(0) if batch == 1 else packed_NT.unflatten(1, (batch, -1)).transpose(0, 1)
+        rows_BNL = packed_NT.unflatten(1, (batch, -1)).transpose(0, 1)
         if self.covered is None:
             return rows_BNL
         whole_BNL = rows_BNL.new_full((batch, packed_NT.shape[0], self.length), -torch.inf)

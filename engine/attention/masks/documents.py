@@ -132,11 +132,20 @@ class Documents(Mask):
             "that sum to it, or repeat them"
         )
 
-    def regions(self, tokens: int) -> Integers:
+    def lengths_in(self, tokens: int) -> list[int]:
+        """Tokens of each document of a sequence, with repetitions."""
+        starts, stops = self._starts_and_stops(tokens)
+        lengths: list[int] = (stops - starts).tolist()
+        return lengths
+
+    def _starts_and_stops(self, tokens: int) -> tuple[Integers, Integers]:
         times = -(-tokens // self.tokens) if self.repeat else 1
         starts = (np.arange(times)[:, None] * self.tokens + self._starts[:-1]).reshape(-1)
         starts = starts[starts < tokens]
-        stops = np.append(starts[1:], min(tokens, times * self.tokens))
+        return starts, np.append(starts[1:], min(tokens, times * self.tokens))
+
+    def regions(self, tokens: int) -> Integers:
+        starts, stops = self._starts_and_stops(tokens)
         left, right = NO_LIMIT if self.left is None else self.left, 0 if self.causal else NO_LIMIT
         regions = np.empty((len(starts), 6), dtype=np.int64)
         regions[:, 0::2], regions[:, 1::2] = starts[:, None], stops[:, None]

@@ -105,6 +105,6 @@ def flash_attention(monkeypatch) -> Library:
     monkeypatch.setattr(fa2, "_packed_forward", forward)
     monkeypatch.setattr(fa2, "_packed_backward", backward)
     interface = SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
-    monkeypatch.setattr(fa4, "_interface", lambda: interface)
+    monkeypatch.setattr(fa4, "library", lambda: interface)
     monkeypatch.setattr(fa4, "_zeros", {})
     return library

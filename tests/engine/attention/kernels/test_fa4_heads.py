@@ -39,7 +39,7 @@ class Library:
 @pytest.mark.parametrize("whole", [False, True])
 def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, whole, heads, kv_heads, most) -> None:
     library = Library()
-    monkeypatch.setattr(fa4, "_interface", lambda: library)
+    monkeypatch.setattr(fa4, "library", lambda: library)
     monkeypatch.setattr(fa4, "_zeros", {})
     monkeypatch.setattr(fa4, "WORKSPACE_BYTES", most)
     generator = torch.Generator().manual_seed(0)
