@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
+from engine.checkpoint.planning.plan import least_gpu_bytes
 from engine.measurement import Forecast
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
@@ -184,26 +186,18 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]
             "checkpoint to the planner"
         )
     machine, room = machine_of(hardware), gpu_room(settings, hardware)
-
-    def within(gib: float) -> TrialForecast:
-        budget = settings.memory if gib == room else f"{gib:.0f}GiB"
+    least = least_gpu_bytes(settings) / GIB
+    parts = (part / 2**halvings for halvings in itertools.count() for part in _PARTS)
+    smaller = (math.floor(room * part) for part in itertools.islice(parts, 1, None))
+    budgets = [room, *itertools.takewhile(lambda gib: gib >= least, smaller)] if room >= least else []
+    if budgets and math.ceil(least) < budgets[-1]:
+        budgets.append(math.ceil(least))
+    rows = []
+    for gib in budgets:
+        budget = settings.memory if gib == room else f"{gib}GiB"
         chosen, plan = with_plan(replace(settings, memory=budget), machine, hardware=hardware)
-        return forecast(chosen, hardware, plan=plan)
-
-    rows: list[TrialForecast] = []
-    held, gib = room, room
-    while gib and (row := within(gib)).fits:
-        rows.append(row)
-        part, halvings = _PARTS[len(rows) % 2], len(rows) // 2
-        held, gib = gib, math.floor(room * part / 2**halvings)
-    least, low, high = None, math.floor(gib), math.ceil(held)
-    while rows and high - low > 1:
-        middle = (low + high) // 2
-        if (row := within(middle)).fits:
-            least, high = row, middle
-        else:
-            low = middle
-    return rows if least is None else [*rows, least]
+        rows.append(forecast(chosen, hardware, plan=plan))
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,10 @@ from functools import lru_cache
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks import Documents, DocumentsOfBatch
 from engine.attention.problem import Problem
+from engine.checkpoint.planning.memory_settings import MemorySettings, with_memory_settings
 from engine.data import open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan
-from engine.settings import TrialSettings
+from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.flops import StepFlops, tokens_per_step, work_of, work_on_documents
 
 _LOOKED_AT = 64  # micro-batches at most, of which a typical one is taken
@@ -39,8 +40,11 @@ def packed_rows(settings: TrialSettings) -> PackedRows | None:
     document, the most work that it can bring."""
     if settings.task != "train" or not settings.packs:
         return None
-    # Rows do not depend on what a sweep of methods varies.
-    return _packed_rows(replace(settings, method="burst", layout="auto", schedule="auto", kernel="auto"))
+    # Rows do not depend on what a sweep of methods varies, nor on the planner's choices: data are read once for all.
+    plain = with_memory_settings(settings, MemorySettings(checkpoint=Checkpoint()))
+    return _packed_rows(
+        replace(plain, method="burst", layout="auto", schedule="auto", kernel="auto", memory="", planned="")
+    )
 
 
 @lru_cache(maxsize=64)

@@ -77,16 +77,7 @@ def planned(
 
     Where no values fit, those that take least memory, and the forecast says so: whether they run is then measured.
     """
-    names = open_names(settings)
-    problem = PlanningProblem(
-        memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
-        cost=CostModel(settings, speeds or GpuSpeeds()),
-        share=lambda memory: budget.share(memory, correction),
-        start=memory_settings_of(settings),
-        open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),
-        layers=settings.model.layers,
-        grid=grid or SearchGrid(),
-    )
+    problem = _problem(settings, budget, speeds, correction, grid)
     found = cheapest(problem)
     choice = found or leanest(problem)
     memory = problem.memory.of(choice)
@@ -105,6 +96,32 @@ def planned(
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
     return with_memory_settings(settings, choice), forecast
+
+
+def least_gpu_bytes(settings: TrialSettings) -> float:
+    """The smallest budget of a GPU, in bytes, that values of the open settings fit, whatever time they take."""
+    all_or_none = SearchGrid(optimizer_offload=(False, True))  # a part of the moments leaves less room than all
+    problem = _problem(settings, Budget(gpu=1.0), grid=all_or_none)  # memory is so many times one byte
+    return problem.share(problem.memory.of(leanest(problem)))
+
+
+def _problem(
+    settings: TrialSettings,
+    budget: Budget,
+    speeds: GpuSpeeds | None = None,
+    correction: float = 1.0,
+    grid: SearchGrid | None = None,
+) -> PlanningProblem:
+    on_gpu = budget.gpu is not None
+    return PlanningProblem(
+        memory=MemoryModel(settings, on_gpu=on_gpu),
+        cost=CostModel(settings, speeds or GpuSpeeds()),
+        share=lambda memory: budget.share(memory, correction),
+        start=memory_settings_of(settings),
+        open_names=open_names(settings) - without_effect(settings, on_gpu=on_gpu),
+        layers=settings.model.layers,
+        grid=grid or SearchGrid(),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +212,8 @@ def cheapest(problem: PlanningProblem) -> MemorySettings | None:
             if fixed(frame) + again >= least:
                 break
             found = _cheapest_in(problem, frame, least)
-            best, least = (found, problem.cost.seconds(found)) if found else (best, least)
+            if found:
+                best, least = found, problem.cost.seconds(found)
     return best
 
 
@@ -246,11 +264,12 @@ def _rivals(
 
 def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
-    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
+    tails, mlp = problem.compared.tail, problem.compared.mlp[-1]
     choices = [
-        problem.with_kept(frame, whole, **least)
+        problem.with_kept(frame, whole, tail, mlp)
         for frame in problem.frames()
         for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
+        for tail in {tails[0], tails[-1]}  # with all of it kept, no output is formed again
     ]
     return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
 

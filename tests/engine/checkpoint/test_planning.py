@@ -19,7 +19,15 @@ from engine.checkpoint.planning.memory_settings import (
     memory_settings_of,
     open_names,
 )
-from engine.checkpoint.planning.plan import Budget, PlanningProblem, SearchGrid, cheapest, planned
+from engine.checkpoint.planning.plan import (
+    Budget,
+    PlanningProblem,
+    SearchGrid,
+    cheapest,
+    leanest,
+    least_gpu_bytes,
+    planned,
+)
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.slow import slow
 
@@ -107,6 +115,9 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
     open_ended = problem(trial, float("inf"), speeds, SMALL_GRID)
     choices = every_choice(open_ended)
     reserved = [open_ended.memory.of(choice).reserved for choice in choices]
+    bytes_of = problem(trial, 1.0, speeds, SMALL_GRID)
+    needed = [bytes_of.share(bytes_of.memory.of(choice)) for choice in (leanest(bytes_of), *choices)]
+    assert needed[0] == pytest.approx(min(needed), rel=1e-12)
     for part in (0.02, 0.2, 0.5, 0.8, 1.02):
         given = problem(trial, min(reserved) + part * (max(reserved) - min(reserved)), speeds, SMALL_GRID)
         fitting = [choice for choice in choices if given.share(given.memory.of(choice)) <= 1]
@@ -146,6 +157,12 @@ def test_a_budget_nothing_fits_in_gives_the_smallest_choice_and_says_so() -> Non
         optimizer_offload=True,
     )
     assert memory_of(chosen).reserved <= memory_of(bare).reserved
+
+
+def test_nothing_fits_less_than_the_least_bytes() -> None:
+    for trial in (settings(), settings(seq_len=1 << 19, cp_size=4, world_size=4)):
+        least = least_gpu_bytes(trial)
+        assert [planned(trial, Budget(gpu=part * least))[1].fits for part in (1 + 1e-9, 1 - 1e-9)] == [True, False]
 
 
 def test_everything_is_kept_where_it_fits_and_less_and_less_where_it_does_not() -> None:

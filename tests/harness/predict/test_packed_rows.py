@@ -62,6 +62,8 @@ def test_predicted_flops_are_those_of_the_record(trial: TrialSettings) -> None:
     assert found.tflops_per_gpu == pytest.approx(work.model / 1e12 / 2 / found.step_seconds_median, rel=1e-12)
     assert work.model < work_of(trial).model
     assert rows.documents.tokens == trial.row_tokens
+    planned = dataclasses.replace(trial, checkpoint=Checkpoint(), mlp_tiles=8, optimizer_offload=0.5, memory="1GiB")
+    assert packed_rows(planned) is rows  # data are read once for all plans
 
 
 def test_time_is_that_of_documents_and_without_data_that_of_one_document_a_row(trial: TrialSettings) -> None:
