@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.attention.geometry.dealing import Work, deal
+from engine.attention.geometry.dealing import deal
+from engine.attention.geometry.document_parts import Work
 from engine.attention.geometry.layout import Segment, tail_cut
 from engine.attention.geometry.shards import ShardSegments
 
