@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import ZigzagOfDocuments
-from engine.attention.geometry.tile_table import Region
+from engine.attention.geometry.rectangles import Region
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
 
