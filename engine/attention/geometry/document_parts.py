@@ -63,6 +63,15 @@ class Shard:
         return self.parts
 
 
+def bounds_in(bounds: Integers, tokens: int, repeat: bool) -> Integers:
+    """Where the documents of a sequence start, and the last one ends; `bounds` are those of the given documents, which
+    `repeat` until the sequence is full. The last document is cut short."""
+    given = int(bounds[-1])
+    times = -(-tokens // given) if repeat else 1
+    starts = (np.arange(times)[:, None] * given + bounds[:-1]).reshape(-1)
+    return np.append(starts[starts < tokens], min(tokens, times * given))
+
+
 def pairs_between(length: int, first: int, last: int, causal: bool, window: int) -> float:
     """Pairs of tokens [first, last) of a document, by its length and their position, without spans."""
     if not causal:
