@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.attention.masks import Documents, DocumentsOfBatch, parse_mask
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -87,11 +86,8 @@ def step_time(
     for mask in settings.masks:  # layers with a window choose their own schedule
         ahead, back = forward, backward
         if mask != settings.masks[0]:
-            seen = parse_mask(mask)
-            if isinstance(seen, DocumentsOfBatch) and isinstance(problem.mask, Documents):
-                seen = replace(problem.mask, left=seen.left)
-            inside = layer_attention(settings, replace(problem, mask=seen), speeds)
-            ahead, back = attention_passes(inside, speeds)
+            inside = replace(attention_problem(settings, node_size, mask), layout=problem.layout)
+            ahead, back = attention_passes(layer_attention(settings, inside, speeds), speeds)
         count = settings.layer_masks.count(mask) * calls
         _add(phases, "attention forward", ahead, count)
         _add(phases, "attention again", ahead, count * again)
