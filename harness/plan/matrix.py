@@ -342,16 +342,16 @@ def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any,
 
 
 def _flat(settings: TrialSettings) -> dict[str, Any]:
-    """Settings by dotted key; the model by its name."""
+    """Settings by dotted key; the model by its name, adapters in words."""
     flat: dict[str, Any] = {}
-    for key, value in cast(dict[str, Any], to_json(settings)).items():
+    for key, value in cast(dict[str, Any], to_json(replace(settings, lora=None))).items():
         if key == "model":
             flat |= {"model": value["name"]} | {f"model.{name}": field for name, field in value.items()}
         elif isinstance(value, dict):
             flat |= {f"{key}.{name}": field for name, field in value.items()}
         else:
             flat[key] = value
-    return flat
+    return flat | {"lora": settings.lora and str(settings.lora)}
 
 
 def _size_unsupported_reason(settings: TrialSettings) -> str | None:
