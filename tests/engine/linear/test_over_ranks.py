@@ -57,8 +57,8 @@ def in_heads(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def gates(decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Decays from nearly none to strong ones."""
-    return -F.softplus(4 * decay), beta.sigmoid()
+    """Decays so weak that a state outlives the tokens of a rank."""
+    return -F.softplus(4 * decay) / 20, beta.sigmoid()
 
 
 def reference(kind: str, name: str) -> dict[str, Tensor]:
