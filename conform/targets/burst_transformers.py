@@ -20,6 +20,7 @@ from conform.target import CaseProblem, Part
 NAME = "transformers with burst.register"
 RANKS = (1, 2, 4)
 REQUIRES = ("transformers",)
+INSTALL = "pip install transformers==5.23.0"
 CAPABILITIES = (
     *("causal", "documents", "window", "grouped_heads", "few_kv_heads", "odd_lengths", "short", "batch", "bf16"),
     *("padding_right", "padding_left", "evaluation", "accumulation", "checkpointing", "offload", "autocast", "tied"),

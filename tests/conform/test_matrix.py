@@ -18,6 +18,8 @@ def test_every_target_is_read_without_the_system_that_it_calls(name: str) -> Non
     target = load(name)
     assert target.ranks
     assert not target.missing or target.install, "what is not installed names its command"
+    packages = [word for word in target.install.partition("pip install")[2].split() if not word.startswith("-")]
+    assert all("==" in word for word in packages), "each package at a version"
 
 
 def test_a_variant_that_a_file_has_not_is_refused_with_those_that_it_has() -> None:
