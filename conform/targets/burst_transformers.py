@@ -18,7 +18,7 @@ from conform.summed import LabelCount, evaluation_of, step_of
 from conform.target import CaseProblem, Part
 
 NAME = "transformers with burst.register"
-RANKS = (1, 2, 4)
+RANKS = (1, 2, 4, 8)
 REQUIRES = ("transformers",)
 INSTALL = "pip install transformers==5.23.0"
 CAPABILITIES = (

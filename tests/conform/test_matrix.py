@@ -36,6 +36,8 @@ def test_every_committed_report_is_of_a_target_and_its_failures_are_in_the_table
         report = json.loads(path.read_text(encoding="utf-8"))
         assert path.stem in names, path.name
         assert f"| {report['target']} | `{report['version']}` | {report['passed']} of {report['claimed']} |" in lines
+        silent = sum(case["status"] == "not claimed" for case in report["cases"])
+        assert report["claimed"] + silent == len(report["cases"])
         for case in report["cases"]:
             assert (case["status"] in ("passed", "not claimed")) or f"{case['name']} (" in lines
 
