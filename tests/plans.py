@@ -13,5 +13,7 @@ from engine.attention.masks import Mask
 from engine.attention.resolve import Choices
 
 
-def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, *, mask: Mask, cp: ContextParallel, **choices: Any) -> AttentionPlan:
-    return plan.plan_attention(q_BLND, k_BLKD, mask, cp, Choices(**choices))
+def plan_attention(
+    q_BLND: Tensor, k_BLKD: Tensor, *, mask: Mask, cp: ContextParallel, value_dim: int | None = None, **choices: Any
+) -> AttentionPlan:
+    return plan.plan_attention(q_BLND, k_BLKD, value_dim or k_BLKD.shape[-1], mask, cp, Choices(**choices))

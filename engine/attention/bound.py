@@ -43,16 +43,17 @@ class BoundAttention:
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        attend = self.prepared(q_BLND, k_BLKD)
+        attend = self.prepared(q_BLND, k_BLKD, v_BLKD.shape[-1])
         out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved)
         return out_BLND, lse_BNL
 
-    def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:
-        """Attention for tensors like these, with every choice made; their values are not read."""
-        key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
+    def prepared(self, q_BLND: Tensor, k_BLKD: Tensor, value_dim: int | None = None) -> PreparedAttention:
+        """Attention for tensors like these, with every choice made; their values are not read. `value_dim` is the head
+        dim of V, where it is another one than that of K."""
+        key = (q_BLND.shape, k_BLKD.shape, value_dim, q_BLND.dtype, q_BLND.device)
         if key not in self._prepared:
             self._prepared[key] = PreparedAttention(
-                q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, return_lse=True
+                q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, True, value_dim
             )
             self._last[:] = [self._prepared[key].plan]
         return self._prepared[key]

@@ -133,11 +133,15 @@ class Shards:
     tokens: int  # local ones
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of Q and K
     input_bytes: int  # per element of Q, K, V and dO
     intra_node: GradientWidths  # of gradients inside a node
     inter_node: GradientWidths  # and between nodes
     later_rings: GradientWidths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
+    value_dim: int = 0  # of V and O; 0: as `head_dim`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @classmethod
     def of(cls, problem: Problem, widths: Sequence[GradientWidths], *, shared_by: int = 1, chunks: int = 1) -> Shards:
@@ -154,6 +158,7 @@ class Shards:
             intra_node=first,
             inter_node=across,
             later_rings=later,
+            value_dim=problem.value_dim,
         )
 
     def inside(self, outer_step: int) -> GradientWidths:
@@ -162,13 +167,18 @@ class Shards:
 
     @property
     def query(self) -> int:
-        """Of Q, and so of O, dO and the dQ that are returned."""
+        """Of Q, and so of the dQ that are returned."""
         return self.batch * self.heads * self.head_dim * self.input_bytes
 
     @property
-    def key(self) -> int:
-        """Of K, and so of V and the dK and dV that are returned."""
-        return self.batch * self.kv_heads * self.head_dim * self.input_bytes
+    def output(self) -> int:
+        """Of O, and so of dO."""
+        return self.batch * self.heads * self.value_dim * self.input_bytes
+
+    @property
+    def key_side(self) -> int:
+        """Of K and V, and so of the dK and dV that are returned."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.input_bytes
 
     @property
     def row(self) -> int:
@@ -181,11 +191,11 @@ class Shards:
 
     def sent_side(self, sends_queries: bool) -> int:
         """Of the side that is sent in backward: Q, dO, LSE and delta, or K and V."""
-        return 2 * self.query + 2 * self.row if sends_queries else 2 * self.key
+        return self.query + self.output + 2 * self.row if sends_queries else self.key_side
 
     def gradient(self, sends_queries: bool, element_bytes: int) -> int:
         """Of the gradients that are returned: dQ, or dK and dV."""
-        return (self.query if sends_queries else 2 * self.key) // self.input_bytes * element_bytes
+        return (self.query if sends_queries else self.key_side) // self.input_bytes * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +269,7 @@ class RingVolume:
             for queries in (False, sends_queries)
         )
         return CallBytes(
-            self.chunks(forward, rank, shards.tokens, 2 * shards.key),
+            self.chunks(forward, rank, shards.tokens, shards.key_side),
             self.backward(backward, rank, shards, sends_queries),
         )
 
@@ -281,14 +291,14 @@ def all_to_all_bytes(
         packed: all tensors for a rank are one message, rounded up to a multiple of its widest dtype.
     """
     tokens = part.tokens // len(members)
-    query, key, row = (tokens * token_bytes for token_bytes in (part.query, part.key, part.row))
+    query, output, keys, row = (tokens * each for each in (part.query, part.output, part.key_side, part.row))
 
     def message(nbytes: int, widest: int) -> int:
         return -(-nbytes // widest) * widest if packed else nbytes
 
-    inputs, gradients = query + 2 * key, message(query + 2 * key, part.input_bytes)
-    forward = message(inputs, part.input_bytes) + message(query + row, part.row_bytes)
-    backward = message(query + row if gathered else inputs + query + 2 * row, part.row_bytes) + gradients
+    inputs, gradients = query + keys, message(query + keys, part.input_bytes)
+    forward = message(inputs, part.input_bytes) + message(output + row, part.row_bytes)
+    backward = message(output + row if gathered else inputs + output + 2 * row, part.row_bytes) + gradients
     near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
     far = len(members) - 1 - near
     return CallBytes(SentBytes(near * forward, far * forward), SentBytes(near * backward, far * backward))
@@ -300,7 +310,7 @@ def gather_bytes(cp_size: int, node_size: int, shards: Shards) -> CallBytes:
     Counted as sent to each rank by the owner itself; how a collective routes them is the library's choice.
     """
     near, far = node_size - 1, cp_size - node_size
-    keys = 2 * shards.key * shards.tokens
+    keys = shards.key_side * shards.tokens
     summed = shards.intra_node.summed if far == 0 else shards.inter_node.summed
     backward = keys + shards.gradient(False, summed) * shards.tokens
     return CallBytes(SentBytes(near * keys, far * keys), SentBytes(near * backward, far * backward))
@@ -310,9 +320,9 @@ def head_slot_bytes(part: Shards, recompute: bool) -> int:
     """Receive slots of an all-to-all of head chunks like `part`: q, k and v arrive, results return; backward sends
     again what it has not saved, with dout and rows of LSE and delta."""
     tokens = part.tokens
-    query, key_value, row = (each * tokens for each in (part.query, 2 * part.key, part.row))
-    outbound = 2 * query + key_value + 2 * row if recompute else query + max(key_value, row)
-    return HEAD_SLOTS * (outbound + query + max(key_value, row))
+    inputs, output, row = (each * tokens for each in (part.query + part.key_side, part.output, part.row))
+    outbound = inputs + output + 2 * row if recompute else max(inputs, output + row)
+    return HEAD_SLOTS * (outbound + max(inputs, output + row))
 
 
 def ring_slot_bytes(mask: Mask, layout: Layout, ring: Ring, seq_len: int, shards: Shards, sends_queries: bool) -> int:
@@ -320,7 +330,7 @@ def ring_slot_bytes(mask: Mask, layout: Layout, ring: Ring, seq_len: int, shards
     gradients. Those of the fullest rank."""
     keys, _ = ring_tables(mask, layout, ring, seq_len, False).in_nodes
     sent, unreduced = ring_tables(mask, layout, ring, seq_len, sends_queries).in_nodes
-    chunk = max(2 * shards.key * max(map(max, keys)), shards.sent_side(sends_queries) * max(map(max, sent)))
+    chunk = max(shards.key_side * max(map(max, keys)), shards.sent_side(sends_queries) * max(map(max, sent)))
     gradient = 0
     for here, there in itertools.product(range(ring.nodes), repeat=2):  # nodes that compute, and that own the chunk
         width = shards.inside((here - there) % ring.nodes).of(unreduced[here][there])

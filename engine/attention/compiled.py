@@ -74,13 +74,13 @@ def compiled_attention(
     return out_BLND, lse_BNL
 
 
-def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor, cu_seqlens: Tensor | None) -> AttentionPlan:
+def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, cu_seqlens: Tensor | None) -> AttentionPlan:
     call = _calls[name]
     cp, mask = context_named(call.context), call.mask
     if cu_seqlens is not None:
         with cp.comms.refusals_told():
             mask = mask_of(None, cu_seqlens, call.max_seqlen) or mask
-    return cached_plan(q_BLND, k_BLKD, mask, cp, call.choices)
+    return cached_plan(q_BLND, k_BLKD, v_BLKD.shape[-1], mask, cp, call.choices)
 
 
 @torch.library.custom_op("burst::attention", mutates_args=())
@@ -99,7 +99,7 @@ def _attention(
     if saved_out_BLND is not None and saved_lse_BNL is not None:
         saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
     out_BLND, lse_BNL = attention_forward(
-        _plan(name, q_BLND, k_BLKD, cu_seqlens), q_BLND, k_BLKD, v_BLKD, sinks_N, saved
+        _plan(name, q_BLND, k_BLKD, v_BLKD, cu_seqlens), q_BLND, k_BLKD, v_BLKD, sinks_N, saved
     )
     if saved is not None and cut == 0:
         return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
@@ -111,7 +111,7 @@ def _attention_fake(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *_others: ob
     check_inputs(q_BLND, k_BLKD, v_BLKD)
     batch, tokens, heads, _ = q_BLND.shape
     lse_BNL = q_BLND.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q_BLND.dtype))
-    return torch.empty_like(q_BLND, memory_format=torch.contiguous_format), lse_BNL
+    return q_BLND.new_empty(batch, tokens, heads, v_BLKD.shape[-1]), lse_BNL
 
 
 @torch.library.custom_op("burst::attention_backward", mutates_args=())
@@ -127,7 +127,7 @@ def _attention_backward(
     name: str,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _plan(name, q_BLND, k_BLKD, cu_seqlens)
+    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, cu_seqlens)
     shards = q_BLND, k_BLKD, v_BLKD
     dq, dk, dv, dsinks = attention_backward(plan, shards, out_BLND, lse_BNL, sinks_N, dout_BLND, dlse_BNL)
     # An operation returns tensors only: where there are no sinks, their gradient is empty.

@@ -84,9 +84,12 @@ class HardwareModel:
 class Workload(HeadsAndRanks):
     """One rank's part of the problem, as the cost model reads it."""
 
-    query_bytes: int  # of Q on one rank; K and V have kv_heads / heads of it each
+    query_bytes: int  # of Q on one rank, and of dQ
+    output_bytes: int  # of O, and of dO
+    key_side_bytes: int  # of K and V together, and of their gradients
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
+    backward_flops: float  # five products of a tile, where forward has two
     rows: int  # query rows of one rank: batch x tokens
     left: RingTraffic = field(default_factory=RingTraffic)  # steps and bytes of a ring that the mask leaves
     recompute: bool = False  # checkpointing calls attention twice, and what an all-to-all received is not saved
@@ -107,6 +110,9 @@ class Workload(HeadsAndRanks):
         """
         narrow = narrowed(grad_comm_dtype).at_slowest(problem.nodes)
         rows, left = problem.batch * (problem.seq_len // problem.cp_size), RingTraffic()
+        queries, keys, values = problem.head_dim, problem.head_dim, problem.value_dim
+        row_bytes, flops = rows * problem.input_bytes, problem.pair_flops / (queries + values)
+        pairs = problem.mask.area(problem.seq_len) / problem.cp_size
         if counts_traffic:
             left = traffic_left(problem.mask, problem.layout, problem.cp_size, problem.node_size, problem.seq_len)
         return cls(
@@ -114,17 +120,16 @@ class Workload(HeadsAndRanks):
             node_size=problem.node_size,
             heads=problem.heads,
             kv_heads=problem.kv_heads,
-            query_bytes=rows * problem.heads * problem.head_dim * problem.input_bytes,
+            query_bytes=row_bytes * problem.heads * queries,
+            output_bytes=row_bytes * problem.heads * values,
+            key_side_bytes=row_bytes * problem.kv_heads * (keys + values),
             gradient_factor=1.0 if narrow else max(4, problem.input_bytes) / problem.input_bytes,
-            forward_flops=problem.pair_flops * problem.mask.area(problem.seq_len) / problem.cp_size,
+            forward_flops=problem.pair_flops * pairs,
+            backward_flops=flops * (3 * queries + 2 * values) * pairs,
             rows=rows,
             left=left,
             recompute=recompute,
         )
-
-    @property
-    def key_bytes(self) -> float:
-        return self.query_bytes * self.kv_heads / self.heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +151,10 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
     """Seconds of forward and backward under a schedule, with the heads of an all-to-all in `chunks` chunks."""
     slower = 1 + (hardware.together_share if workload.cp_size > 1 else 0.0)
     forward = slower * workload.forward_flops / hardware.forward_tflops / 1e12
-    backward = slower * 2.5 * workload.forward_flops / hardware.backward_tflops / 1e12
+    backward = slower * workload.backward_flops / hardware.backward_tflops / 1e12
     inside, spanning, across = (gib * GIB for gib in (hardware.inside_gib, hardware.spanning_gib, hardware.across_gib))
     memory = hardware.memory_gib * GIB
-    query, key, nodes = workload.query_bytes, workload.key_bytes, workload.nodes
+    query, output, keys, nodes = workload.query_bytes, workload.output_bytes, workload.key_side_bytes, workload.nodes
     # Of a kernel's time the share that one of its tiles takes. A ring step has as many tiles as the whole call, each
     # shorter; a head chunk has fewer.
     tile_share = hardware.processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
@@ -158,7 +163,7 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
         recompute; a fraction `far` of the bytes leaves the node. `kernels`: into which a head chunk's compute is
         divided, each with tiles so many times shorter."""
-        nbytes = 4 * query + 4 * key + (query + 2 * key if workload.recompute else 0)
+        nbytes = 2 * (query + output + keys) + (query + keys if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
         inner *= _tail_factor(tile_share)
@@ -175,19 +180,19 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
 
     def ring(steps: float, inner_rings: int, gradient_factor: float = workload.gradient_factor) -> float:
         """Seconds of a ring of `steps` steps whose chunks cross nodes `inner_rings` - 1 times."""
-        shard_forward, far = 2 * key, (inner_rings - 1) / across
+        far = (inner_rings - 1) / across
         # Inside a node a gradient is sent as the kernel wrote it.
         _, sent, gradient = ring_backward(workload, 1.0 if inner_rings == 1 else gradient_factor)
         returning = gradient_factor * gradient
         left = workload.left
         steps, near, far = max(1.0, steps * left.steps), left.near * (steps - inner_rings) / inside, left.far * far
         compute = 1 + hardware.step_tail * tile_share * (steps - 1) / steps
-        passes = max(forward * compute, shard_forward * max(near, far))
+        passes = max(forward * compute, keys * max(near, far))
         # The gradients of all head chunks but the last return while another chunk is computed.
         overlapping = sent * far + returning * far * (1 - 1 / chunks)
         passes += max(backward * compute, (sent + gradient) * near, overlapping) + returning * far / chunks
         # Each partial output, dQ, dK and dV is read once more.
-        passes += (steps - 1) * (hardware.merge_seconds + (2 * query + 2 * key) / memory)
+        passes += (steps - 1) * (hardware.merge_seconds + (query + output + keys) / memory)
         launches = hardware.ring_step_seconds + (left.calls - 1) * hardware.call_seconds
         return max(passes, chunks * steps * launches) + left.near * gradient / inside
 
@@ -232,8 +237,9 @@ class RingBackward(NamedTuple):
 def ring_backward(workload: Workload, gradient_factor: float) -> RingBackward:
     """The side that sends less, as `engine.attention.resolve.cheaper_backward` chooses it by the bytes of a plan;
     gradients are sent with `gradient_factor` times the bytes of their tensors."""
-    query, key, lse_and_delta = workload.query_bytes, workload.key_bytes, 2 * 4 * workload.rows * workload.heads
-    sides = (RingBackward("query", 2 * query + lse_and_delta, query), RingBackward("key_value", 2 * key, 2 * key))
+    query, keys, lse_and_delta = workload.query_bytes, workload.key_side_bytes, 2 * 4 * workload.rows * workload.heads
+    sent = query + workload.output_bytes + lse_and_delta
+    sides = (RingBackward("query", sent, query), RingBackward("key_value", keys, keys))
     return min(sides, key=lambda side: side.sent + gradient_factor * side.gradient)
 
 

@@ -78,16 +78,18 @@ def check_tensors(*tensors: object) -> None:
 
 
 def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
-    """Raise ValueError unless these are shards of the same positions, with heads that fit, of one kind."""
+    """Raise ValueError unless these are shards of the same positions, with heads that fit, of one kind. The head dim
+    of V may be its own."""
     check_tensors(q_BLND, k_BLKD, v_BLKD)
-    if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape != v_BLKD.shape:
+    if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape[:-1] != v_BLKD.shape[:-1]:
         raise ValueError(
             f"q {tuple(q_BLND.shape)}, k {tuple(k_BLKD.shape)}, v {tuple(v_BLKD.shape)} are not [batch, tokens, heads, "
-            "head_dim] with equal k and v; reshape them"
+            "head_dim] with k and v equal but for head_dim; reshape them"
         )
-    if 0 in q_BLND.shape or 0 in k_BLKD.shape:
+    if 0 in (*q_BLND.shape, *k_BLKD.shape, v_BLKD.shape[-1]):
         raise ValueError(
-            f"q {tuple(q_BLND.shape)} or k {tuple(k_BLKD.shape)} is empty; pass at least one sequence, token and head"
+            f"q {tuple(q_BLND.shape)}, k {tuple(k_BLKD.shape)} or v {tuple(v_BLKD.shape)} is empty; pass at least one "
+            "sequence, token and head"
         )
     batch, tokens, heads, head_dim = q_BLND.shape
     if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):

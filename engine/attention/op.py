@@ -9,7 +9,8 @@ A sink is one more key of every query, without a value: a logit of its own per h
 a plan's forward: lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward is then that of any attention
 with more keys elsewhere, from lse' and delta = rowsum(dO * out'), so no kernel and no schedule knows of sinks.
 
-Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
+Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim, which V, O and
+dO may have as one of their own.
 """
 
 from __future__ import annotations

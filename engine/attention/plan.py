@@ -36,28 +36,33 @@ MAX_READ = 16  # tensors of cu_seqlens whose values are kept
 Bounds: TypeAlias = Tensor | Sequence[int]  # cu_seqlens: where documents start, and where the last one ends
 
 
-def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
+def cached_plan(
+    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+) -> AttentionPlan:
     """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
 
-    `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
-    ValueError when nothing fits.
+    `q_BLND` and `k_BLKD` are of one dtype and device; `value_dim` is the head dim of V. A new plan may be collective,
+    on all ranks alike. Raises ValueError when nothing fits.
     """
     try:  # no context manager, which would take host time in every call
         check_mask(mask)
     except ValueError as error:
         cp.comms.refuse(error)
         raise
-    key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
+    key = (q_BLND.shape, k_BLKD.shape, value_dim, q_BLND.dtype, q_BLND.device, mask, choices)
     plan: AttentionPlan | None = cp.plans.get(key)
     if plan is None:
         with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, k_BLKD)
+            if value_dim < 1:
+                raise ValueError(f"the head dim of v is {value_dim}, so v is empty; give a number of at least 1")
             check_choices(choices)
 
         def said() -> dict[str, object]:
             return {
                 "q": tuple(q_BLND.shape),
                 "k": tuple(k_BLKD.shape),
+                "value_dim": value_dim,
                 "dtype": str(q_BLND.dtype),
                 "device": q_BLND.device.type,
                 "mask": _described(mask),
@@ -65,7 +70,7 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
             }
 
         number = cp.agree(key, said)
-        plan = cp.plans.put(key, plan_attention(q_BLND, k_BLKD, mask, cp.without_plans(number), choices))
+        plan = cp.plans.put(key, plan_attention(q_BLND, k_BLKD, value_dim, mask, cp.without_plans(number), choices))
     return plan
 
 
@@ -75,14 +80,16 @@ def _described(mask: Mask) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
-def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
+def plan_attention(
+    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+) -> AttentionPlan:
     """Everything about attention on shards of this shape, dtype and device but its tensors. Collective where it makes
     communicators. Raises ValueError when nothing fits.
 
     Without `lse_gradient`, kernels that form delta from O need no check that makes the host wait for the GPU, and a
     gradient of the LSE is an error with them.
     """
-    problem = _problem(q_BLND, k_BLKD, mask, cp, choices)
+    problem = _problem(q_BLND, k_BLKD, value_dim, mask, cp, choices)
     link = _link(problem, cp, choices, q_BLND.device)
     hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
     choice = resolve(problem, hardware, choices)
@@ -129,7 +136,9 @@ def plan_attention(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParall
     )
 
 
-def _problem(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> Problem:
+def _problem(
+    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+) -> Problem:
     """What the tensors ask for. Raises ValueError for a length that the layout cannot split."""
     batch, tokens, heads, head_dim = q_BLND.shape
     cp.segments(tokens * cp.size)  # raises where the layout cannot split them
@@ -150,6 +159,7 @@ def _problem(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, ch
         kv_heads=k_BLKD.shape[2],
         head_dim=head_dim,
         input_bytes=q_BLND.itemsize,
+        value_dim=value_dim,
         cp_size=cp.size,
         node_size=cp.node_size,
         on_gpu=q_BLND.is_cuda,
@@ -182,6 +192,7 @@ def _kernel(choice: Resolved, device: torch.device, dtype: torch.dtype) -> Kerne
             heads=part.heads,
             kv_heads=part.kv_heads,
             head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
             bands=table.kinds,
             sequences=table.has_sequences,
             deterministic=choices.deterministic,

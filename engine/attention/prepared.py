@@ -89,7 +89,8 @@ def burst_attention(
 
     Args:
         q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` says.
-        k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
+        k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads. The head
+            dim of V, which is that of the output, may be another one than that of Q and K.
         mask: visible (query, key) pairs, in global positions; causal when None.
         cu_seqlens: in place of a mask, the positions at which packed documents start and the last one ends, 0, ...,
             length of the whole sequence, in a tensor or a sequence, the same on every rank: a query sees the earlier
@@ -160,7 +161,7 @@ def burst_attention(
         if not (
             q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device
-            and k_BLKD.shape == v_BLKD.shape
+            and k_BLKD.shape[:-1] == v_BLKD.shape[:-1]
             and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
         ):
             check_inputs(q_BLND, k_BLKD, v_BLKD)
@@ -177,7 +178,8 @@ def burst_attention(
         out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
         found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
-    plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
+    mask = _CAUSAL if mask is None else mask
+    plan = cached_plan(q_BLND, k_BLKD, v_BLKD.shape[-1], mask, cp or _alone(), Choices(*choices))
     found = run_attention(
         plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved=saved, recompute=recompute, return_lse=return_lse
     )
@@ -207,6 +209,7 @@ class PreparedAttention:
         cp: ContextParallel,
         choices: Choices,
         return_lse: bool,
+        value_dim: int | None = None,
     ) -> None:
         if not isinstance(cp, ContextParallel):
             raise ValueError(
@@ -223,8 +226,10 @@ class PreparedAttention:
         except (AttributeError, ValueError) as error:
             _refuse(error, cp, q, k)
         self._q_shape, self._k_shape = q.shape, k.shape
+        self._value_dim = k.shape[-1] if value_dim is None else value_dim
+        self._v_shape = torch.Size((*k.shape[:-1], self._value_dim))
         self._dtype, self._device = q.dtype, q.device
-        self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, mask, cp, choices)
+        self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, self._value_dim, mask, cp, choices)
 
     def __call__(
         self,
@@ -253,7 +258,8 @@ class PreparedAttention:
         dtype, device = self._dtype, self._device
         if not (
             q_BLND.shape == self._q_shape
-            and k_BLKD.shape == v_BLKD.shape == self._k_shape
+            and k_BLKD.shape == self._k_shape
+            and v_BLKD.shape == self._v_shape
             and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device == device
             and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
@@ -261,7 +267,7 @@ class PreparedAttention:
             with self.cp.comms.refusals_told():
                 check_tensors(q_BLND, k_BLKD, v_BLKD)
             error = ValueError(
-                f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._k_shape)} of {dtype} "
+                f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._v_shape)} of {dtype} "
                 f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
                 f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
                 f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
@@ -281,7 +287,9 @@ class PreparedAttention:
         if cu_seqlens is not None or max_seqlen is not None:
             with self.cp.comms.refusals_told():
                 mask = mask_of(mask, cu_seqlens, max_seqlen)
-        plan = self.plan if mask is None else cached_plan(q_BLND, k_BLKD, mask, self.cp, self._choices)
+        plan = self.plan
+        if mask is not None:
+            plan = cached_plan(q_BLND, k_BLKD, self._value_dim, mask, self.cp, self._choices)
         found = run_attention(
             plan,
             q_BLND,
@@ -337,6 +345,7 @@ def prepare_attention(
     return_lse: bool = False,
     lse_gradient: bool | None = None,
     tensor_layout: str | None = None,
+    value_dim: int | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
 
@@ -346,6 +355,7 @@ def prepare_attention(
         q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
+        value_dim: head dim of V; that of K when None.
         mask, cu_seqlens, cp, tensor_layout, softcap and the others: as of `burst_attention`.
 
     Raises:
@@ -370,7 +380,7 @@ def prepare_attention(
         except ValueError as error:
             _refuse(error, cp, q_BLND, k_BLKD)
     mask = _CAUSAL if mask is None else mask
-    return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)
+    return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse, value_dim)
 
 
 def _constant(mask: Mask | None) -> _Constant | None:

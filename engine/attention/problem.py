@@ -52,8 +52,9 @@ class Problem(HeadsAndRanks):
     layout: Layout
     seq_len: int  # of the whole sequence, tokens
     batch: int
-    head_dim: int
+    head_dim: int  # of Q and K
     input_bytes: int  # per element of Q, K and V
+    value_dim: int = 0  # of V and O; 0: as `head_dim`
     on_gpu: bool = True
     copies_unsupported_reason: str | None = None  # why ranks of a node cannot copy into each other's memory
 
@@ -61,11 +62,12 @@ class Problem(HeadsAndRanks):
         for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim", "cp_size", "node_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @property
     def pair_flops(self) -> float:
         """Of one visible (query, key) pair in forward, over batch and heads."""
-        return 4.0 * self.batch * self.heads * self.head_dim
+        return 2.0 * self.batch * self.heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

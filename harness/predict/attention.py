@@ -188,7 +188,7 @@ class _RingOfRanks:
         plan = comm_plan(problem.mask, layout, ring, problem.seq_len, rank, sends_queries)
         areas = step_areas(problem.mask, layout, problem.seq_len, ring, rank, sends_queries)
         part = found.shards
-        chunk_bytes = found.num_head_chunks * (part.sent_side(sends_queries) if backward else 2 * part.key)
+        chunk_bytes = found.num_head_chunks * (part.sent_side(sends_queries) if backward else part.key_side)
         gradient_bytes = found.num_head_chunks * part.gradient(sends_queries, found.summed_bytes)
         inside = self.across if self.spans else self.speeds.inside_gib
         clock = _FreeTimes(inside=inside * GIB, across=self.across * GIB)
@@ -322,7 +322,7 @@ def all_gather_passes(found: Resolved, speeds: HardwareSpeeds, across: float) ->
     in backward gathered again, and the gradients of all keys written by owner and reduced."""
     problem, part = found.problem, found.shards
     group = RankGroup(ranks=problem.cp_size, node_ranks=problem.node_size, inside=speeds.inside_gib, across=across)
-    keys = 2 * part.key * part.tokens
+    keys = part.key_side * part.tokens
     gradients = part.gradient(False, found.summed_bytes) * part.tokens
     inside, between = group.gather(keys)
     back_inside, back_between = group.reduce(gradients)

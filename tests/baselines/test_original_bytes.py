@@ -245,5 +245,5 @@ def test_megatrons_ring_sends_2304_mib_of_a_7b_layer_at_64k_on_four_ranks(sent: 
     ring = Ring(cp_size=4, node_size=4)
     work = comm_plan(Causal(), layout_named("zigzag"), ring, 65536, 0, False)
     volume = RingVolume(ring=ring, node_size=4, exchange="relay")
-    forward, backward = volume.chunks(work, 0, shards.tokens, 2 * shards.key), volume.backward(work, 0, shards, False)
+    forward, backward = volume.chunks(work, 0, shards.tokens, shards.key_side), volume.backward(work, 0, shards, False)
     assert (forward + backward).total == expected * MIB

@@ -121,9 +121,11 @@ class OutputAccumulator:
     """The (out, LSE) pair of a rank's queries, merged from partial results as late and as many at a time as memory
     allows."""
 
-    def __init__(self, q_BLND: Tensor, streams: StreamPass = ONE_STREAM) -> None:
-        """`streams`: those that parts are computed on, in turn; parts are merged on the one that is current then."""
+    def __init__(self, q_BLND: Tensor, streams: StreamPass = ONE_STREAM, value_dim: int | None = None) -> None:
+        """`streams`: those that parts are computed on, in turn; parts are merged on the one that is current then.
+        `value_dim`: of V and O, where it is another one than that of Q."""
         self._like_BLND, self._streams = q_BLND, streams
+        self._shape = (*q_BLND.shape[:-1], value_dim or q_BLND.shape[-1])
         self._parts: list[_OutputPart] = []
         self._running: tuple[Tensor, Tensor] | None = None
 
@@ -156,7 +158,7 @@ class OutputAccumulator:
         """Running result and waiting parts in one pass, out in `dtype`; in place when that is the running one's."""
         like, running = self._like_BLND, self._running
         if running is None:
-            out_BLND = torch.empty(like.shape, dtype=dtype, device=like.device)
+            out_BLND = torch.empty(self._shape, dtype=dtype, device=like.device)
             lse_shape = (like.shape[0], like.shape[2], like.shape[1])
             lse_BNL = torch.empty(lse_shape, dtype=accumulation_dtype(like.dtype), device=like.device)
         else:

@@ -45,7 +45,7 @@ class AllGatherPlan(AttentionPlan):
         if self.cut is not None:
             q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.choice.problem.seq_len)]
         with self.streams.begin() as streams:
-            output = OutputAccumulator(q_BLND, streams)
+            output = OutputAccumulator(q_BLND, streams, self.choice.problem.value_dim)
             for index, call in enumerate(self.calls):
                 with streams.turn(index):
                     part = self.kernel.forward(

@@ -13,7 +13,8 @@ transfer may take as long as that whole ring. Gradients are summed inside the no
 cross between nodes once.
 
 This file composes ring order, layout, mask, kernel and exchange pattern; each is a value of its own.
-Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
+Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim (of V and O their
+own).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     with plan.streams.begin() as streams:
-        output = OutputAccumulator(q_BLND, streams)
+        output = OutputAccumulator(q_BLND, streams, plan.choice.problem.value_dim)
         steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
         for index in itertools.count():
             # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.

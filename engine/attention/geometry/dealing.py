@@ -99,6 +99,7 @@ class _Dealer:
     def lightest(self, tokens: int, cut: list[tuple[float, int, Part]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
         rests = sorted([each[:2] for each in cut], reverse=True)
+        # A whole document that is no longer than the window has length * (length + more) / each pairs.
         more, each, window = (1, 2, self.window) if self.causal else (0, 1, NO_LIMIT)
         left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else NO_LIMIT
         for length in self.lengths:
@@ -230,6 +231,7 @@ class _Dealer:
         square, shift, each = half * half, -2 * half / times, 1 / times
         tokens, excess, lacks, window = self.tokens, self.excess + self.slack, 3 * self.slack, self.window
         while tokens and lengths:
+            # The longest document that has no more than the excess: where its quadratic reaches it.
             inside = square + times * excess
             fits = half + root(inside) if inside > 0 else half
             if fits > window:
@@ -345,11 +347,10 @@ def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: i
     # Documents that begin or end outside are cut already.
     first, last = int(np.searchsorted(bounds, begin, side="right")) - 1, int(np.searchsorted(bounds, end))
     low, high = first + int(bounds[first] < begin), last - int(bounds[last] > end)
-    cut = [
-        Part(start, length, max(0, begin - start), min(length, end - start))
-        for at in sorted({*range(first, low), *range(high, last)})
-        for start, length in ((int(bounds[at]), int(lengths[at])),)
-    ]
+    cut = []
+    for at in sorted({*range(first, low), *range(high, last)}):
+        start, length = int(bounds[at]), int(lengths[at])
+        cut.append(Part(start, length, max(0, begin - start), min(length, end - start)))
     order = np.argsort(lengths[low:high], kind="stable")
     whole = lengths[low:high][order]
     dealer = _Dealer(work.causal, work.window, whole.tolist(), bounds[low:][order].tolist(), cut)

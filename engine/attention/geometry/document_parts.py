@@ -31,7 +31,7 @@ class Work:
         return bool(self.spans) or (self.left is not None and not self.causal)
 
 
-PLAIN = Work()
+PLAIN = Work()  # causal documents without windows and spans
 
 
 @dataclass(slots=True)

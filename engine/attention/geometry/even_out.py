@@ -20,7 +20,7 @@ def even_out(shards: list[Shard], areas: list[float], work: Work) -> None:
     pairs_in = pair_counter(work)
     if work.irregular:
         areas = [sum(pairs_in(part, part.first, part.last) for part in shard.all_parts()) for shard in shards]
-    exchange = _Exchange(work, pairs_in, work == PLAIN)
+    exchange = _Exchange(work, pairs_in)
     mean = sum(areas) / len(areas)
     near = NEAR * mean
     for _ in range((32 if work.irregular else 4) * len(areas)):
@@ -51,11 +51,11 @@ class _Exchange:
 
     work: Work
     pairs_in: Callable[[Part, int, int], float]
-    plain: bool  # causal documents without windows and spans
 
     def move(self, heavy: list[Part], light: list[Part], pairs: float) -> float:
         """Returns the pairs that are moved, at most about `pairs`."""
-        best, found, count = self.by_formula(heavy, light, pairs) if self.plain else self.best(heavy, light, pairs)
+        find = self.by_formula if self.work == PLAIN else self.best
+        best, found, count = find(heavy, light, pairs)
         if found is not None:
             for part, last, of, to in (
                 (found.given, found.given_last, heavy, light),

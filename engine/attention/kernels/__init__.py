@@ -10,6 +10,9 @@ never an input, so the backward ring does not send it. Kernels whose backward ne
 Scores are q k^T * scale, or with soft-capping softcap * tanh(q k^T * scale / softcap) (Gemma 2, arXiv:2408.00118).
 A kernel object has the soft-capping of its calls: `choose_kernel` returns one that was made for the problem.
 
+Q and K have one head dim, V, O and dO may have another (192 and 128 in DeepSeek-V3). A kernel whose operation wants
+one for all gets zeros up to the wider one (`engine.attention.kernels.padded`).
+
 Shape letters: B batch, L query tokens, M key tokens, N query heads, K KV heads, D head dim.
 """
 
@@ -37,12 +40,16 @@ class KernelProblem:
     dtype: torch.dtype
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of Q and K
     bands: frozenset[str] = frozenset({"full"})  # kinds of band in its tiles: full, causal, band
     deterministic: bool = False
     softcap: float | None = None  # bound of the scores' size; None: scores as they are
     sequences: bool = False  # some calls are of several sequences
     any_delta: bool = False  # delta may be any number; else only a rowsum(dO * O), as where the LSE has no gradient
+    value_dim: int = 0  # of V and O; 0: as `head_dim`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
 class BackwardInputs(NamedTuple):
@@ -205,11 +212,12 @@ def half_precision_unsupported_reason(kernel: str, problem: KernelProblem, max_h
         return f"kernel {kernel} runs on CUDA tensors, found {problem.device.type}; choose kernel auto"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"kernel {kernel} takes bf16 or fp16, found {problem.dtype}; choose kernel reference for {problem.dtype}"
-    if problem.head_dim > max_head_dim or problem.head_dim % 8:
-        return (
-            f"kernel {kernel} takes head dims up to {max_head_dim} in multiples of 8, found {problem.head_dim}; "
-            "choose kernel reference"
-        )
+    for dim in (problem.head_dim, problem.value_dim):
+        if dim > max_head_dim or dim % 8:
+            return (
+                f"kernel {kernel} takes head dims up to {max_head_dim} in multiples of 8, found {dim}; choose kernel "
+                "reference"
+            )
     return None
 
 

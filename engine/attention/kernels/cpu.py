@@ -4,7 +4,7 @@ The op aligns its causal mask top-left. Other bands go in as additive masks, of 
 hidden or not. Such a tile is computed in blocks of queries, each against the keys that its queries see, so that time
 and memory follow the visible pairs. Inputs narrower than fp32 are widened first, so that partial results are not
 rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is equally
-fast in both. Short documents are computed many at a time.
+fast in both. Short documents are computed many at a time. It takes one head dim: a narrower V is padded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.attention.kernels import (
     softcap_unsupported_reason,
     sum_heads,
 )
+from engine.attention.kernels.padded import padded_backward, padded_forward
 from engine.attention.kernels.stand_in import StandInKernel
 from engine.ops.autograd import accumulation_dtype
 
@@ -186,6 +187,8 @@ class CpuKernel(StandInKernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if q_BLND.shape[-1] != v_BMKD.shape[-1]:
+            return padded_forward(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         heads, dtype = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
         q_BLND, k_BMKD, v_BMKD = (each.to(dtype) for each in (q_BLND, k_BMKD, v_BMKD))
         k_BMND, v_BMND = repeat_heads(k_BMKD, heads), repeat_heads(v_BMKD, heads)
@@ -218,6 +221,8 @@ class CpuKernel(StandInKernel):
         return out_BLND, lse_BNL
 
     def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        if given.q_BLND.shape[-1] != given.v_BLKD.shape[-1]:
+            return padded_backward(given, lambda one: self.backward_of_whole(one, visible, scale, deterministic))
         heads, kv_heads = given.q_BLND.shape[2], given.k_BLKD.shape[2]
         dtype, lse_BNL = accumulation_dtype(given.q_BLND.dtype), given.lse_BNL
         q_BLND, out_BLND, dout_BLND, k_BMKD, v_BMKD = (each.to(dtype) for each in (*given[:3], *given[4:]))

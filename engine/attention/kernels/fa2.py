@@ -1,4 +1,7 @@
-"""Kernel `fa2`: torch's own FlashAttention-2 op (arXiv:2307.08691), for Ampere GPUs such as A100 and A800."""
+"""Kernel `fa2`: torch's own FlashAttention-2 op (arXiv:2307.08691), for Ampere GPUs such as A100 and A800.
+
+It takes one head dim: a narrower V is padded with zeros.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from engine.attention.kernels import (
     half_precision_unsupported_reason,
     torch_op_unsupported_reason,
 )
+from engine.attention.kernels.padded import padded_backward, padded_forward
 from engine.attention.kernels.sequences import Packed
 from engine.attention.kernels.stand_in import StandInKernel
 
@@ -54,6 +58,8 @@ class FlashAttention2Kernel(StandInKernel):
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if q_BLND.shape[-1] != v_BMKD.shape[-1]:
+            return padded_forward(self, q_BLND, k_BMKD, v_BMKD, visible, scale)
         if isinstance(visible, VarlenGroup):
             packed, batch = Packed.of(visible, q_BLND, k_BMKD), q_BLND.shape[0]
             out_TND, lse_NT, *_ = _packed_forward(
@@ -76,6 +82,8 @@ class FlashAttention2Kernel(StandInKernel):
         return out_BNLD.transpose(1, 2), lse_BNL
 
     def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
+        if given.q_BLND.shape[-1] != given.v_BLKD.shape[-1]:
+            return padded_backward(given, lambda one: self.backward_of_whole(one, visible, scale, deterministic))
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         unused = torch.empty(0, dtype=torch.uint64, device=q_BLND.device)  # dropout's random state; there is none
         if isinstance(visible, VarlenGroup):

@@ -2,6 +2,8 @@
 
 Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta, dpsum is exactly delta, so O need not
 exist on the rank that runs the backward.
+
+The head dim of V may be its own: on Hopper any two up to 256, on Blackwell any two up to 128, or 192 and 128.
 """
 
 from __future__ import annotations
@@ -155,7 +157,21 @@ class FlashAttention4Kernel(Kernel):
                     f"kernel fa4 has no soft-capped backward for head_dim {problem.head_dim} on compute capability "
                     f"{major}; choose flex, reference or auto"
                 )
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
+        reason = half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
+        return reason or self._unequal_unsupported_reason(problem)
+
+    def _unequal_unsupported_reason(self, problem: KernelProblem) -> str | None:
+        """Why the library has no kernel for these two head dims, or None."""
+        dims = problem.head_dim, problem.value_dim
+        if dims[0] == dims[1] or max(dims) <= 128 or dims == (192, 128):
+            return None
+        major, _ = torch.cuda.get_device_capability(problem.device)
+        if major == 9:
+            return None
+        return (
+            f"kernel fa4 on compute capability {major} takes two head dims up to 128, or 192 and 128, found {dims[0]} "
+            f"and {dims[1]}; choose kernel auto or reference"
+        )
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float
@@ -178,7 +194,7 @@ class FlashAttention4Kernel(Kernel):
 
     def backward(self, given: BackwardInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
-        whole = WholeInputs(q_BLND, _zero_output(q_BLND), dout_BLND, lse_BNL, k_BMKD, v_BMKD)
+        whole = WholeInputs(q_BLND, _zero_output(dout_BLND), dout_BLND, lse_BNL, k_BMKD, v_BMKD)
         return self._any_lengths(whole, -delta_BNL, visible, scale, deterministic)
 
     def backward_of_whole(self, given: WholeInputs, visible: Visible, scale: float, deterministic: bool) -> Gradients:

@@ -125,8 +125,9 @@ class FlexKernel(Kernel):
         return unsupported_reason
 
     def refuse(self, problem: KernelProblem) -> str | None:
-        if problem.head_dim & (problem.head_dim - 1):
-            return f"kernel flex takes head dims that are powers of 2, found {problem.head_dim}; choose kernel auto"
+        for dim in (problem.head_dim, problem.value_dim):
+            if dim & (dim - 1):
+                return f"kernel flex takes head dims that are powers of 2, found {dim}; choose kernel auto"
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(

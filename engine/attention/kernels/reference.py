@@ -64,7 +64,8 @@ class ReferenceKernel(Kernel):
             heads_first(repeat_heads(k_BMKD, heads)),
             heads_first(repeat_heads(v_BMKD, heads)),
         )
-        out_BNLD, lse_BNL = torch.empty_like(q_BNLD), q_BNLD.new_empty(q_BNLD.shape[:3])
+        lse_BNL = q_BNLD.new_empty(q_BNLD.shape[:3])
+        out_BNLD = q_BNLD.new_empty(*lse_BNL.shape, v_BNMD.shape[-1])
         for tile in row_blocks(visible, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
             rows, keys = tile.q, tile.k
             scores_BNLM = _visible(self._scores(q_BNLD[:, :, rows], k_BNMD[:, :, keys], scale), tile.band)

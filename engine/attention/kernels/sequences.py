@@ -147,7 +147,7 @@ def forward_each(
         )
         if out_BLND is None:
             batch, length, heads, _ = q_BLND.shape
-            out_BLND = part_BLND.new_zeros(q_BLND.shape)
+            out_BLND = part_BLND.new_zeros(batch, length, heads, part_BLND.shape[-1])
             lse_BNL = part_lse_BNL.new_full((batch, heads, length), -torch.inf)
         out_BLND[:, tile.q], lse_BNL[:, :, tile.q] = part_BLND, part_lse_BNL
     assert out_BLND is not None, "a call has sequences"

@@ -49,7 +49,7 @@ def test_over_nodes_keys_cross_once_and_gradients_from_each_rank_to_each() -> No
     gathered = attention("all_gather", dataclasses.replace(PROBLEM, node_size=4))
     forward, backward = attention_passes(gathered, SLOW)
     part = gathered.resolved.shards
-    keys = 2 * part.key * part.tokens
+    keys = part.key_side * part.tokens
     assert forward.across == pytest.approx(keys / (0.01 * GIB))  # one other node's, over all links of this one
     assert backward.across == pytest.approx((keys + 4 * part.gradient(False, 4) * part.tokens) / (0.01 * GIB))
 

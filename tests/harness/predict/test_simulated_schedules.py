@@ -64,7 +64,7 @@ def test_with_a_slow_link_between_nodes_a_double_ring_takes_the_time_of_the_byte
         most = 0
         for rank in (0, 4, 7):
             work = comm_plan(one.mask, one.layout, ring, one.seq_len, rank, queries)
-            sent = volume.chunks(work, rank, shards.tokens, shards.sent_side(queries) if backward else 2 * shards.key)
+            sent = volume.chunks(work, rank, shards.tokens, shards.sent_side(queries) if backward else shards.key_side)
             if backward:
                 sent += volume.gradients(work, rank, shards, queries)
             most = max(most, sent.far)

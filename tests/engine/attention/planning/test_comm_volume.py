@@ -99,9 +99,20 @@ def differing(
     for (heads, kv_heads), mask, choice in chance.sample(cases, min(most, len(cases))):
         dtype, comm_dtype = chance.choice(widths)
         recompute, chunks = chance.choice((False, True)), chance.choice((1, 2))
-        q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+        value_dim = chance.choice((3, 5))
+        shapes = ((heads, 3), (kv_heads, 3), (kv_heads, value_dim))
+        q, k, v = (torch.ones(2, TOKENS, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
         with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
-            plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
+            plan = plan_attention(
+                q,
+                k,
+                mask=mask,
+                cp=cp,
+                grad_comm_dtype=comm_dtype,
+                num_head_chunks=chunks,
+                value_dim=value_dim,
+                **choice,
+            )
         cp.traffic.reset()
         with Posted(cp) as forward:
             out = run_attention(plan, q, k, v, recompute=recompute)

@@ -36,8 +36,11 @@ def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32,
         heads=heads,
         kv_heads=kv_heads,
         query_bytes=tokens // cp_size * heads * 128 * 2,
+        output_bytes=tokens // cp_size * heads * 128 * 2,
+        key_side_bytes=2 * (tokens // cp_size) * kv_heads * 128 * 2,
         gradient_factor=2.0,
         forward_flops=2.0 * tokens**2 * heads * 128 / cp_size,
+        backward_flops=5.0 * tokens**2 * heads * 128 / cp_size,
         rows=tokens // cp_size,
     )
 
