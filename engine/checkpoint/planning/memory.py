@@ -33,6 +33,7 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 # The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
 _TORCH_MLP = {1: 3, 2: 5}
+_CHUNK = 64  # tokens of a chunk of the gated delta rule
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -117,6 +118,8 @@ class _Mixer:
             saved, states = saved + shape.hidden, 2 * of_map + 3 * of_state
             if shape.linear == "gated_delta_net":
                 saved, gradients = (each + 2 * shape.linear_heads * shape.linear_key_dim for each in (saved, gradients))
+        if shape.linear == "gated_delta_net":  # the matrix of every chunk that the kernel saves
+            saved += shape.linear_heads * _CHUNK
         return cls(saved=tokens * saved + states, gradients=tokens * gradients + states)
 
 
