@@ -1,12 +1,14 @@
-"""Attention over a batch whose rows hold packed documents of their own: one call where all rows have the same ones.
+"""What adapters of models share: the parts of composed mask functions, masks of packed documents, and attention over a
+batch whose rows hold documents of their own. It is one call where all rows have the same documents.
 
 Shape letters: B batch, L this rank's tokens, N heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def by_rows(call: Callable[[slice, tuple[int, ...]], Tensor], rows: Sequence[tup
     return torch.cat([call(slice(row, row + 1), lengths) for row, lengths in enumerate(rows)])
 
 
-def mask_of(lengths: tuple[int, ...], *, causal: bool, left: int | None) -> Mask:
+def mask_of_lengths(lengths: tuple[int, ...], *, causal: bool, left: int | None) -> Mask:
     """The mask of documents of these lengths in which a token sees `left` tokens before itself; None for no limit.
     Raises ValueError for a window of attention that is not causal."""
     if left is not None and not causal:
@@ -33,3 +35,25 @@ def mask_of(lengths: tuple[int, ...], *, causal: bool, left: int | None) -> Mask
     if left is not None and left < lengths[0] - 1:
         return SlidingWindow(left)
     return Causal() if causal else Full()
+
+
+def lengths_from(starts: Sequence[int], seq_len: int) -> tuple[int, ...]:
+    """Lengths of documents that start at these tokens, the first at 0, of a row of `seq_len` tokens."""
+    return tuple(stop - start for start, stop in pairwise((*starts, seq_len)))
+
+
+def made_by(function: Callable[..., Any]) -> str:
+    """The name of the function that made this function."""
+    return function.__qualname__.split(".")[0]
+
+
+def parts_of(function: Callable[..., Any], composed: Collection[str]) -> Iterator[Callable[..., Any]]:
+    """The functions that a mask function is made of: those in the closures of functions made by one of `composed`."""
+    if made_by(function) not in composed:
+        yield function
+        return
+    for cell in function.__closure__ or ():
+        held = cell.cell_contents
+        for each in held if isinstance(held, tuple) else (held,):
+            if callable(each):
+                yield from parts_of(each, composed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from burst.rows import Rows, by_rows, mask_of
+from burst.rows import Rows, by_rows, lengths_from, made_by, mask_of_lengths, parts_of
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.prepared import burst_attention
@@ -94,7 +94,7 @@ class BurstFlexAttention(Module):
                 v_BLNH = torch.nn.functional.pad(v_BLNH, (0, q_BLNH.shape[-1] - channels))
 
             def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
-                mask = mask_of(lengths, causal=said.causal, left=said.left)
+                mask = mask_of_lengths(lengths, causal=said.causal, left=said.left)
                 found = burst_attention(
                     q_BLNH[rows], k_BLNH[rows], v_BLNH[rows], mask=mask, cp=said.cp, scale=scale,
                     return_lse=out_transform is not None, tensor_layout="BSHD",
@@ -161,7 +161,7 @@ def _said(mask: BlockMask, mesh: DeviceMesh | None, q_BLNH: Tensor) -> _Said:
 def _read(mask: BlockMask, mesh: DeviceMesh | None, q_BLNH: Tensor) -> _Said:
     function, size = mask.mask_mod, 1 if mesh is None else mesh.size()
     batch, tokens = q_BLNH.shape[:2]
-    cut = _made_by(function) == _CP_WRAPPER
+    cut = made_by(function) == _CP_WRAPPER
     if cut != (size > 1):
         raise ValueError(
             f"{size} ranks share a sequence and its mask is {'cut' if cut else 'whole'}; let torchtitan cut batches "
@@ -177,8 +177,8 @@ def _read(mask: BlockMask, mesh: DeviceMesh | None, q_BLNH: Tensor) -> _Said:
         in_order = torch.arange(tokens * size, device=q_BLNH.device)
         by_row = [inside["qkv_idx_restore"](row, in_order) for row in torch.arange(rows, device=q_BLNH.device)]
         cp = _context(mesh, torch.stack(by_row).cpu())
-    parts = list(_parts(function))
-    names = [_made_by(part) for part in parts]
+    parts = list(parts_of(function, ("and_masks",)))
+    names = [made_by(part) for part in parts]
     causal = _CAUSAL in names or _WINDOW in names
     unknown = [name for name in names if name not in (_CAUSAL, _WINDOW, *_DOCUMENTS)]
     if unknown or (_DOCUMENTS[1] in names and not causal):
@@ -186,8 +186,8 @@ def _read(mask: BlockMask, mesh: DeviceMesh | None, q_BLNH: Tensor) -> _Said:
             f"the mask is made of {', '.join(names)}; causal masks, windows and documents of torchtitan 0.3 are exact "
             "here, and no others"
         )
-    windows = [inspect.getclosurevars(part).nonlocals["window_size"] for part in parts if _made_by(part) == _WINDOW]
-    dividing = [part for part in parts if _made_by(part) in _DOCUMENTS]
+    windows = [inspect.getclosurevars(part).nonlocals["window_size"] for part in parts if made_by(part) == _WINDOW]
+    dividing = [part for part in parts if made_by(part) in _DOCUMENTS]
     lengths = tuple(_lengths(dividing, row, tokens * size, q_BLNH.device) for row in range(rows))
     return _Said(
         cp=cp, rows=lengths * (batch // rows), causal=causal, left=min(windows) - 1 if windows else None
@@ -213,20 +213,6 @@ def _context(mesh: DeviceMesh, order_BS: Tensor) -> ContextParallel:
     )
 
 
-def _made_by(function: Callable[..., Tensor]) -> str:
-    """The name of the function that made this function."""
-    return function.__qualname__.split(".")[0]
-
-
-def _parts(function: Callable[..., Tensor]) -> Iterator[Callable[..., Tensor]]:
-    """The functions that all have to allow a pair."""
-    if _made_by(function) != "and_masks":
-        yield function
-        return
-    for each in inspect.getclosurevars(function).nonlocals["mask_mods"]:
-        yield from _parts(each)
-
-
 def _lengths(dividing: list[Callable[..., Tensor]], row: int, seq_len: int, device: torch.device) -> tuple[int, ...]:
     """Lengths of the documents of a row: a token that does not see the one before it begins one."""
     of_row = torch.tensor(row, device=device)
@@ -235,4 +221,4 @@ def _lengths(dividing: list[Callable[..., Tensor]], row: int, seq_len: int, devi
     for function in dividing:
         begins |= ~function(of_row, torch.zeros_like(of_row), tokens, tokens - 1)
     starts = [0, *(int(token) for token in tokens[begins].tolist())]
-    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], seq_len], strict=True))
+    return lengths_from(starts, seq_len)

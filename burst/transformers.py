@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial, wraps
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from burst.batch import CHECKSUM
-from burst.rows import Rows, by_rows, mask_of
+from burst.rows import Rows, by_rows, lengths_from, made_by, mask_of_lengths, parts_of
 from engine.attention.context import ContextParallel
 from engine.attention.prepared import burst_attention
 
@@ -165,7 +165,7 @@ class _ShardedAttention:
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
                 attention_mask=attention_mask, **kwargs,
             )  # fmt: skip
-        parts = list(_parts(mask_function)) if mask_function is not None else []
+        parts = [] if mask_function is None else [made_by(part) for part in parts_of(mask_function, _COMPOSED)]
         if unknown := [part for part in parts if part not in _HAS]:
             raise ValueError(
                 f"the model asks for a mask made of {unknown[0]}, which attention over sharded sequences does not "
@@ -217,7 +217,7 @@ class _ShardedAttention:
         def call(rows: slice, lengths: tuple[int, ...]) -> Tensor:
             out_BLND: Tensor = burst_attention(
                 q_BLND[rows], k_BLKD[rows], v_BLKD[rows],
-                mask=mask_of(lengths, causal=bool(causal), left=left), cp=self._cp,
+                mask=mask_of_lengths(lengths, causal=bool(causal), left=left), cp=self._cp,
                 scale=scaling, softcap=softcap, sinks_N=s_aux, tensor_layout="BSHD",
             )  # fmt: skip
             return out_BLND
@@ -276,7 +276,7 @@ class _ShardedAttention:
         if self._cp.size > 1:
             _refuse_rotation(module, int(whole_BS.max()) + 1)
         rows = tuple(_lengths(row) for row in whole_BS.tolist())
-        _check_boundaries(kwargs, rows)
+        check_boundaries(kwargs, [0, *itertools.accumulate(length for row in rows for length in row)])
         self._seen = [(weakref.ref(each), each._version) for each in given] if counted else []
         self._rows = rows
         return rows
@@ -359,19 +359,6 @@ def _attend_to_cache(
     return out
 
 
-def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The names of the functions that a mask function of transformers is made of."""
-    name = mask_function.__qualname__.split(".")[0]
-    inner = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    if name not in _COMPOSED:
-        yield name
-        return
-    for each in inner:
-        for function in each if isinstance(each, tuple) else (each,):
-            if callable(function) and not isinstance(function, Tensor):
-                yield from _parts(function)
-
-
 def _lengths(positions: list[int]) -> tuple[int, ...]:
     """Lengths of the documents of a row. Raises ValueError where positions are not 0, 1, 2, ... in each."""
     starts = [at for at, position in enumerate(positions) if position == 0]
@@ -383,16 +370,15 @@ def _lengths(positions: list[int]) -> tuple[int, ...]:
                 f"position {position} follows {positions[at - 1]} at token {at} of the whole sequence; positions count "
                 "up by one and begin again with 0 at each document. Are tokens sharded as the ContextParallel says?"
             )
-    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
+    return lengths_from(starts, len(positions))
 
 
-def _check_boundaries(kwargs: dict[str, Any], rows: Rows) -> None:
-    """Raises ValueError where boundaries that the model was given are not those of the positions."""
-    expected = [0, *itertools.accumulate(length for row in rows for length in row)]
+def check_boundaries(given: Mapping[str, Any], expected: list[int]) -> None:
+    """Raises ValueError where boundaries among the inputs of a model are not those of the positions."""
     for name in BOUNDARIES:
-        given = kwargs.get(name)
-        if given is not None and (bounds := [int(bound) for bound in given]) != expected:
+        bounds = given.get(name)
+        if bounds is not None and (found := [int(bound) for bound in bounds]) != expected:
             raise ValueError(
-                f"{name} {bounds[:6]} is not where documents start by position_ids, {expected[:6]}, in the whole "
+                f"{name} {found[:6]} is not where documents start by position_ids, {expected[:6]}, in the whole "
                 f"sequence of {expected[-1]} tokens; pass those of the whole sequence on every rank, or leave them out"
             )

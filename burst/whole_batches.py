@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst.batch import shard_batch
-from burst.transformers import BOUNDARIES, FLASH_NAMES, register, sees_one_rank
+from burst.transformers import BOUNDARIES, FLASH_NAMES, check_boundaries, register, sees_one_rank
 from engine.attention.context import ContextParallel
 
 if TYPE_CHECKING:
@@ -241,12 +241,10 @@ class _TimesRanks(torch.autograd.Function):
 
 def _check_boundaries(given: Mapping[str, Any], batch: Mapping[str, Tensor]) -> None:
     """Raises ValueError where lengths of documents are not those of the positions."""
-    for name in BOUNDARIES:
-        if name not in given:
-            continue
-        if "position_ids" not in batch:
-            raise ValueError(f"{name} is given without position_ids; pass those, which begin with 0 at each document")
-        starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
-        bounds = [int(bound) for bound in given[name]]
-        if bounds != [*starts, batch["position_ids"].numel()]:
-            raise ValueError(f"{name} {bounds[:6]} is not where documents start by position_ids, {starts[:6]}")
+    named = [name for name in BOUNDARIES if name in given]
+    if not named:
+        return
+    if "position_ids" not in batch:
+        raise ValueError(f"{named[0]} is given without position_ids; pass those, which begin with 0 at each document")
+    positions = batch["position_ids"].flatten()
+    check_boundaries(given, [*(positions == 0).nonzero().flatten().tolist(), positions.numel()])

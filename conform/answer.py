@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conform import reference
 from conform.cases import ConformCase
-from conform.target import CaseProblem, LoadedTarget
+from conform.target import IGNORE, CaseProblem, LoadedTarget
 
 LOUD = 1000.0  # what a token becomes whose change others may not see
 
@@ -258,7 +258,7 @@ def company(problem: CaseProblem) -> list[list[dict[str, Tensor]]]:
     start = sum(problem.documents[:longest])
     place_S = torch.arange(problem.tokens, device=first["labels"].device)
     own_S = (place_S >= start) & (place_S < start + problem.documents[longest])
-    first["labels"] = first["labels"].masked_fill(~own_S, -100)
+    first["labels"] = first["labels"].masked_fill(~own_S, IGNORE)
     second = dict(first)
     second["input_ids"] = torch.where(own_S, first["input_ids"], (first["input_ids"] + 1) % problem.vocab)
     return [[first], [second]]

@@ -17,6 +17,11 @@ from conform.cases import ConformCase
 _ALIKE = 0.02  # of the ratio that a constant ratio may be from ranks, or from their inverse
 
 
+def row_norms(tensor: Tensor) -> Tensor:
+    """Of a token's head, or of a matrix's row; of a vector the size of each element."""
+    return tensor.norm(dim=-1) if tensor.ndim > 1 else tensor.abs().reshape(-1)
+
+
 def likely_cause(
     case: ConformCase,
     name: str,
@@ -48,8 +53,7 @@ def _scaled(name: str, result: Tensor, truth: Tensor, of_row: float, ranks: int)
     if abs(ratio - 1) < _ALIKE**2:
         return ""
     left = result - ratio * truth
-    rows = left.norm(dim=-1) if left.ndim > 1 else left.abs().reshape(-1)
-    if truth.numel() > 1 and not bool((rows <= max(abs(ratio), 1.0) * of_row * 2).all()):
+    if truth.numel() > 1 and not bool((row_norms(left) <= max(abs(ratio), 1.0) * of_row * 2).all()):
         return ""
     if ranks > 1 and abs(ratio / ranks - 1) < _ALIKE:
         return f"{ratio:.4g} times the truth, as many as ranks: added up where a mean is due, or counted by each rank"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from conform import reference
 from conform.answer import RankAnswer, changed_token, company, rewritten
 from conform.cases import ConformCase
-from conform.causes import likely_cause
+from conform.causes import likely_cause, row_norms
 from conform.target import CaseProblem
 
 # Times the dtype's own error. In bfloat16 that error is large, so the factor is small; in the others there is room for
@@ -82,10 +82,7 @@ def _attention(case: ConformCase) -> list[Expected]:
         first["dout"] = first["dout"][..., :1].expand_as(first["dout"])
 
     def of(tensors: Mapping[str, Tensor]) -> Expected:
-        truth = reference.attention_truth(problem, tensors)
-        return Expected(truth=truth, own=_own(problem, truth, lambda: reference.attention_truth(
-            problem, tensors, _dtype(problem)
-        )))  # fmt: skip
+        return _in_both_dtypes(problem, partial(reference.attention_truth, problem, tensors))
 
     if way == "crossed":
         return [of(first), of(second)]
@@ -100,10 +97,7 @@ def _training(case: ConformCase) -> list[Expected]:
     state = reference.weights(problem)
 
     def of(data: Sequence[Mapping[str, Tensor]]) -> Expected:
-        truth = reference.training_truth(problem, state, data)
-        return Expected(truth=truth, own=_own(problem, truth, lambda: reference.training_truth(
-            problem, state, data, _dtype(problem)
-        )))  # fmt: skip
+        return _in_both_dtypes(problem, partial(reference.training_truth, problem, state, data))
 
     if way == "rewritten":
         return [of(data) for data in company(problem)]
@@ -112,19 +106,26 @@ def _training(case: ConformCase) -> list[Expected]:
     return {"evaluated": [loss, step, loss], "models": [step, step], "same": [step, step]}.get(way, [step])
 
 
-def _dtype(problem: CaseProblem) -> torch.dtype:
-    """In which the own error is measured: float32 for float64, whose truth is its own."""
-    return torch.float32 if problem.dtype == "fp64" else problem.torch_dtype
-
-
-def _own(
-    problem: CaseProblem, truth: Mapping[str, Tensor], compute: Callable[[], Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    own = {name: each.detach().double() for name, each in compute().items()}
+def _in_both_dtypes(problem: CaseProblem, compute: Callable[[torch.dtype], Mapping[str, Tensor]]) -> Expected:
+    """What `compute` gives in float64 and in the problem's dtype. The error of float64 itself has no truth: it is that
+    of float32, scaled down."""
+    truth = compute(torch.float64)
+    found = compute(torch.float32 if problem.dtype == "fp64" else problem.torch_dtype)
+    own = {name: each.detach().double() for name, each in found.items()}
     if problem.dtype == "fp64":
         shrink = _EPS["fp64"] / _EPS["fp32"]
         own = {name: truth[name] + (each - truth[name]) * shrink for name, each in own.items()}
-    return own
+    return Expected(truth=truth, own=own)
+
+
+def _rounding(problem: CaseProblem) -> str:
+    """The dtype that rounds the results: under autocast that of the products."""
+    return "bf16" if problem.autocast else problem.dtype
+
+
+def _holder(held: Sequence[Sequence[int]], token: int | None) -> int | None:
+    """The rank that holds a token; None where that is not known."""
+    return next((rank for rank, own in enumerate(held) if token in own), None)
 
 
 def compare(case: ConformCase, answers: Sequence[RankAnswer]) -> list[Difference]:
@@ -187,15 +188,10 @@ def _usual(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Norms of rows: of a token's head, or of a matrix's row; single elements of a vector."""
-    return tensor.norm(dim=-1) if tensor.ndim > 1 else tensor.abs().reshape(-1)
-
-
 def bounds(problem: CaseProblem, truth: Tensor, own: Tensor, largest: float = 0.0) -> tuple[float, float, float]:
     """(relative bound of the norm, absolute bound of a row, the norm that errors are relative to). `largest` is the
     usual element of the largest gradient."""
-    dtype = "bf16" if problem.autocast else problem.dtype
+    dtype = _rounding(problem)
     least = _LEAST[dtype] * _EPS[dtype]
     usual = _usual(truth)
     if usual <= _NOTHING * largest:
@@ -205,7 +201,7 @@ def bounds(problem: CaseProblem, truth: Tensor, own: Tensor, largest: float = 0.
     off = own.double() - truth
     of_norm = FACTOR[dtype] * max(float(off.norm()) / size, least)
     width = math.sqrt(truth.shape[-1]) if truth.ndim > 1 else 1.0
-    of_row = FACTOR[dtype] * max(float(_rows(off).max()), least * max(float(_rows(truth).max()), usual * width))
+    of_row = FACTOR[dtype] * max(float(row_norms(off).max()), least * max(float(row_norms(truth).max()), usual * width))
     return of_norm, of_row, size
 
 
@@ -227,7 +223,7 @@ def _difference(
     of_norm, of_row, size = bounds(problem, truth, own, 0.0 if name in ("loss", "out") else largest)
     off = result.double() - truth
     error = float(off.norm()) / size
-    rows = _rows(off)
+    rows = row_norms(off)
     if error <= of_norm and bool((rows <= of_row).all()) and not _has_factor(problem, result, truth, own):
         return None
     wrong = ~(rows <= of_row)  # NaN is wrong
@@ -241,16 +237,15 @@ def _difference(
     at = int((row_found - row_truth).abs().nan_to_num(nan=math.inf).argmax())
     there, true = float(row_found[at]), float(row_truth[at])
     peak = float(row_truth.abs().max()) or _usual(truth) or 1.0
-    ulp = _EPS["bf16" if problem.autocast else problem.dtype] * 2.0 ** math.floor(math.log2(peak))
+    ulp = _EPS[_rounding(problem)] * 2.0 ** math.floor(math.log2(peak))
     token, head, row = _names(name, place, problem, truth, tokens)
-    rank = next((rank for rank, own_tokens in enumerate(held) if token is not None and token in own_tokens), None)
     return Difference(
         tensor=name,
         error=error if math.isfinite(error) else math.inf,
         bound=of_norm,
         token=token,
         row=row,
-        rank=rank,
+        rank=_holder(held, token),
         head=head,
         ulps=abs(there - true) / ulp if math.isfinite(there) else math.inf,
         found=there,
@@ -262,7 +257,7 @@ def _difference(
 def _has_factor(problem: CaseProblem, result: Tensor, truth: Tensor, own: Tensor) -> bool:
     """A tensor in bfloat16 that is the truth times a factor near 1: rounding has no direction, and would hide it."""
     square = float(truth.square().sum())
-    if (problem.dtype != "bf16" and not problem.autocast) or truth.numel() < _ENOUGH or not square:
+    if _rounding(problem) != "bf16" or truth.numel() < _ENOUGH or not square:
         return False
     found, usual = (abs(float((each.double() * truth).sum()) / square - 1) for each in (result, own))
     return found > max(FACTOR["bf16"] * usual, _EPS["bf16"])
@@ -308,7 +303,7 @@ def _others(case: ConformCase, answers: Sequence[RankAnswer], number: int) -> li
     """Ranks whose results are not those of rank 0, to a rounding."""
     problem = case.problem
     first = answers[0].results[number]
-    close = 4 * _EPS["bf16" if problem.autocast else problem.dtype]
+    close = 4 * _EPS[_rounding(problem)]
     for rank, answer in enumerate(answers[1:], 1):
         for name, each in answer.results[number].items():
             if name not in first or each.shape != first[name].shape:
@@ -344,11 +339,10 @@ def _leaked(
     if bool(reached.any()):
         positions = blind_S.nonzero().flatten()[reached.any(dim=0).any(dim=-1)]
         first = int(positions[0])
-        rank = next((rank for rank, own in enumerate(held) if first in own), None)
         other = "another document" if document_S[first] != document_S[token] else "a later token"
         error = float(moved_BSN[:, first].max())
         return [Difference(
-            tensor="out", error=error, bound=0.0, token=first, rank=rank,
+            tensor="out", error=error, bound=0.0, token=first, rank=_holder(held, first),
             cause=f"token {first} sees {other}: its output changed with token {token}",
         )]  # fmt: skip
     return _judged(case, results[1], loud, held, None)

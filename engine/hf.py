@@ -14,11 +14,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine.atomic import flush_to_disk
+from engine.lora import MODULES, Lora, adapter_sizes
 from engine.models.architecture import Stored, architecture_named, config_of, shape_of
 from engine.reader import read_regular
 from engine.settings import ModelShape
@@ -233,40 +235,104 @@ def export_hugging_face(
 
     _library("safetensors.torch")
     dtype = dtype or torch.float32
-    target = directory.resolve()
     config = config_of(shape, str(dtype).removeprefix("torch."), max_positions)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{directory} exists already; give a new folder, or move the old one away")
     sizes = shape.parameter_sizes()
     stored = {each.name: each for each in architecture_named(shape.architecture).stored(shape)}
     held = {name: math.prod(each.size(sizes)) * dtype.itemsize for name, each in stored.items()}
     shards = shards_of(held, shard_bytes)
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
 
+    with _whole_folder(directory) as aside:
+        _write_json(aside / "config.json", config)
+        for number, tensors in _filled(_joined(_checked(state, sizes), stored, dtype), shards):
+            _save(tensors, aside / files[number], aside / "config.json")
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(aside / INDEX, {"metadata": {"total_size": sum(held.values())}, "weight_map": weight_map})
+    return directory
+
+
+def adapter_unsupported_reason(shape: ModelShape, lora: Lora) -> str | None:
+    """Why peft's files have no place for adapters of these matrices, in one sentence, or None. Needs no torch."""
+    architecture = architecture_named(shape.architecture)
+    alone = {each.parts[0] for each in architecture.stored(shape) if len(each.parts) == 1 and not each.expert}
+    for target in lora.targets:
+        if f"blocks.0.{MODULES[target]}.weight" not in alone:
+            return (
+                f"lora.targets has {target}, for which {architecture.class_name} has no module of its own, so peft "
+                "could not load the adapters; leave it out"
+            )
+    return None
+
+
+def export_adapters(
+    state: Mapping[str, Tensor], shape: ModelShape, lora: Lora, directory: Path, *, base: str, dtype: torch.dtype
+) -> Path:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+        state: every adapter, whole, by its name (`engine.lora.adapter_sizes`).
+        shape: of the model that is adapted.
+        lora: which of its matrices are.
+        directory: a new or empty folder; it appears whole or not at all.
+        base: folder or name of the adapted model, which peft's own tools read.
+        dtype: of the saved tensors.
+
+    Returns `directory`. Raises ValueError as `export_hugging_face` does, and for matrices that peft has no place for.
+    """
+    if reason := adapter_unsupported_reason(shape, lora):
+        raise ValueError(reason)
+    architecture, modules = architecture_named(shape.architecture), set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _checked(state, adapter_sizes(shape, lora)):
+        place, _, kind = name.rpartition(".")
+        module = architecture.stored_name(f"{place}.weight").removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        tensors[f"base_model.model.{module}.{kind}.weight"] = tensor.to(dtype).contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with _whole_folder(directory) as aside:
+        _write_json(aside / "adapter_config.json", config)
+        _save(tensors, aside / "adapter_model.safetensors", aside / "adapter_config.json")
+    return directory
+
+
+@contextmanager
+def _whole_folder(directory: Path) -> Iterator[Path]:
+    """A folder to fill, which has another name until the block ends without an error. Raises ValueError for a folder in
+    use."""
+    target = directory.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{directory} exists already; give a new folder, or move the old one away")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     aside.mkdir()
     try:
-        _write_json(aside / "config.json", config)
-        for number, tensors in _filled(_joined(_checked(state, sizes), stored, dtype), shards):
-            _save(tensors, aside / files[number])
-            # The library makes files that only their owner can read; the weights get the mode of config.json.
-            shutil.copymode(aside / "config.json", aside / files[number])
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(aside / INDEX, {"metadata": {"total_size": sum(held.values())}, "weight_map": weight_map})
+        yield aside
         for path in (*aside.iterdir(), aside):
             flush_to_disk(path)
         os.replace(aside, target)
         flush_to_disk(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return directory
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """One file of tensors. Raises OSError as writing any other file does: the library has an error of its own."""
+def _save(tensors: dict[str, Tensor], path: Path, config: Path) -> None:
+    """One file of tensors, with the mode of `config`: the library makes files that only their owner can read.
+
+    Raises OSError as writing any other file does: the library has an error of its own.
+    """
     try:
         _library("safetensors.torch").save_file(tensors, path, metadata={"format": "pt"})
+        shutil.copymode(config, path)
     except _library().SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:

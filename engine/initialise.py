@@ -24,6 +24,7 @@ STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrow
 # As torchtitan's Llama. At 0.02 the residual stream starts so small that a first Adam step outweighs it: the loss of a
 # 1B model then jumps about for dozens of steps even at a learning rate of 1e-5.
 EMBEDDING_STD = 1.0
+# The first matrix A of an adapter has deviation 1 / sqrt(3 x inputs), that of peft's uniform values.
 
 
 # Most elements drawn at once, 16 MiB in fp32. Larger parameters are drawn in blocks of rows, each from a generator of
@@ -49,8 +50,10 @@ def initialise(
             first_row, local = held_rows(parameter)
             if parameter.ndim == 1:
                 local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
+            elif name.endswith(".lora_B"):
+                local.zero_()  # the adapters' product is zero at first
             elif local.numel():
-                std = std_of(name, model.shape)
+                std = (3 * parameter.shape[1]) ** -0.5 if name.endswith(".lora_A") else std_of(name, model.shape)
                 draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
+from engine.lora import missing_target
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
@@ -86,7 +87,23 @@ def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | 
             f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
             f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
         )
-    return method.refuse(settings)
+    return lora_unsupported_reason(method, settings) or method.refuse(settings)
+
+
+def lora_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:
+    """Why a trial cannot train adapters, or None."""
+    lora = settings.lora
+    if lora is None:
+        return None
+    if settings.task != "train":
+        return f"lora is a setting of task train, found {settings.task}; leave it out"
+    if not hasattr(method, "layout"):
+        return f"{method.name} is a program that is given no adapters; leave lora out, or choose a method such as burst"
+    if settings.tp_size > 1:
+        return f"lora has no tensor parallelism, found tp_size {settings.tp_size}; set it to 1"
+    if settings.loss_kernel != "own":
+        return f"lora was tried with no other loss_kernel than own, found {settings.loss_kernel}; set it to own"
+    return missing_target(settings.model, lora)
 
 
 def in_worker(method: Method) -> NativeMethod:

@@ -268,8 +268,9 @@ def adamw(
     Matrices are decayed, norms are not. The states of the fraction `offload` live in host memory; parameters and states
     are bit for bit the same. `one_pass` is for parameters that are not sharded; with it they are the same to rounding.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim == 1]
     kind: Callable[..., torch.optim.AdamW] = OnePassAdamW if one_pass else torch.optim.AdamW
     if offload:
         kind = partial(OffloadedAdamW, offload=offload)

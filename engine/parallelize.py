@@ -72,7 +72,8 @@ def build_model(
     *,
     windowed: Attend | None = None,
 ) -> tuple[Decoder, Recompute | None]:
-    """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
+    """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64), or
+    frozen ones in the dtype of the computation and adapters in fp32.
     Also the store of saved layer inputs, or None when nothing is recomputed.
 
     The model is built on the meta device and only shards are ever allocated, so its size is bounded by the memory of
@@ -88,9 +89,16 @@ def build_model(
     """
     with torch.device("meta"):
         model = Decoder(matrices.shape()).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
+        if settings.lora is not None:
+            model.adapt(settings.lora, frozen_dtype(settings))
     recompute = parallelize(model, settings, attend, mesh, matrices, windowed=windowed)
     initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), matrices.part)
     return model, recompute
+
+
+def frozen_dtype(settings: TrialSettings) -> torch.dtype:
+    """Of parameters without a gradient: that of the computation."""
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype]
 
 
 def parallelize(
@@ -127,7 +135,7 @@ def keep_parameters(model: Decoder, settings: TrialSettings) -> None:
 
     def refresh(*_: object) -> None:
         if not kept:
-            kept.append(Copies(model.parameters(), torch.bfloat16))
+            kept.append(Copies([each for each in model.parameters() if each.requires_grad], torch.bfloat16))
         kept[0].refresh()
 
     model.register_forward_pre_hook(refresh)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from engine.lora import Lora, adapter_parameters
 from engine.reader import from_json as from_json
 from engine.reader import to_json as to_json
 from engine.rope import RopeScaling, parse_rope
@@ -403,6 +404,7 @@ class TrialSettings:
     cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
+    lora: Lora | None = None  # adapters of these matrices are trained and all else is frozen; None: all is trained
     data: str = "python_docs"  # or the path of a UTF-8 text file
     emulate_nodes: int = 1  # logical nodes one host is split into
     settings: SettingsFrom = "equal"  # where values that an experiment leaves open came from: defaults, or a table
@@ -461,6 +463,23 @@ class TrialSettings:
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
                 "which each of them cuts to its window"
             )
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters with a gradient, a master weight and moments: all of the model's, or those of the adapters."""
+        if self.lora is None:
+            return self.model.parameters
+        return self.model.layers * adapter_parameters(self.model, self.lora)
+
+    @property
+    def plain_mlp(self) -> bool:
+        """Whether the MLP has a hand-written backward; one with frozen matrices is differentiated by autograd."""
+        return self.lora is None and self.model.plain_mlp
+
+    @property
+    def plain_projection(self) -> bool:
+        """The same of queries, keys and values."""
+        return self.lora is None and self.model.plain_projection
 
     @property
     def packs(self) -> bool:

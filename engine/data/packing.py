@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.attention.geometry.document_parts import Work, pairs_of_whole
 from engine.settings import LongerDocuments, PackingRule
 
 if TYPE_CHECKING:
@@ -54,10 +55,7 @@ class Packing:
     def pairs(self, window: int = 0) -> Integers:
         """[rows]: (query, key) pairs that causal attention inside the documents shows, without those of padding. A
         query sees at most `window` tokens, itself among them; 0: all before it."""
-        seen = self.lengths * (self.lengths + 1) // 2
-        if window:
-            hidden = np.maximum(0, self.lengths - window)
-            seen = seen - hidden * (hidden + 1) // 2
+        seen = pairs_of_whole(self.lengths, Work(left=window - 1 if window else None))
         return np.add.reduceat(seen, self.bounds[:-1]) if len(self) else np.zeros(0, np.int64)
 
     @property

@@ -18,6 +18,12 @@ Kind = Literal["json_lines", "json", "parquet", "arrow"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write one without its other half
 
+# Types of values in words.
+_TYPES = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", bytes: "bytes",
+    list: "a list", dict: "an object",
+}  # fmt: skip
+
 MAX_JSON_BYTES = 1 << 30  # of a JSON list, which is in memory whole
 
 
@@ -59,9 +65,7 @@ def _named(value: object) -> str:
     """A JSON value in words."""
     if value == []:
         return "an empty list"
-    words = {"NoneType": "null", "bool": "true or false", "int": "a number", "float": "a number", "str": "a text"}
-    words |= {"list": "a list", "dict": "an object", "bytes": "bytes"}
-    return words.get(type(value).__name__, f"a {type(value).__name__}")
+    return _TYPES.get(type(value), f"a {type(value).__name__}")
 
 
 def _records(path: Path, kind: Kind, field: str) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from engine.attention.algorithms.latent import Expansion
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.lm_head.loss import LossSum, plain_loss_sum
+from engine.lora import MODULES, Lora, missing_target
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
@@ -75,20 +76,38 @@ def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: tor
 
 
 class Linear(nn.Linear):
-    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`)."""
+    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`), or adapters
+    (`engine.lora`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 1.0
+
+    def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
+        """Add adapters in `dtype`, without values."""
+        device, self.lora_scale = self.weight.device, lora.scale
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, [self.weight], [] if self.bias is None else [self.bias])
+        biases = [] if self.bias is None else [self.bias]
+        if self.lora_A is None:
+            return linear(x, [self.weight], biases)
+        # The adapters' product first, and the frozen one added to it in place: a recomputation ends with the last
+        # tensor that backward needs, which is the frozen matrix itself, so that its product is not repeated.
+        x_TI = x.flatten(0, -2)
+        out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
+        return out_TO.addmm_(x_TI, self.weight.t()).unflatten(0, x.shape[:-1])
 
 
 class Embedding(nn.Embedding):
-    """Likewise."""
+    """Likewise. The output of a frozen one still gets a gradient, so that every layer's input has one."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, computed(self.weight))
+        out = F.embedding(tokens, computed(self.weight))
+        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
 
 
 def normed(norm: Norm, x: Tensor) -> Tensor:
@@ -122,9 +141,12 @@ class Attention(nn.Module):
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
         parts = (self.q, self.k, self.v)
-        biases = [part.bias for part in parts if part.bias is not None]
-        joined = linear(x_BLE, [part.weight for part in parts], biases)
-        q_BLF, k_BLF, v_BLF = joined.split([part.out_features for part in parts], -1)
+        if self.q.weight.requires_grad:
+            biases = [part.bias for part in parts if part.bias is not None]
+            joined = linear(x_BLE, [part.weight for part in parts], biases)
+            q_BLF, k_BLF, v_BLF = joined.split([part.out_features for part in parts], -1)
+        else:  # frozen matrices have no copies that follow one another: joining them would copy and save them
+            q_BLF, k_BLF, v_BLF = (part(x_BLE) for part in parts)
         v_BLKD = self._in_heads(v_BLF).contiguous()  # a view would keep q and k as they were before their rotation
         return self._turned(q_BLF, self.q_norm, rotary), self._turned(k_BLF, self.k_norm, rotary), v_BLKD
 
@@ -291,6 +313,21 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, windowed) for windowed in shape.windowed)
         self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.head = Head(shape)
+
+    def adapt(self, lora: Lora, frozen: torch.dtype) -> None:
+        """Freeze all parameters, in the dtype `frozen`, and add adapters without values, in the dtype that the
+        parameters had. Nothing is ever added to what is frozen, so it needs no master weights.
+
+        Raises ValueError for a matrix that the model does not have.
+        """
+        if reason := missing_target(self.shape, lora):
+            raise ValueError(reason)
+        dtype = self.norm.weight.dtype
+        self.to(frozen).requires_grad_(False)
+        for block in self.blocks:
+            block.attention.plain = block.mlp.plain = False
+            for target in lora.targets:
+                block.get_submodule(MODULES[target]).adapt(lora, dtype)
 
     def forward(self, tokens_BL: Tensor, positions_L: Tensor, labels_BL: Tensor | None = None) -> Tensor:
         """Sum of the tokens' losses in fp32 or wider; without labels, the logits [B, L, V].

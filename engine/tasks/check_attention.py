@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -246,14 +246,23 @@ class _DenseAttention64:
         return sums
 
 
+class TokenError(NamedTuple):
+    """The relative error of a run of tokens, or of a single one. The larger score is the worse error."""
+
+    score: float  # the error; of a single token, divided by TOKEN_FACTOR
+    first: int  # global positions
+    last: int
+    error: float
+    head: int  # that differs most, of the token that errs most
+
+
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """What one rank found of one tensor: sums of squares, and the run of its tokens with the largest error."""
+    """What one rank found of one tensor: sums of squares, and where its error is largest."""
 
     difference: float
     truth: float
-    # Relative error divided by TOKEN_FACTOR for a single token, first and last token, the relative error, and the head.
-    worst: tuple[float, int, int, float, int]
+    worst: TokenError
 
 
 class Sums:
@@ -289,25 +298,27 @@ class Sums:
         be 0, is measured by the mean size of the others."""
         usual = scale / tokens if tokens else 1.0
         relative = self._difference / torch.where(self._scale > 0, self._scale, usual)
-        places, offset = [(0.0, 0, 0, 0.0, 0)], 0  # as in `TensorError.worst`, but for the head the token here
+        heads = self._head.cpu()
+        places, offset = [TokenError(0.0, 0, 0, 0.0, 0)], 0
         for segment in self._segments:
             run, positions = slice(offset, offset + segment.count), segment.positions()
             # A token without terms, and rightly 0, says nothing of the others.
             compared = self._compared[run] & ((self._scale[run] > 0) | (self._difference[run] > 0))
             if self._difference[run].isinf().any():
                 at = int(self._difference[run].argmax())
-                places.append((NOT_FINITE, positions[0], positions[-1], NOT_FINITE, offset + at))
+                head = int(heads[offset + at])
+                places.append(TokenError(NOT_FINITE, positions[0], positions[-1], NOT_FINITE, head))
             elif compared.any():
                 of_tokens = torch.where(compared, relative[run], 0.0)
                 at = int(of_tokens.argmax())
+                head = int(heads[offset + at])
                 error = min(float(of_tokens.sum() / compared.sum()) ** 0.5, _LARGEST_ERROR)
-                places.append((error, positions[0], positions[-1], error, offset + at))
+                places.append(TokenError(error, positions[0], positions[-1], error, head))
                 error = min(float(of_tokens.max()) ** 0.5, _LARGEST_ERROR)
-                places.append((error / TOKEN_FACTOR, positions[at], positions[at], error, offset + at))
+                places.append(TokenError(error / TOKEN_FACTOR, positions[at], positions[at], error, head))
             offset += segment.count
         truth = max(self._truth.sum().item(), _LEAST_OF_SCALE**2 * self._scale.sum().item())
-        score, first, last, error, at = max(places)
-        return TensorError(self._difference.sum().item(), truth, (score, first, last, error, int(self._head[at])))
+        return TensorError(self._difference.sum().item(), truth, max(places))
 
 
 def combined(ranks: Sequence[dict[str, TensorError]]) -> Extra:
@@ -317,7 +328,7 @@ def combined(ranks: Sequence[dict[str, TensorError]]) -> Extra:
     for name in TENSORS:
         seen = [found[name] for found in ranks]
         difference, truth = math.fsum(one.difference for one in seen), math.fsum(one.truth for one in seen)
-        rank = max(range(len(seen)), key=lambda one: seen[one].worst[0])
+        rank = max(range(len(seen)), key=lambda one: seen[one].worst.score)
         _, first, last, error, head = seen[rank].worst
         whole = (difference / truth) ** 0.5 if truth else _LARGEST_ERROR * (difference > 0)
         errors[name] = NOT_FINITE if error == NOT_FINITE else min(whole, _LARGEST_ERROR)

@@ -37,12 +37,13 @@ from engine.attention.masks import (
 )
 from engine.data.sequences import PackedSequences
 from engine.distributed import World
-from engine.initialise import STD, held_rows, initialise
+from engine.initialise import STD, draw, held_rows, initialise
 from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
+from engine.parallelize import frozen_dtype
 from engine.settings import (
     Backward,
     ExchangeName,
@@ -68,6 +69,7 @@ _CHOICES: dict[str, Any] = {
     "kernel": Kernel,
 }
 _ENOUGH = 256  # elements of a gradient whose rounding averages out: fewer have no entry in `error_scale`
+_SECOND_STD = 0.25  # of the second adapters, which are zero before a first step
 _NEGLIGIBLE = 1e-6  # of the gradients' usual size: below it a gradient is zero but for rounding
 
 HIDDEN, DINPUT, LOSS = "hidden", "dinput", "loss"  # tensors beside the parameters' gradients
@@ -209,9 +211,12 @@ def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int
 
 
 def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
-    """The model of one process, in fp32: no FSDP, no checkpointing, no fusion, dense attention."""
+    """The model of one process, in fp32: no FSDP, no checkpointing, no fusion, dense attention. Frozen parameters are
+    in the dtype of the computation."""
     with torch.device("meta"):
         model = Decoder(settings.model)
+        if settings.lora is not None:
+            model.adapt(settings.lora, frozen_dtype(settings))
     initialise(model, settings.seed, device)
     for block in model.blocks:
         if not block.windowed:
@@ -260,6 +265,7 @@ class _CheckedStep:
 
     @torch.no_grad()
     def _multiply(self, model: Decoder) -> None:
+        draw_second_adapters(model, self.problem.seed, _SECOND_STD)
         for name, parameter in model.named_parameters():
             _local(parameter).mul_(self._factors.get(name, 1.0))
 
@@ -276,6 +282,8 @@ class _CheckedStep:
         at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
         rows: dict[str, tuple[float, int]] = {}
         for name, parameter in self.task.model.named_parameters():
+            if name not in gradients:  # frozen
+                continue
             first_row, held = self._held(name, parameter, gradients[name])
             # One that no gradient reaches has none.
             pairs[name] = (torch.zeros_like(held) if parameter.grad is None else _local(parameter.grad), held)
@@ -332,6 +340,7 @@ class _CheckedStep:
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         for tensor in (loss, *gradients.values()):
             dist.all_reduce(tensor)
@@ -388,6 +397,16 @@ class _CheckedStep:
         rank = max(range(len(found)), key=lambda each: found[each][0])
         error, first, last = found[rank]
         return {"rank": rank, "first_token": first, "last_token": last, "error": error}
+
+
+@torch.no_grad()
+def draw_second_adapters(model: Decoder, seed: int, std: float) -> None:
+    """Values for every second adapter B, which is zero before a first step: the first one, A, then has no gradient."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lora_B"):
+            first_row, local = held_rows(parameter)
+            if local.numel():
+                draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std)
 
 
 def _factors(shape: ModelShape) -> dict[str, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.checkpoint.counts import packed_shares
 from engine.data.sequences import PackedCounts
+from engine.hf import adapter_unsupported_reason
 from engine.measurement import Forecast
 from engine.settings import AdamWSettings, TrialSettings
 from engine.training.trackers import TrackerName
@@ -79,7 +80,9 @@ class TrainingConfig:
     evaluate: Evaluation = field(default_factory=Evaluation)
     save: Saving = field(default_factory=Saving)
     metrics: MetricsChoice = field(default_factory=MetricsChoice)
-    init_from: str = ""  # directory of a model in Hugging Face's layout to start from; empty: seeded random values
+    # Directory of a model in Hugging Face's layout to start from, or with `lora` to add adapters to, also when a run is
+    # resumed. Empty: seeded random values.
+    init_from: str = ""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -88,6 +91,13 @@ class TrainingConfig:
             raise ValueError(
                 f"lr_schedule.warmup is {self.lr_schedule.warmup}, more than the {self.steps} steps; give fewer"
             )
+        if self.settings.lora is not None:
+            if not self.init_from:
+                raise ValueError(
+                    "lora trains adapters of a given model, found no init_from; name the model's folder there"
+                )
+            if reason := adapter_unsupported_reason(self.settings.model, self.settings.lora):
+                raise ValueError(reason)
 
     @property
     def sequences_per_step(self) -> int:
@@ -126,6 +136,7 @@ class Order:
         return {
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
             **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
+            **({} if settings.lora is None else {"lora": str(settings.lora)}),
             "mask": settings.masks[0],
             **({name: getattr(settings, name) for name in ("packing", "longer_documents")} if settings.packs else {}),
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,

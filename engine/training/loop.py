@@ -42,7 +42,15 @@ from engine.tasks.task import OnProgress, Refused, progress_to
 from engine.tasks.train import TrainTask
 from engine.training.config import Order, learning_rate
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, MetricsWriter, checkpoints_directory, run_of
-from engine.training.preflight import RunData, check_shape, check_steps, check_weights, facts_of, training_data
+from engine.training.preflight import (
+    RunData,
+    check_shape,
+    check_steps,
+    check_weights,
+    facts_of,
+    needs_weights,
+    training_data,
+)
 from engine.training.state import Checkpoints
 from engine.training.trackers import open_tracker
 from engine.worker import exit_on_error, prepare, silent
@@ -104,18 +112,19 @@ class TrainingRun:
             self.task.optimizer,
             facts=facts,
             keep=config.save.keep,
+            lora=config.settings.lora,
         )
         self.notes = self._about_storage()  # sentences for the user about the start of the run
         if isinstance(data.training, PackedSequences):
             self.notes.insert(0, data.training.packing.words)
         self.steps_done = 0
+        if needs_weights(order):
+            agreed(world, lambda: check_weights(config, data.store.header))
+            start_from(self.task.model, Path(config.init_from))
         if order.resume:
             self.steps_done, skipped = self.checkpoints.restore()
             self.notes += skipped
             check_steps(config, self.steps_done)
-        elif config.init_from:
-            agreed(world, lambda: check_weights(config, data.store.header))
-            start_from(self.task.model, Path(config.init_from))
         self.writer = None
         if world.rank == 0:
             tracker = open_tracker(run, config, from_step=self.steps_done)
@@ -240,7 +249,8 @@ class StopRequest:
 
 
 def start_from(model: Decoder, directory: Path) -> None:
-    """Put the weights of `directory` into a model, sharded or not; at most one whole tensor exists at a time.
+    """Put the weights of `directory` into a model, sharded or not; at most one whole tensor exists at a time. Adapters
+    stay as they are.
 
     Raises ValueError when they cannot be read or belong to another shape.
     """
@@ -257,7 +267,8 @@ def start_from(model: Decoder, directory: Path) -> None:
                 # Every rank has read the whole tensor, so its shard is cut out here and nothing is sent.
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
-    assert not parameters, f"no weights for {sorted(parameters)}"
+    missing = [name for name in parameters if not name.endswith((".lora_A", ".lora_B"))]
+    assert not missing, f"no weights for {missing}"
 
 
 class Evaluator:

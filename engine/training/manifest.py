@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.atomic import flush_to_disk, write_atomic
+from engine.lora import Lora
 from engine.reader import from_json, read_json
 
 MANIFEST_FILE = "checkpoint.json"
@@ -40,6 +41,7 @@ class Manifest:
     step: int  # optimizer steps done
     facts: dict[str, object]  # that must be equal for a run to resume from it
     model: dict[str, object]  # the model's shape
+    lora: Lora | None = None  # whose adapters alone are there; None: all parameters of the model
     files: dict[str, FileFacts]
     software: dict[str, str]
 

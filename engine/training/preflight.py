@@ -7,6 +7,7 @@ since a file may have changed in between.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from engine.training.config import Order, TrainingConfig
 from engine.training.files import checkpoints_directory
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
 
+SAMPLES, SAMPLE_BYTES = 1024, 4096  # of a file of weights, to tell one model from another
+
 
 def check_start(order: Order) -> dict[str, object]:
     """Raises ValueError when a run cannot start with its data, or not from the weights of `init_from`.
@@ -27,9 +30,14 @@ def check_start(order: Order) -> dict[str, object]:
     checkpoints hold.
     """
     data = training_data(order.config)
-    if order.config.init_from and not order.resume:
+    if needs_weights(order):
         check_weights(order.config, data.store.header)
     return facts_of(order, data.store.header, data.held_out)
+
+
+def needs_weights(order: Order) -> bool:
+    """Whether this start reads the weights of `init_from`. Checkpoints of adapters do not hold the model they adapt."""
+    return bool(order.config.init_from) and (not order.resume or order.config.settings.lora is not None)
 
 
 def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> None:
@@ -128,6 +136,20 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
     )
 
 
+def sha256_of_weights(directory: Path) -> str:
+    """A hash of the sizes of a folder's safetensors files and of SAMPLES parts of each, spread evenly: another model
+    differs in nearly all of them, and no start has to wait until all of a large model is read."""
+    found = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{size};".encode())
+        with open(path, "rb") as file:
+            for start in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+                file.seek(start)
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
+
+
 def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str, object]:
     """Facts that a run must share with the checkpoint it resumes from.
 
@@ -137,6 +159,7 @@ def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str
     settings = order.config.settings
     return order.facts | {
         **({"documents of sha256": header.documents_sha256} if settings.packs else {}),
+        **({} if settings.lora is None else {"init_from of sha256": sha256_of_weights(Path(order.config.init_from))}),
         "data of sha256": header.sha256,
         "tokenizer": header.tokenizer,
         "tokenizer of sha256": header.tokenizer_sha256,

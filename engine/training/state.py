@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -34,6 +35,7 @@ from torch.futures import Future
 
 from engine.atomic import flush_to_disk
 from engine.distributed import World
+from engine.lora import Lora, adapter_sizes
 from engine.memory.resources import software
 from engine.models.decoder import Decoder
 from engine.settings import ModelShape, from_json
@@ -59,6 +61,7 @@ from engine.training.manifest import (
 from engine.training.preflight import check_facts, no_checkpoint
 
 PIECE_BYTES = 16 * 2**20  # of a file in memory while it is copied
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 KEEPERS = 2  # directories that keep a whole checkpoint each, so that the loss of one host loses none
 
 
@@ -204,13 +207,15 @@ class Checkpoints:
         *,
         facts: dict[str, object],
         keep: int,
+        lora: Lora | None = None,
     ) -> None:
-        """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay.
+        """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay. With `lora`
+        they hold adapters alone: what is frozen is in the folder that it came from.
 
         Collective.
         """
         self._directory, self._world, self._facts, self._keep = directory, world, facts, keep
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._lora = model, optimizer, lora
         self.storage = find_storage(directory, world)
         self._courier = None if self.storage.shared else CheckpointCopier(self.storage, world)
 
@@ -222,7 +227,7 @@ class Checkpoints:
             sweep(self._directory)
             aside.mkdir()
         self._world.barrier()
-        state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizer_state()["state"]}
+        state = {"model": self._parameters(), "optimizer": self._optimizer_state()["state"]}
         try:
             dcp.save(state, storage_writer=_Writer(aside, sync_files=True))
         except dcp.CheckpointException as error:  # on all ranks, even if only one could not write
@@ -242,6 +247,7 @@ class Checkpoints:
                 step=step,
                 facts=self._facts,
                 model=asdict(self._model.shape),
+                lora=self._lora,
                 files={name: facts for part in parts for name, facts in part.items()},
                 software=software(),
             )
@@ -309,14 +315,14 @@ class Checkpoints:
                 self._sweep()
                 raise OSError(f"checkpoint {path.name} cannot be copied to all hosts: {error}") from error
         source = path if self.storage.leader == leader else there
-        parameters, optimizer = get_model_state_dict(self._model), self._optimizer_state()
+        parameters, optimizer = self._parameters(), self._optimizer_state()
         try:
             dcp.load(
                 {"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(source)
             )
         except dcp.CheckpointException as error:
             raise _failed(f"checkpoint {path.name} cannot be loaded", error) from error
-        set_model_state_dict(self._model, parameters)
+        set_model_state_dict(self._model, parameters, options=_TRAINED)
         set_optimizer_state_dict(self._model, self._optimizer, optimizer)
         self._world.barrier()  # no rank still reads it
         if source == there and self.storage.leads:
@@ -334,20 +340,23 @@ class Checkpoints:
             sweep(self._directory)
         self._world.barrier()
 
+    def _parameters(self) -> dict[str, Any]:
+        """All but frozen ones, by name."""
+        return cast(dict[str, Any], get_model_state_dict(self._model, options=_TRAINED))
+
     def _optimizer_state(self) -> dict[str, Any]:
         """Moments by parameter name. The parameter groups hold settings, which are those of the run and not saved."""
         return cast(dict[str, Any], get_optimizer_state_dict(self._model, self._optimizer))
 
 
 def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
-    """Shape and parameters of a checkpoint, each whole, in host memory; needs no process group.
+    """Shape and parameters of a checkpoint, or its adapters, each whole, in host memory; needs no process group.
 
     Raises ValueError when the checkpoint is not whole.
     """
     manifest = read_whole(path)
     shape = from_json(ModelShape, manifest.model)
-    with torch.device("meta"):
-        sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
+    sizes = shape.parameter_sizes() if manifest.lora is None else adapter_sizes(shape, manifest.lora)
     dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32
     parameters = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
     with warnings.catch_warnings():  # `no_dist` says that there is no process group

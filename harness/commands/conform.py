@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
+from cluster.files.progress import Progress, say
+from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.commands import command_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from conform.cases import ConformCase
     from conform.report import ConformReport
     from conform.run import CaseResult
@@ -82,16 +82,22 @@ def _judge(arguments: argparse.Namespace) -> int:
             f"{target.name} needs {', '.join(target.missing)}, which is not installed; install it{install}"
         )
     ranks = arguments.ranks or list(target.ranks)
+    total, numbers = len(cases) * len(ranks), itertools.count(1)
+    with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
+
+        def seen(result: CaseResult) -> None:
+            progress.so_far(f"{next(numbers)} of {total}, {result.case.name} on {result.ranks}")
+
+        results = run(
+            target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen
+        )  # fmt: skip
     report = ConformReport(
         target=target.name,
         version=target.version,
         command=" ".join(command_line(arguments)),
         device=arguments.device,
-        results=run(
-            target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds,
-            seen=_progress(len(cases) * len(ranks)),
-        ),
-    )  # fmt: skip
+        results=results,
+    )
     if arguments.json:
         print(dumped(report), end="")
     else:
@@ -101,28 +107,13 @@ def _judge(arguments: argparse.Namespace) -> int:
             print("\nA bug report of the first failure:\n\n" + bug_report(report, report.failures[0]))
     if arguments.out is not None:
         _write(report, arguments.out)
-        print(shown(f"{summary(report)}: {arguments.out / 'report.html'}"), file=sys.stderr)
+        say(f"{summary(report)}: {arguments.out / 'report.html'}")
     return 1 if report.failures else 0
-
-
-def _progress(total: int) -> Callable[[CaseResult], None]:
-    """A line that moves, where a terminal shows it."""
-    done = 0
-
-    def seen(result: CaseResult) -> None:
-        nonlocal done
-        done += 1
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            print(f"\r\033[K{done} of {total}: {result.case.name} on {result.ranks}", end=end, file=sys.stderr)
-
-    return seen
 
 
 def _write(report: ConformReport, folder: Path) -> None:
     from conform.report import as_html, badge, bug_report, dumped
 
-    folder.mkdir(parents=True, exist_ok=True)
     bugs = "\n".join(bug_report(report, result) for result in report.failures)
     for name, text in (
         ("report.json", dumped(report)),
@@ -130,7 +121,7 @@ def _write(report: ConformReport, folder: Path) -> None:
         ("badge.svg", badge(report)),
         ("bugs.md", bugs),
     ):
-        (folder / name).write_text(text, encoding="utf-8")
+        write_atomic(folder / name, text)
 
 
 COMMAND = ConformCommand()

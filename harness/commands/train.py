@@ -14,10 +14,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cluster.files.errors import shown_value
 from cluster.files.progress import Progress
+from engine.reader import read_json
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
 from engine.training.trackers import missing_package
@@ -260,7 +261,7 @@ def _moved_aside(directory: Path) -> Iterator[Path | None]:
 
 
 class ExportCommand:
-    help = "write the model of a training run as config.json and safetensors, which transformers loads"
+    help = "write the model of a training run for transformers, or its adapters for peft"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a training run")
@@ -276,17 +277,23 @@ class ExportCommand:
                 # torch is loaded for a checkpoint that exists, not for a typing mistake.
                 import torch
 
-                from engine.hf import export_hugging_face
+                from engine.hf import export_adapters, export_hugging_face
                 from engine.training.state import whole_parameters
 
                 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
-                seq_len = cast(int, read_manifest(checkpoint).facts["seq_len"])
+                manifest = read_manifest(checkpoint)
                 shape, parameters = whole_parameters(checkpoint)
-                export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+                if manifest.lora is None:
+                    seq_len = cast(int, manifest.facts["seq_len"])
+                    export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+                else:
+                    base = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"]["init_from"]
+                    export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
         except ValueError as error:
             raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
-        print(f"{arguments.out}: {shape.name} after step {step_of(checkpoint)}, {shape.parameters:,} parameters, "
-              f"{arguments.dtype}")  # fmt: skip
+        what = shape.name if manifest.lora is None else f"adapters of {shape.name}"
+        count = sum(parameter.numel() for parameter in parameters.values())
+        print(f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}")
         return 0
 
 

@@ -4,7 +4,9 @@ A multiply-add is two operations. Only matrix multiplications count: norms, soft
 free. Attention counts the (query, key) pairs its mask really shows, so causal and windowed runs get no credit for
 work that they skip. The totals are those of a whole step over all ranks. Conventions of the field, spelled out in
 docs/reference.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
-(arXiv:2205.14135) for the 2.5 of its backward.
+(arXiv:2205.14135) for the 2.5 of its backward. A matrix takes 6 FLOPs per parameter and token (arXiv:2001.08361,
+section 2.1): 2 each in forward, for the gradient of its input and for its own. A frozen one has no gradient of its own
+and takes 4; its adapters (LoRA, arXiv:2106.09685) are matrices of 6.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ ATTENTION_KERNEL_BACKWARD = 2.5
 class StepFlops:
     """FLOPs of one step over all ranks: the forward pass by part of the model, and the work that is repeated."""
 
-    layers: float  # projections and MLP of all layers
+    layers: float  # projections and MLP of all layers, adapters among them
     head: float  # hidden states to vocabulary
     attention: float  # QK^T and PV over the visible pairs
     recomputed_layers: float = 0.0  # forward work repeated in the backward pass by activation checkpointing
     recomputed_attention: float = 0.0
+    frozen_layers: float = 0.0  # of `layers`, those of matrices whose own gradient is not formed
+    frozen_head: float = 0.0  # of `head` likewise
 
     @property
     def forward(self) -> float:
@@ -44,8 +48,19 @@ class StepFlops:
 
     @property
     def model(self) -> float:
-        """Model FLOPs of forward and backward: three times the forward; nothing recomputed is counted."""
-        return 3 * self.forward
+        """Model FLOPs of forward and backward: three times the forward, twice that of a frozen matrix; nothing
+        recomputed is counted."""
+        return self.all_layers + self.all_head + 3 * self.attention
+
+    @property
+    def all_layers(self) -> float:
+        """Model FLOPs of the layers' matrices, forward and backward."""
+        return 3 * self.layers - self.frozen_layers
+
+    @property
+    def all_head(self) -> float:
+        """Model FLOPs of the LM head, forward and backward."""
+        return 3 * self.head - self.frozen_head
 
     @property
     def kernel(self) -> float:
@@ -95,9 +110,12 @@ def work_of(settings: TrialSettings) -> StepFlops:
     if settings.task == "attention":
         return StepFlops(layers=0.0, head=0.0, attention=attention_forward(settings))
     attention = _attention_flops(settings, layer_pairs(settings))
+    adapted, matrices = settings.lora is not None, 2.0 * tokens * model.layers * model.layer_matrices
     return StepFlops(
-        layers=2.0 * tokens * model.layers * model.layer_matrices,
+        layers=matrices + (2.0 * tokens * settings.trained_parameters if adapted else 0.0),
+        frozen_layers=matrices if adapted else 0.0,
         head=head,
+        frozen_head=head if adapted else 0.0,
         attention=attention * model.layers,
         recomputed_layers=repeated_products(
             model,
@@ -106,6 +124,7 @@ def work_of(settings: TrialSettings) -> StepFlops:
             mlp_tiles=settings.mlp_tiles,
             tokens=tokens,
             rank_tokens=tokens_of_rank(settings),
+            lora=settings.lora,
         ),
         recomputed_attention=attention
         * repeated_attention(checkpoint, model.layers, head_share(settings, checkpoint.tail)),
@@ -118,7 +137,9 @@ def work_on_documents(work: StepFlops, settings: TrialSettings, tokens: float, p
     of_tokens, of_pairs = packed_shares(settings, tokens, pairs)
     return StepFlops(
         layers=work.layers * of_tokens,
+        frozen_layers=work.frozen_layers * of_tokens,
         head=work.head * of_tokens,
+        frozen_head=work.frozen_head * of_tokens,
         attention=work.attention * of_pairs,
         recomputed_layers=work.recomputed_layers * of_tokens,
         recomputed_attention=work.recomputed_attention * of_pairs,
@@ -148,6 +169,6 @@ def seconds_at_kernel_speed(
 
     `attention_backward` is in the kernel convention, so the recomputed QK^T inside the kernel costs its time here.
     """
-    matmuls = 3 * (work.layers + work.head) / gemm
+    matmuls = (work.all_layers + work.all_head) / gemm
     attention = work.attention / attention_forward + ATTENTION_KERNEL_BACKWARD * work.attention / attention_backward
     return (matmuls + attention) / 1e12

@@ -61,14 +61,15 @@ def context_ranks_of_node(settings: TrialSettings, node_ranks: int) -> int:
     return size
 
 
-def attention_problem(settings: TrialSettings, node_size: int) -> Problem:
-    """Attention of one layer of a trial; of packed documents, those of a typical micro-batch of its data. Raises
-    ValueError for a method that is not modelled, and for a mask or layout that does not exist."""
+def attention_problem(settings: TrialSettings, node_size: int, mask: str | None = None) -> Problem:
+    """Attention of one layer of a trial; of packed documents, those of a typical micro-batch of its data. `mask`: one
+    of `settings.masks`, the first by default. Raises ValueError for a method that is not modelled, and for a mask or
+    layout that does not exist."""
     method = planned_method(method_named(settings.method))
     if method is None:
         known = ", ".join(name for name, each in all_methods().items() if planned_method(each))
         raise ValueError(f"method {settings.method} is not predicted; choose one of {known}")
-    problem = problem_of_trial(settings, as_layout(method.layout(settings)), node_size)
+    problem = problem_of_trial(settings, as_layout(method.layout(settings)), node_size, mask)
     problem = replace(problem, kv_heads=max(1, method.kv_heads(settings) // settings.tp_size))
     rows = packed_rows(settings)
     return problem if rows is None else rows.applied(problem)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.attention.masks import Documents, DocumentsOfBatch, parse_mask
 from engine.checkpoint.counts import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -74,7 +73,7 @@ def step_time(
     work, ranks = step_work(settings), settings.world_size
     phases: dict[str, float] = {}
     if settings.task == "lm_head":
-        phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
+        phases["LM head"] = work.all_head / ranks / (speeds.gemm_tflops * TERA)
         return StepTime(phases=phases, attention=attention, attention_forward=0.0)
     forward, backward = attention_passes(attention, speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
@@ -87,11 +86,8 @@ def step_time(
     for mask in settings.masks:  # layers with a window choose their own schedule
         ahead, back = forward, backward
         if mask != settings.masks[0]:
-            seen = parse_mask(mask)
-            if isinstance(seen, DocumentsOfBatch) and isinstance(problem.mask, Documents):
-                seen = replace(problem.mask, left=seen.left)
-            inside = layer_attention(settings, replace(problem, mask=seen), speeds)
-            ahead, back = attention_passes(inside, speeds)
+            inside = replace(attention_problem(settings, node_size, mask), layout=problem.layout)
+            ahead, back = attention_passes(layer_attention(settings, inside, speeds), speeds)
         count = settings.layer_masks.count(mask) * calls
         _add(phases, "attention forward", ahead, count)
         _add(phases, "attention again", ahead, count * again)
@@ -127,12 +123,12 @@ class Term:
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
-    shard = settings.model.parameters / settings.world_size
+    shard = settings.trained_parameters / settings.world_size
     return (
-        Term(phase="matrix products", flops=3 * work.layers),
+        Term(phase="matrix products", flops=work.all_layers),
         Term(phase="matrix products again", flops=work.recomputed_layers),
         Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
-        Term(phase="LM head", flops=3 * work.head, memory_bytes=_logits_bytes(settings)),
+        Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
         Term(
             phase="optimizer",
             memory_bytes=shard * (_ONE_PASS_BYTES if keeps_whole(settings) else _SHARDED_BYTES),
@@ -182,7 +178,7 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
 
 def _tile_bytes(settings: TrialSettings) -> float:
     """Bytes of the sums of weights' gradients that tiles of a layer read and write, once per tile and micro-batch."""
-    weights = added_weights(settings.model, settings.mlp_tiles, settings.projection_tiles)
+    weights = added_weights(settings.model, settings.mlp_tiles, settings.projection_tiles, settings.lora)
     return 2.0 * max(4, BYTES_OF[settings.dtype]) * settings.gradient_accumulation * weights
 
 
@@ -208,8 +204,9 @@ def _copied_bytes(settings: TrialSettings) -> float:
     if keeps_whole(settings):
         return 0.0
     ranks = settings.world_size / settings.tp_size
-    per_parameter = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) + _REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks
-    return per_parameter * settings.model.parameters / settings.tp_size
+    gathered = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) * settings.model.parameters
+    reduced = (_REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks) * settings.trained_parameters
+    return (gathered + reduced) / settings.tp_size
 
 
 def _offload_bytes(settings: TrialSettings) -> float:

@@ -245,7 +245,7 @@ def _of_columns(frame: pd.DataFrame, expression: str) -> pd.Series:
     """A column, or an expression of columns. pandas prepares every column that it is given: it gets the named ones."""
     if expression in frame.columns:
         return frame[expression]
-    named = {quoted or plain for quoted, plain in re.findall(r"`([^`]+)`|([A-Za-z_]\w*)", expression)}
+    named = {*_names_in(expression), *re.findall("`([^`]+)`", expression)}
     return frame[[column for column in frame.columns if column in named]].eval(expression, engine="python")
 
 

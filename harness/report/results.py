@@ -13,7 +13,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -46,7 +46,7 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
-_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
+_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": "", "lora": None}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
@@ -90,7 +90,8 @@ def row_of(record: Record, run: str = "", stated: StatedProvenance = NOTHING_STA
         caveats="; ".join(caveats_of(record, stated)) or None,
     )
     row.update(to_json(metrics_of(record)))
-    row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
+    flat = flatten(to_json(replace(settings, lora=None))) | {"lora": settings.lora and str(settings.lora)}
+    row.update((name, value) for name, value in flat.items() if name not in _NO_COLUMN)
     row.update(_of_plan(record))
     if measured is not None:
         row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)

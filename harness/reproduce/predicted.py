@@ -16,8 +16,9 @@ from engine.settings import TrialSettings
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, assumed, hardware_named, speeds_of
 from harness.plan.forecast import forecast, knows_system, machine_of
-from harness.plan.matrix import asked_for, plan, unsupported_reason
+from harness.plan.matrix import asked_for, plan
 from harness.plan.predict import attention_or_reason, memory_is_modelled
+from harness.plan.unsupported import unsupported_reason
 from harness.predict.published import Configuration, configuration_of
 from harness.predict.validation import HARDWARE, predicted_gib, predicted_time
 from harness.reproduce.figures import METRICS, PaperFigure

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.errors import shown_value
-from cluster.files.reader import MAX_LEVELS, Node, convert, parse_yaml
+from cluster.files.reader import MAX_LEVELS, Node, build, convert, parse_yaml
+from engine.lora import Lora
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.base.lengths import Tokens, read_length
@@ -36,6 +37,8 @@ def read_setting(node: Node, key: str, folder: Path) -> Any:
     """The value of setting `key`; model files are looked up in `folder`. Raises UsageError."""
     if key == "model":
         return read_model(node, folder)
+    if key == "lora":
+        return None if node.value is None else build(Lora, node, key)
     if isinstance(node.value, list):
         raise UsageError(f"{node.place}: {key} is a list; a setting takes one value, write a list under sweep.{key}")
     is_length = key == "seq_len"

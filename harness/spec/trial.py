@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.checkpoint.planning.memory_settings import PLANNABLE
+from engine.lora import Lora
 from engine.measurement import Forecast
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.spec.table import NOTHING_FILLED, TableSources
@@ -51,12 +52,12 @@ def id_of(settings: TrialSettings) -> str:
     return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"
 
 
-def _off_default(settings: TrialSettings | Checkpoint | ModelShape | Steps, prefix: str = "") -> dict[str, Any]:
+def _off_default(settings: TrialSettings | Checkpoint | Lora | ModelShape | Steps, prefix: str = "") -> dict[str, Any]:
     """By dotted name, the values that differ from their defaults, and those that have none."""
     found: dict[str, Any] = {}
     for each in fields(settings):
         value, default = getattr(settings, each.name), each.default
-        if isinstance(value, Checkpoint | ModelShape | Steps):
+        if isinstance(value, Checkpoint | Lora | ModelShape | Steps):
             found |= _off_default(value, f"{prefix}{each.name}.")
         elif each.compare and value != default:
             found[prefix + each.name] = value

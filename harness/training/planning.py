@@ -15,7 +15,7 @@ from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, attempt_directory, read_metrics
 from harness.machine.this_machine import Machine
 from harness.plan.checkpointing import with_plan
-from harness.plan.matrix import unsupported_reason
+from harness.plan.unsupported import unsupported_reason
 from harness.records.forecasts import (
     NO_CORRECTION,
     Correction,

@@ -28,7 +28,7 @@ from harness.launch.ports import port_was_taken
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
-from harness.plan.matrix import unsupported_reason
+from harness.plan.unsupported import unsupported_reason
 from harness.records.provenance import redacted_command
 from harness.run.bounds import RUN_RESERVE, StopTime, TimeReserve, ahead_of_allocation, job_end
 from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run

@@ -27,7 +27,8 @@ from engine.measurement import Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine
 from harness.metrics.throughput import metrics_of
-from harness.plan.matrix import plan, unsupported_reason
+from harness.plan.matrix import plan
+from harness.plan.unsupported import unsupported_reason
 from harness.records.record import Record
 from harness.spec.experiment import load_experiment
 from harness.spec.methods import all_methods, method_module, method_named

@@ -26,7 +26,7 @@ from engine.memory.gpu_state import GpuReading
 from engine.method import method_unsupported_reason
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
 from harness.machine.this_machine import Machine
-from harness.plan.matrix import unsupported_reason
+from harness.plan.unsupported import unsupported_reason
 from harness.spec.methods import all_methods, method_named
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)

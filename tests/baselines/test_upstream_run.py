@@ -24,7 +24,7 @@ from engine.reader import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
-from harness.plan.matrix import unsupported_reason
+from harness.plan.unsupported import unsupported_reason
 from harness.records.record import Record
 from harness.records.stored import read_records
 from harness.run.attempt import RunContext

@@ -17,11 +17,12 @@ from engine.distributed import World, arrange
 from engine.lm_head.loss_kernel import IGNORE
 from engine.optimizer import adamw, gradient_norm
 from engine.settings import AdamWSettings, TrialSettings
-from engine.tasks.check_training import dense_model
+from engine.tasks.check_training import dense_model, draw_second_adapters
 from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 
 Result = dict[str, Any]
+SECOND_STD = 0.05  # of LoRA's second adapters, which are zero before a first step
 
 
 def dense_run(
@@ -29,8 +30,9 @@ def dense_run(
 ) -> Result:
     """The same step in one process, by the trial's dense model or by `model`."""
     model = (dense_model(settings, torch.device("cpu")) if model is None else model).to(dtype)
+    draw_second_adapters(model, settings.seed, SECOND_STD)
     loss = dense_step(model, settings, 1)
-    gradients = {name: parameter.grad.double().numpy() for name, parameter in model.named_parameters()}
+    gradients = {name: each.grad.double().numpy() for name, each in model.named_parameters() if each.requires_grad}
     norm = float(np.sqrt(sum((gradient**2).sum() for gradient in gradients.values())))
     return {"loss": loss.item(), "grad_norm": norm, "gradients": gradients}
 
@@ -77,10 +79,14 @@ def parallel_runs(cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, 
     results = {}
     for name, settings in cases.items():
         world, task = task_of(settings)
+        draw_second_adapters(task.model, settings.seed, SECOND_STD)
         total = task.gradients(1)
         torch.distributed.all_reduce(total)
         gradients = {}
         for parameter_name, parameter in task.model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, parameter_name
+                continue
             gradients[parameter_name] = whole_of(parameter.grad).double().numpy()
         results[name] = {
             "loss": total.item(),
@@ -90,7 +96,7 @@ def parallel_runs(cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, 
         task.optimizer.zero_grad()
         for step in range(steps):
             task.step(step)
-        whole = {key: whole_of(parameter).detach().numpy() for key, parameter in task.model.named_parameters()}
+        whole = {key: whole_of(parameter).detach().double().numpy() for key, parameter in task.model.named_parameters()}
         results[name]["parameters"] = whole if steps and world.rank == 0 else {}
     return results
 
@@ -103,6 +109,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     """Every parameter after some optimizer steps in one process, on whole batches."""
     model = dense_model(settings, torch.device("cpu")).double()
+    draw_second_adapters(model, settings.seed, SECOND_STD)
     optimizer = adamw(model, settings.learning_rate, AdamWSettings())
     for step in range(steps):
         dense_step(model, settings, step)

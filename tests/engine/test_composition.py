@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.attention.problem import RUNS_OF_TOKENS
+from engine.lora import Lora
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
@@ -30,6 +31,7 @@ NATIVE = tuple(  # burst first; tensor parallelism shares no sequence
     for name, method in all_methods().items()
     if hasattr(method, "attention") and not hasattr(method, "tensor_parallel")
 )
+ALL_ADAPTED = Lora(rank=2, alpha=4.0, targets=("q", "k", "v", "output", "gate", "up", "down"))
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": NATIVE,
     "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"),
@@ -57,11 +59,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation": (1, 2),
     "lm_head_fusion": (True, False),
     "z_loss": (0.0, 0.01),
+    "lora": (None, Lora(rank=3, alpha=5.0, targets=("q", "v", "output", "gate", "down")), ALL_ADAPTED),
     "dtype": ("fp64", "fp32", "bf16"),
 }
 ARRANGING = ("layout", "schedule", "backward")  # how the ranks share a sequence
 # What two replicas do together.
-REPLICATED = ("optimizer_offload", "sharding", "gradient_accumulation", "lm_head_fusion", "z_loss", "dtype")
+REPLICATED = ("optimizer_offload", "sharding", "gradient_accumulation", "lm_head_fusion", "z_loss", "lora", "dtype")
 WORLDS = [(1, 1), (2, 2), (4, 2), (4, 4)]  # ranks, of which so many share a sequence; two nodes from two ranks on
 REPEATED = ((2, 2), (4, 4))  # whose choices the others have among theirs
 STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps turn rounding into whole updates
@@ -119,7 +122,7 @@ def with_every_value(rows: list[Row], choices: dict[str, tuple[Any, ...]], names
 def plain(settings: TrialSettings) -> TrialSettings:
     """The same loss of the same sequences on one rank, with no lever and nothing that is parallel."""
     sequences = settings.batch_size * settings.gradient_accumulation * settings.dp_size
-    said = {name: getattr(settings, name) for name in ("mask", "z_loss", "dtype")}
+    said = {name: getattr(settings, name) for name in ("mask", "z_loss", "lora", "dtype")}
     return dataclasses.replace(
         SETTINGS, batch_size=sequences, checkpoint=Checkpoint(every=0), lm_head_fusion=False, **said
     )

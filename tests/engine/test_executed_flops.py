@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.lora import Lora
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -35,6 +36,7 @@ CHECKPOINTS = (
     Checkpoint(every=4, replay="bisect"),
     Checkpoint(every=9, offload="inputs", replay="bisect"),
 )
+ADAPTED = Lora(rank=3, alpha=6.0, targets=("q", "k", "v", "output", "gate", "up", "down"))
 TOKENS = 10
 FIRST = {
     torch.ops.aten.mm: 0,
@@ -73,14 +75,21 @@ class NoProducts:
         "shape": list(SHAPES.values()),
         "checkpoint": CHECKPOINTS,
         "tiles": [((1, 1),), ((3, 1),), ((1, 3),), ((3, 3),)],
+        "lora": [ADAPTED, None, dataclasses.replace(ADAPTED, targets=("q", "up"))],
     }
 )
-def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
+def test_the_counted_flops_are_executed(
+    shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int], lora: Lora | None
+) -> None:
+    if lora is not None and not shape.gated:
+        lora = dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name != "gate"))
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,
-        projection_tiles=tiles[0], mlp_tiles=tiles[1],
+        projection_tiles=tiles[0], mlp_tiles=tiles[1], lora=lora,
     )  # fmt: skip
     model = Decoder(shape)
+    if lora is not None:
+        model.adapt(lora, torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     set_layers(model, settings, NoProducts())
@@ -88,4 +97,4 @@ def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoin
     with Products() as products:
         model(tokens[:, :-1], torch.arange(TOKENS), tokens[:, 1:]).backward()
     work = work_of(settings)
-    assert products.flops == 3 * (work.layers + work.head) + work.recomputed_layers
+    assert products.flops == work.all_layers + work.all_head + work.recomputed_layers

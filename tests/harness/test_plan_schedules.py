@@ -9,7 +9,7 @@ import pytest
 from engine.attention.problem import HeadsAndRanks, schedule_unsupported_reason
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine, together
-from harness.plan.matrix import unsupported_reason
+from harness.plan.unsupported import unsupported_reason
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 SHAPE = ModelShape(name="small", layers=1, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=8, vocab=256)

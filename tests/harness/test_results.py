@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import random
 from pathlib import Path
 
+from engine.lora import Lora
 from engine.settings import Checkpoint, to_json
 from harness.records.record import read_record, write_record
 from harness.report.results import COLUMNS, flatten, row_of, rows_of, write_results
@@ -31,10 +33,11 @@ def test_the_columns_of_the_contract_come_first_and_in_order() -> None:
 
 
 def test_every_setting_has_a_column(tmp_path: Path) -> None:
-    chosen = {"memory": "80GiB", "planned": "checkpoint.tail"}
+    chosen = {"memory": "80GiB", "planned": "checkpoint.tail", "lora": Lora(rank=2, alpha=4.0, targets=("q", "v"))}
     trial = record(checkpoint=Checkpoint(every=1, tail=0.0, plan="auto"), lm_head_fusion=False, **chosen)
     [written] = read(write_results(tmp_path / "results.csv", rows_of([trial])))
-    settings = flatten(to_json(trial.settings))
+    assert written["lora"] == "rank 2, alpha 4, q v"
+    settings = flatten(to_json(dataclasses.replace(trial.settings, lora=None)))
     del settings["model.note"]  # words, no setting
     assert settings.pop("model.name") == written["model"]
     assert settings.keys() <= written.keys()

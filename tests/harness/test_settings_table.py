@@ -13,7 +13,8 @@ from engine.settings import Checkpoint, SettingsFrom, TrialSettings, from_json, 
 from harness.base.errors import UsageError
 from harness.cli import main
 from harness.machine.this_machine import Machine
-from harness.plan.matrix import plan, unsupported_reason
+from harness.plan.matrix import plan
+from harness.plan.unsupported import unsupported_reason
 from harness.report.results import METHOD_ORDER, flatten
 from harness.spec.experiment import load_experiment
 from harness.spec.methods import all_methods, method_named

@@ -52,6 +52,7 @@ class Communicators:
         self._rings: dict[tuple[Ring, tuple[int, ...], str], RingComms] = {}
         self._all_to_alls: dict[tuple[tuple[int, ...], str], AllToAll] = {}
         self._gathers: list[GroupGather] = []  # one, once it was asked for
+        self._linear: list[PointToPoint] = []  # likewise
         self._across_gib: list[float] = []  # one number, once it was measured
         self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
 
@@ -145,6 +146,15 @@ class Communicators:
             assert group is not None, "several ranks have a group"
             self._gathers.append(GroupGather(group, self.traffic))
         return self._gathers[0]
+
+    def linear(self) -> PointToPoint:
+        """Transfers of linear layers among all ranks, of which there are several. Collective at first use, then
+        kept."""
+        if not self._linear:
+            group = self._subgroup(range(self.size), "linear")
+            assert group is not None, "several ranks have a group"
+            self._linear.append(PointToPoint(group, self.traffic))
+        return self._linear[0]
 
     def ring(self, ring: Ring, cp_ranks: Sequence[int], rank: int, exchange: str) -> RingComms:
         """The communication of a ring among `cp_ranks`, of which this one is number `rank`. Collective at first use,

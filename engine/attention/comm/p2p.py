@@ -5,11 +5,11 @@ Nothing here blocks the host: on a GPU, `wait` makes the current stream wait for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,39 @@ class PointToPoint(Transport):
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
+        received = self._empty(expected)
+        operations = [self._operation(dist.isend, tensor, to) for tensor in sent]
+        operations += [self._operation(dist.irecv, tensor, source) for tensor in received]
+        return self._started(given, sent, received, operations, {to, source})
+
+    def exchange(self, sent: tuple[Tensor, ...], expected: tuple[TensorSpec, ...]) -> Transfer:
+        """Send `sent[r]` to each other group rank r while receiving `expected[r]` from it; tensors without elements are
+        not sent. This rank's own becomes what is received at its place. Collective in order, as `start`."""
+        here, ranks = dist.get_rank(self._group), range(len(sent))
+        given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
+        received = self._empty(expected)
+        received = (*received[:here], sent[here], *received[here + 1 :])
+        operations = [self._operation(dist.isend, sent[r], r) for r in ranks if r != here and sent[r].numel()]
+        operations += [self._operation(dist.irecv, received[r], r) for r in ranks if r != here and received[r].numel()]
+        away = given[:here] + given[here + 1 :], sent[:here] + sent[here + 1 :]
+        return self._started(*away, received, operations, set(ranks) - {here})
+
+    def _empty(self, expected: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+        here = gpu_of(self._group) or torch.device("cpu")
+        return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
+
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, unrecorded(tensor), self._ranks[peer], self._group, self._traffic.tag)
+
+    def _started(
+        self,
+        given: tuple[Tensor, ...],
+        sent: tuple[Tensor, ...],
+        received: tuple[Tensor, ...],
+        operations: list[dist.P2POp],
+        peers: set[int],
+    ) -> Transfer:
+        """The operations, begun; `sent` are contiguous copies of `given` where those were not."""
         copies = tuple(tensor for tensor, original in zip(sent, given, strict=True) if tensor is not original)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
@@ -121,17 +154,10 @@ class PointToPoint(Transport):
             # leave some of them nothing to send or receive in the first message, so this call is made before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._connected = True
-        here = device or torch.device("cpu")
-        received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
-        tag = self._traffic.tag
-        operations = [dist.P2POp(dist.isend, unrecorded(tensor), self._ranks[to], self._group, tag) for tensor in sent]
-        operations += [
-            dist.P2POp(dist.irecv, unrecorded(tensor), self._ranks[source], self._group, tag) for tensor in received
-        ]
-        peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
-        with peers_needed(self._group, peers):
+        named = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted(peers))
+        with peers_needed(self._group, named):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _SendReceive(received, sent, self._group, peers, works, copies)
+        return _SendReceive(received, sent, self._group, named, works, copies)
 
 
 def send_rows(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.attention.geometry.dealing import Work, deal
+import numpy as np
+
+from engine.attention.geometry.dealing import deal
+from engine.attention.geometry.document_parts import Work, bounds_in
 from engine.attention.geometry.layout import Segment, tail_cut
 from engine.attention.geometry.shards import ShardSegments
 
@@ -57,20 +60,15 @@ class Balanced:
         """Lengths of the documents of a sequence. Raises ValueError when they do not sum to it."""
         if not self.lengths:
             return (seq_len,)
-        lengths, tokens = self.lengths, sum(self.lengths)
+        tokens = sum(self.lengths)
         if self.repeat:
-            lengths, left = lengths * (seq_len // tokens), seq_len % tokens
-            for length in self.lengths if left else ():
-                lengths += (min(length, left),)
-                left -= lengths[-1]
-                if not left:
-                    break
-        elif tokens != seq_len:
+            return tuple(np.diff(bounds_in(np.cumsum((0, *self.lengths)), seq_len, True)).tolist())
+        if tokens != seq_len:
             raise ValueError(
-                f"layout balanced deals {len(lengths)} documents of {tokens} tokens and the sequence has {seq_len}; "
-                "make a layout for its own documents"
+                f"layout balanced deals {len(self.lengths)} documents of {tokens} tokens and the sequence has "
+                f"{seq_len}; make a layout for its own documents"
             )
-        return lengths
+        return self.lengths
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ what is left, so that an error of one rank is shared by all later ones.
 
 **Windows and spans.** Tokens of a document that are further from its beginning than a window have equally many pairs.
 Spans add pairs that no length shows, and a window hides pairs of documents that are not causal: ranks are filled
-without either, and are then made even by exchanging tokens, with all pairs counted.
+without either. In the end tokens are exchanged, with all pairs counted (`engine.attention.geometry.even_out`).
 
 Heavy work is paired with light work as in zigzag (Llama 3, arXiv:2407.21783); documents are whole where they fit and
 cut where they do not, as in block placement (FCP, arXiv:2605.08524).
@@ -22,71 +22,27 @@ cut where they do not, as in block placement (FCP, arXiv:2605.08524).
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest, nsmallest
-from typing import NamedTuple
 
 import numpy as np
 
+from engine.attention.geometry.document_parts import (
+    PLAIN,
+    Part,
+    Shard,
+    Work,
+    first_with,
+    pairs_between,
+    pairs_of_whole,
+)
+from engine.attention.geometry.even_out import even_out
 from engine.attention.geometry.shards import ShardSegments
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
 
-__all__ = ["Work", "deal"]
-
-NEAR = 0.01  # of the mean, by which pairs of a rank may differ from it
 SLACK = 0.004  # of a rank's pairs, which may be missed where a document is then cut in one place instead of two
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What tokens of a document see: the fields of `engine.attention.masks.Documents`."""
-
-    causal: bool = True
-    left: int | None = None
-    spans: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def window(self) -> int:
-        """Keys that a token of a causal document sees at most, besides those of its span."""
-        return NO_LIMIT if self.left is None or not self.causal else self.left + 1
-
-    @property
-    def irregular(self) -> bool:
-        """Tokens have pairs that neither length nor position in their document tells, or fewer towards its end."""
-        return bool(self.spans) or (self.left is not None and not self.causal)
-
-
-@dataclass(slots=True)
-class _Rest:
-    """What is left of a document: its tokens [first, last)."""
-
-    start: int  # global position of the document
-    length: int  # of the whole document
-    first: int
-    last: int
-
-    @property
-    def tokens(self) -> int:
-        return self.last - self.first
-
-
-@dataclass(slots=True)
-class _Shard:
-    """What a rank has been given."""
-
-    starts: list[int] = field(default_factory=list)  # global positions of whole documents
-    lengths: list[int] = field(default_factory=list)  # of the same documents
-    parts: list[_Rest] = field(default_factory=list)  # of documents that are cut
-
-    def all_parts(self) -> list[_Rest]:
-        """Whole documents among the parts, to be cut."""
-        self.parts += map(_Rest, self.starts, self.lengths, itertools.repeat(0), self.lengths)
-        self.starts, self.lengths = [], []
-        return self.parts
 
 
 @dataclass(slots=True)
@@ -97,16 +53,16 @@ class _Dealer:
     window: int  # of `Work`; whole numbers are compared in less time than with infinity
     lengths: list[int]  # of whole documents, ascending
     starts: list[int]  # of the same documents
-    cut: list[_Rest] = field(default_factory=list)  # documents of which some rank has a part
+    cut: list[Part] = field(default_factory=list)  # documents of which some rank has a part
     size: int = 0  # tokens of a rank
     tokens: int = 0  # that the rank still takes
     pairs: float = 0.0
     light: float = 0.0  # pairs of a token, over the documents with the fewest that could fill the rank
     slack: float = 0.0
-    shard: _Shard = field(default_factory=_Shard)
+    shard: Shard = field(default_factory=Shard)
 
-    def whole(self, at: int) -> _Rest:
-        return _Rest(self.starts[at], self.lengths[at], 0, self.lengths[at])
+    def whole(self, at: int) -> Part:
+        return Part(self.starts[at], self.lengths[at], 0, self.lengths[at])
 
     def remove(self, at: int) -> None:
         del self.lengths[at], self.starts[at]
@@ -116,19 +72,19 @@ class _Dealer:
         """Pairs that the rank needs beyond those of the lightest tokens that could fill it."""
         return self.pairs - self.tokens * self.light
 
-    def seen(self, rest: _Rest, first: int, last: int) -> float:
+    def seen(self, rest: Part, first: int, last: int) -> float:
         """Pairs of tokens [first, last) of a document."""
-        return _pairs(rest.length, first, last, self.causal, self.window)
+        return pairs_between(rest.length, first, last, self.causal, self.window)
 
-    def take(self, rest: _Rest, first: int, last: int, pairs: float) -> None:
+    def take(self, rest: Part, first: int, last: int, pairs: float) -> None:
         """Give the rank tokens [first, last) of a document, which have so many pairs."""
-        self.shard.parts.append(_Rest(rest.start, rest.length, first, last))
+        self.shard.parts.append(Part(rest.start, rest.length, first, last))
         self.tokens -= last - first
         self.pairs -= pairs
 
-    def fill(self, tokens: int, pairs: float) -> _Shard:
+    def fill(self, tokens: int, pairs: float) -> Shard:
         """One rank: so many tokens, and about so many pairs."""
-        self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, _Shard()
+        self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, Shard()
         if self.causal and self.window == NO_LIMIT:
             rests = [((rest.first + rest.last + 1) / 2, rest.last - rest.first, rest) for rest in self.cut]
         else:
@@ -140,9 +96,10 @@ class _Dealer:
             self.close()
         return self.shard
 
-    def lightest(self, tokens: int, cut: list[tuple[float, int, _Rest]]) -> float:
+    def lightest(self, tokens: int, cut: list[tuple[float, int, Part]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
         rests = sorted([each[:2] for each in cut], reverse=True)
+        # A whole document that is no longer than the window has length * (length + more) / each pairs.
         more, each, window = (1, 2, self.window) if self.causal else (0, 1, NO_LIMIT)
         left, pairs, seen, shorter = tokens, 0.0, 0, self.as_dense(rests[-1][0]) if rests else NO_LIMIT
         for length in self.lengths:
@@ -157,7 +114,7 @@ class _Dealer:
                     return (pairs + (seen + (length + more) * left) / each) / tokens
                 seen += (length + more) * length
             else:
-                whole = _pairs(length, 0, length, True, window)
+                whole = pairs_between(length, 0, length, True, window)
                 if length >= left:
                     return (pairs + seen / each + whole * left / length) / tokens
                 pairs += whole
@@ -177,14 +134,14 @@ class _Dealer:
             return math.ceil(length)
         return math.ceil(window * (window - 1) / (2 * (window - density))) if density < window else NO_LIMIT
 
-    def density(self, rest: _Rest) -> float:
+    def density(self, rest: Part) -> float:
         if not self.causal:
             return float(rest.length)
         if rest.last <= self.window:
             return (rest.first + rest.last + 1) / 2
         return self.seen(rest, rest.first, rest.last) / (rest.last - rest.first)
 
-    def take_rests(self, cut: list[tuple[float, int, _Rest]]) -> None:
+    def take_rests(self, cut: list[tuple[float, int, Part]]) -> None:
         """Take what is left of cut documents where it fits, and a part of a heavy one that does not."""
         taken, heavy, heaviest, room = [], None, 0.0, self.excess + self.slack
         for density, count, rest in cut:
@@ -208,7 +165,7 @@ class _Dealer:
         if heavy is not None and heaviest > mean and self.excess > self.slack:
             self.take_heavy(heavy)
 
-    def take_heavy(self, rest: _Rest) -> None:
+    def take_heavy(self, rest: Part) -> None:
         """Take the tokens at the end of a document that have the rank's excess; more tokens, of which some are at its
         beginning, where otherwise too many light ones would be left for the ranks that the rest can fill."""
         excess, tokens = self.excess, rest.last - rest.first
@@ -218,7 +175,7 @@ class _Dealer:
         count = max(count, math.ceil(tokens - max(0.0, ranks) * self.size))
         self.take_ends(rest, min(count, self.tokens, tokens), excess)
 
-    def take_ends(self, rest: _Rest, count: int, excess: float) -> None:
+    def take_ends(self, rest: Part, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
         first, last, tokens, wanted = rest.first, rest.last, rest.last - rest.first, excess + count * self.light
         if self.causal and last <= self.window:
@@ -234,7 +191,7 @@ class _Dealer:
             elif last <= self.window:  # a token that moves to the beginning has so many pairs less
                 begin = min(count, round((most - wanted) / (tokens - count)))
             else:
-                begin = _first_with(
+                begin = first_with(
                     count,
                     lambda at: self.seen(rest, first, first + at) + self.seen(rest, last - count + at, last) <= wanted,
                 )
@@ -247,7 +204,7 @@ class _Dealer:
         if rest.first == rest.last:
             self.cut.remove(rest)
 
-    def from_end(self, rest: _Rest, excess: float) -> int:
+    def from_end(self, rest: Part, excess: float) -> int:
         """Tokens at the end of a document that have so much excess; all of them where they have less."""
         tokens = rest.last - rest.first
         # Those that see equally many keys come last.
@@ -274,6 +231,7 @@ class _Dealer:
         square, shift, each = half * half, -2 * half / times, 1 / times
         tokens, excess, lacks, window = self.tokens, self.excess + self.slack, 3 * self.slack, self.window
         while tokens and lengths:
+            # The longest document that has no more than the excess: where its quadratic reaches it.
             inside = square + times * excess
             fits = half + root(inside) if inside > 0 else half
             if fits > window:
@@ -302,7 +260,7 @@ class _Dealer:
             if length <= window:
                 excess -= length * (shift + each * length)
             else:
-                excess -= _pairs(length, 0, length, True, window) - length * light
+                excess -= pairs_between(length, 0, length, True, window) - length * light
         self.pairs = excess - self.slack + tokens * light
         self.tokens = tokens
 
@@ -349,8 +307,8 @@ class _Dealer:
         elif last <= self.window:
             fewest, most = count * (2 * first + count + 1) / 2, count * (2 * (first + spare) + count + 1) / 2
         else:
-            fewest = _pairs(length, first, first + count, True, self.window)
-            most = _pairs(length, first + spare, last, True, self.window)
+            fewest = pairs_between(length, first, first + count, True, self.window)
+            most = pairs_between(length, first + spare, last, True, self.window)
         wanted = self.pairs - left
         if wanted < fewest:
             left += fewest - wanted
@@ -359,7 +317,7 @@ class _Dealer:
         return left if left > self.slack else self.slack
 
 
-def deal(lengths: Sequence[int], ranks: int, work: Work = Work(), *, cut: int = 0) -> ShardSegments:
+def deal(lengths: Sequence[int], ranks: int, work: Work = PLAIN, *, cut: int = 0) -> ShardSegments:
     """The positions of each rank: the same on every rank.
 
     Args:
@@ -382,210 +340,27 @@ def deal(lengths: Sequence[int], ranks: int, work: Work = Work(), *, cut: int = 
     return ShardSegments.of_runs(ranks, rank, np.array(start), np.array(count))
 
 
-def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: int) -> list[_Shard]:
+def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: int) -> list[Shard]:
     """What each rank is given of the tokens at positions [begin, end)."""
     assert (end - begin) % ranks == 0, "the layout splits only lengths that divide"
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     # Documents that begin or end outside are cut already.
     first, last = int(np.searchsorted(bounds, begin, side="right")) - 1, int(np.searchsorted(bounds, end))
     low, high = first + int(bounds[first] < begin), last - int(bounds[last] > end)
-    cut = [
-        _Rest(start, length, max(0, begin - start), min(length, end - start))
-        for at in sorted({*range(first, low), *range(high, last)})
-        for start, length in ((int(bounds[at]), int(lengths[at])),)
-    ]
+    cut = []
+    for at in sorted({*range(first, low), *range(high, last)}):
+        start, length = int(bounds[at]), int(lengths[at])
+        cut.append(Part(start, length, max(0, begin - start), min(length, end - start)))
     order = np.argsort(lengths[low:high], kind="stable")
     whole = lengths[low:high][order]
     dealer = _Dealer(work.causal, work.window, whole.tolist(), bounds[low:][order].tolist(), cut)
-    left = float(_pairs_of_whole(whole, work).sum()) + sum(dealer.seen(rest, rest.first, rest.last) for rest in cut)
+    left = float(pairs_of_whole(whole, work).sum()) + sum(dealer.seen(rest, rest.first, rest.last) for rest in cut)
     dealt, areas, size = [], [], (end - begin) // ranks
     for rank in range(ranks):
         pairs = left / (ranks - rank)
         dealt.append(dealer.fill(size, pairs))
         areas.append(pairs - dealer.pairs)
         left -= areas[-1]
-    pairs_in = _exactly(dealer.seen, work) if work.irregular else dealer.seen
-    if work.irregular:
-        areas = [sum(pairs_in(part, part.first, part.last) for part in shard.all_parts()) for shard in dealt]
-    _even_out(dealt, areas, _Exchange(work, pairs_in, work == Work()))
+    even_out(dealt, areas, work)
     # The keys that a rank lacks of a long document are then those of the ranks before it, whose chunks come first.
     return dealt[::-1]
-
-
-def _even_out(dealt: list[_Shard], areas: list[float], exchange: _Exchange) -> None:
-    """Exchange tokens between the ranks with the most and the fewest pairs until all are near the mean. `areas` are the
-    pairs of each rank."""
-    mean = sum(areas) / len(areas)
-    near = NEAR * mean
-    for _ in range((32 if exchange.work.irregular else 4) * len(areas)):
-        most, least = max(areas), min(areas)
-        if max(most - mean, mean - least) <= near:
-            return
-        heavy, light = areas.index(most), areas.index(least)
-        pairs = min(most - mean, mean - least) + 0.9 * near
-        moved = exchange.move(dealt[heavy].all_parts(), dealt[light].all_parts(), pairs)
-        if moved <= 0 and not exchange.halve(dealt[heavy].parts):
-            return
-        areas[heavy] -= moved
-        areas[light] += moved
-
-
-class _Swap(NamedTuple):
-    """Tokens at one end of `given`, a part of a rank with many pairs, for as many of `taken`, of one with few."""
-
-    given: _Rest
-    taken: _Rest
-    given_last: bool = True  # the last tokens of the part, which have most pairs of their document without spans
-    taken_last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Moves pairs from one rank to another by exchanging tokens."""
-
-    work: Work
-    pairs_in: Callable[[_Rest, int, int], float]
-    plain: bool  # causal documents without windows and spans
-
-    def move(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> float:
-        """Returns the pairs that are moved, at most about `pairs`."""
-        best, found, count = self.by_formula(heavy, light, pairs) if self.plain else self.best(heavy, light, pairs)
-        if found is not None:
-            for part, last, of, to in (
-                (found.given, found.given_last, heavy, light),
-                (found.taken, found.taken_last, light, heavy),
-            ):
-                to.append(_Rest(part.start, part.length, *_at_end(part, count, last)))
-                part.first, part.last = (part.first, part.last - count) if last else (part.first + count, part.last)
-                if not part.tokens:
-                    of.remove(part)
-        return best
-
-    def best(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> tuple[float, _Swap | None, int]:
-        """The pairs that a swap moves, the swap, and how many tokens it exchanges."""
-        best, found, count = 0.0, None, 0
-        for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
-            tokens = self.tokens(swap, pairs)
-            moved = self.moved(swap, tokens) if tokens > 0 else 0.0
-            if moved > best:
-                best, found, count = moved, swap, tokens
-            if best >= 0.5 * pairs:
-                break
-        return best, found, count
-
-    def by_formula(self, heavy: list[_Rest], light: list[_Rest], pairs: float) -> tuple[float, _Swap | None, int]:
-        """The same without windows and spans, of causal documents: tokens * (between - tokens) pairs are moved."""
-        best, found, count = 0.0, None, 0
-        taken = min(light, key=lambda part: part.first + part.last)
-        first, room = taken.first, taken.last - taken.first
-        for part in sorted(heavy, key=lambda part: part.last):  # the first sends least
-            between = part.last - first
-            tokens = min(part.last - part.first, room, between // 2)
-            if tokens <= 0:
-                continue
-            if between * between > 4 * pairs:
-                tokens = min(tokens, int(between - math.sqrt(between * between - 4 * pairs)) // 2)
-            moved = tokens * (between - tokens)
-            if moved > best:
-                best, found, count = moved, _Swap(part, taken), tokens
-            if best >= 0.5 * pairs:
-                break
-        return best, found, count
-
-    def of_last_tokens(self, heavy: list[_Rest], light: list[_Rest]) -> Iterator[_Swap]:
-        causal = self.work.causal
-        taken = min(light, key=self.density)
-        for part in sorted(heavy, key=lambda part: part.last if causal else part.length):  # the first sends least
-            yield _Swap(part, taken)
-
-    def of_any_ends(self, heavy: list[_Rest], light: list[_Rest]) -> Iterator[_Swap]:
-        for given, taken in itertools.product(nlargest(4, heavy, self.density), nsmallest(4, light, self.density)):
-            for ends in itertools.product((True, False), (False, True)):
-                yield _Swap(given, taken, *ends)
-
-    def density(self, part: _Rest) -> float:
-        return self.pairs_in(part, part.first, part.last) / part.tokens
-
-    def halve(self, parts: list[_Rest]) -> bool:
-        """Cut the part with most pairs in two, where tokens in its middle may be heavier than those at its ends."""
-        part = max(parts, key=lambda part: self.pairs_in(part, part.first, part.last))
-        if not self.work.irregular or part.tokens < 2:
-            return False
-        middle = (part.first + part.last) // 2
-        parts.append(_Rest(part.start, part.length, middle, part.last))
-        part.last = middle
-        return True
-
-    def moved(self, swap: _Swap, count: int) -> float:
-        """Pairs that exchanging so many tokens moves."""
-        return self.pairs_in(swap.given, *_at_end(swap.given, count, swap.given_last)) - self.pairs_in(
-            swap.taken, *_at_end(swap.taken, count, swap.taken_last)
-        )
-
-    def tokens(self, swap: _Swap, pairs: float) -> int:
-        """How many to exchange."""
-        part, taken = swap.given, swap.taken
-        tokens = min(part.tokens, taken.tokens)
-        if self.work.irregular:  # moving more may move fewer pairs
-            while tokens and self.moved(swap, tokens) > pairs:
-                tokens //= 2
-            more = min(2 * tokens, part.tokens, taken.tokens)
-            return tokens + _first_with(more - tokens, lambda count: self.moved(swap, tokens + count) >= pairs)
-        if not self.work.causal:
-            between = part.length - taken.length
-            return min(tokens, int(pairs / between)) if between > 0 else 0
-        # Of more tokens the last ones have fewer pairs than those they are exchanged for.
-        tokens = max(0, min(tokens, (part.last - taken.first) // 2))
-        return _first_with(tokens, lambda count: self.moved(swap, count) >= pairs)
-
-
-def _at_end(part: _Rest, count: int, last: bool) -> tuple[int, int]:
-    """The last tokens of a part, so many, or its first ones."""
-    return (part.last - count, part.last) if last else (part.first, part.first + count)
-
-
-def _first_with(most: int, holds: Callable[[int], bool]) -> int:
-    """The first number up to `most` for which it holds, as for all later ones; `most` where there is none."""
-    return bisect_left(range(most), True, key=holds)
-
-
-def _pairs(length: int, first: int, last: int, causal: bool, window: int) -> float:
-    """Pairs of tokens [first, last) of a document."""
-    if not causal:
-        return float(length * (last - first))
-    if last <= window:
-        return (last * (last + 1) - first * (first + 1)) / 2
-    inside = min(first, window)
-    return window * (last - max(first, window)) + (window * (window + 1) - inside * (inside + 1)) / 2
-
-
-def _pairs_of_whole(lengths: Integers, work: Work) -> Integers:
-    """Pairs of whole documents."""
-    if not work.causal:
-        return lengths * lengths
-    hidden = np.maximum(0, lengths - (work.left + 1)) if work.left is not None else 0
-    return (lengths * (lengths + 1) - hidden * (hidden + 1)) // 2
-
-
-def _exactly(seen: Callable[[_Rest, int, int], float], work: Work) -> Callable[[_Rest, int, int], float]:
-    """`seen` with the pairs of tokens and later ones of their span, and without those that `left` hides of documents
-    that are not causal."""
-    if not work.causal and work.left is not None:
-        reach = work.left + 1
-        return lambda rest, first, last: (
-            seen(rest, first, last) - _pairs(0, first, last, True, NO_LIMIT) + _pairs(0, first, last, True, reach)
-        )
-    spans = work.spans
-    starts = [start for start, _ in spans]
-    sizes = [stop - start for start, stop in spans]
-    before = list(itertools.accumulate((size * (size - 1) // 2 for size in sizes), initial=0))
-
-    def until(position: int) -> int:
-        """Of all tokens before a position of the sequence."""
-        at = bisect_right(starts, position) - 1
-        if at < 0:
-            return 0
-        count = min(position - starts[at], sizes[at])
-        return before[at] + count * (sizes[at] - 1) - count * (count - 1) // 2
-
-    return lambda rest, first, last: seen(rest, first, last) + until(rest.start + last) - until(rest.start + first)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from engine.attention.geometry.tile_table import Region, TooManyTiles
+from engine.attention.geometry.rectangles import Region
+from engine.attention.geometry.tile_table import TooManyTiles
 from engine.attention.masks.block_sparse import (
     BlockGrid,
     BlockPattern,

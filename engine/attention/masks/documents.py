@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import numpy as np
 
 from engine.attention.geometry.balanced import Balanced
+from engine.attention.geometry.document_parts import bounds_in
 from engine.attention.geometry.layout import ZigzagOfDocuments
-from engine.attention.geometry.tile_table import Region
+from engine.attention.geometry.rectangles import Region
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
 from engine.attention.masks.mask import Mask
 
@@ -134,21 +135,14 @@ class Documents(Mask):
 
     def lengths_in(self, tokens: int) -> list[int]:
         """Tokens of each document of a sequence, with repetitions."""
-        starts, stops = self._starts_and_stops(tokens)
-        lengths: list[int] = (stops - starts).tolist()
+        lengths: list[int] = np.diff(bounds_in(self._starts, tokens, self.repeat)).tolist()
         return lengths
 
-    def _starts_and_stops(self, tokens: int) -> tuple[Integers, Integers]:
-        times = -(-tokens // self.tokens) if self.repeat else 1
-        starts = (np.arange(times)[:, None] * self.tokens + self._starts[:-1]).reshape(-1)
-        starts = starts[starts < tokens]
-        return starts, np.append(starts[1:], min(tokens, times * self.tokens))
-
     def regions(self, tokens: int) -> Integers:
-        starts, stops = self._starts_and_stops(tokens)
+        bounds = bounds_in(self._starts, tokens, self.repeat)
         left, right = NO_LIMIT if self.left is None else self.left, 0 if self.causal else NO_LIMIT
-        regions = np.empty((len(starts), 6), dtype=np.int64)
-        regions[:, 0::2], regions[:, 1::2] = starts[:, None], stops[:, None]
+        regions = np.empty((len(bounds) - 1, 6), dtype=np.int64)
+        regions[:, 0::2], regions[:, 1::2] = bounds[:-1, None], bounds[1:, None]
         regions[:, 4:] = left, right
         if not self.spans:
             return regions

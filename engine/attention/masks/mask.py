@@ -15,8 +15,9 @@ from typing import ClassVar
 import numpy as np
 
 from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.rectangles import Region, region_areas
 from engine.attention.geometry.shards import ShardSegments
-from engine.attention.geometry.tile_table import Region, region_areas, tile_table
+from engine.attention.geometry.tile_table import tile_table
 from engine.attention.geometry.tiles import Integers, Tile
 
 _names: dict[Mask, str] = {}

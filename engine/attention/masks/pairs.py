@@ -8,16 +8,11 @@ from functools import lru_cache
 import numpy as np
 
 from engine.attention.accumulate import WAITING_PARTS
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import Layout, Segment, rows_before
+from engine.attention.geometry.rectangles import Booleans, region_areas
 from engine.attention.geometry.shards import ShardSegments
-from engine.attention.geometry.tile_table import (
-    Booleans,
-    TileTable,
-    outermost_spans,
-    region_areas,
-    shards_of,
-    tile_table,
-)
+from engine.attention.geometry.tile_table import TileTable, outermost_spans, tile_table
 from engine.attention.geometry.tiles import Call, Integers
 from engine.attention.masks.mask import FirstRows, Mask, check_length, regions_of
 
@@ -78,6 +73,14 @@ class PairTable:
         if self._tiles is None:
             return int(pair_tiles(*self._problem, q_rank, k_rank).areas[0])
         return int(self._tiles.areas[self._kind_of[q_rank, k_rank]])
+
+
+@lru_cache(maxsize=64)
+def shards_of(layout: Layout, seq_len: int, cp_size: int) -> ShardSegments:
+    """The shards of all ranks."""
+    if isinstance(layout, Balanced):
+        return layout.shards(seq_len, cp_size)
+    return ShardSegments.of(*(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from engine.checkpoint.counts import (
 )
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
+from engine.lora import MLP, adapter_parameters
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -55,14 +56,17 @@ class CostModel:
         row = item * model.head_dim + 4  # of output and LSE, of one token and head
         self._copy_attention = self._tokens * model.heads * row / speeds.host_link
         self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
-        self._layer = 2.0 * self._tokens * model.layer_matrices / speeds.gemm + self._passes + self._attention
-        self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
+        weights = model.layer_matrices + adapter_parameters(model, settings.lora)
+        self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
+        self._moments = 2 * wide * settings.trained_parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}
         self._repeated: dict[tuple[Checkpoint, int, int], float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
+        if settings.lora is not None:
+            self._head_run = 0.0  # its weight has no gradient that tiles add to
 
     def seconds(self, choice: MemorySettings) -> float:
         """What the choice adds."""
@@ -75,15 +79,17 @@ class CostModel:
 
     def _split(self, choice: MemorySettings) -> float:
         """Tokens whose MLP products are kept and those whose are not are different runs, with a sum over them."""
-        model = self._settings.model
+        model, lora = self._settings.model, self._settings.lora
         whole = model.layers - choice.checkpoint.layers_again(model.layers)
         if choice.checkpoint.mlp in (0, 1):
             return 0.0
-        return (2 if choice.mlp_tiles == 1 else 1) * self._sum * model.mlp_parameters * whole
+        weights = model.mlp_parameters if lora is None else adapter_parameters(model, lora, MLP)
+        return (2 if choice.mlp_tiles == 1 else 1) * self._sum * weights * whole
 
     def fixed(self, choice: MemorySettings) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
-        added = self._sum * added_weights(self._settings.model, choice.mlp_tiles, choice.projection_tiles)
+        settings = self._settings
+        added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
         added += 2 * self._moments * choice.optimizer_offload  # in and out; neither forward nor backward hides them
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
@@ -105,6 +111,7 @@ class CostModel:
             mlp_tiles=choice.mlp_tiles,
             tokens=self._tokens,
             rank_tokens=self._rank_tokens,
+            lora=self._settings.lora,
         )
         added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)

@@ -23,12 +23,15 @@ from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.lm_head.loss_kernel import gpu_tile_tokens
+from engine.lora import MLP, adapter_parameters
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
 GIB = 1 << 30
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
+# The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
+_TORCH_MLP = {1: 3, 2: 5}
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -100,6 +103,7 @@ class MemoryModel:
         self._layers, self._shape, self._fused = shape.layers, shape, settings.lm_head_fusion
         self._item, self._tokens = item, tokens
         self._gates = 2 if shape.gated else 1
+        self._by_autograd = _TORCH_MLP[self._gates] if shape.plain_mlp else _AUTOGRAD_MLP * self._gates
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
         self._query = item * tokens * shape.heads * shape.head_dim  # queries, attention's output, their gradients
@@ -108,27 +112,34 @@ class MemoryModel:
         shards = settings.world_size
         if settings.sharding == "hybrid":
             shards = max(1, shards // max(1, settings.emulate_nodes))
-        self._parameters = wide * shape.parameters / shards
-        self._layer_gradient = wide * shape.layer_parameters / shards
-        table, layer = shape.vocab * shape.hidden, shape.layer_parameters
+        # Frozen parameters are there once, in the dtype of the computation, and only the others have gradients.
+        lora, table, trained = settings.lora, shape.vocab * shape.hidden, shape.layer_parameters
+        layer, learns, of_mlp = trained, 1, shape.mlp_parameters  # of all parameters; whether the head has a gradient
+        self._frozen = 0.0
+        if lora is not None:
+            self._frozen, learns, of_mlp = item * shape.parameters / shards, 0, adapter_parameters(shape, lora, MLP)
+            trained = adapter_parameters(shape, lora)
+            layer += trained
+        self._parameters = wide * settings.trained_parameters / shards
+        self._layer_gradient = wide * trained / shards
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
-        tied = 2 * item * table if shape.tied else 0.0
-        self._head_gradient = wide * ((0 if shape.tied else table) + shape.hidden) / shards
+        tied = (1 + learns) * item * table if shape.tied else 0.0
+        self._head_gradient = learns * wide * ((0 if shape.tied else table) + shape.hidden) / shards
         # Two layers' parameters, and the gradient of one as computed and as reduced; the first layer has none before.
         sharded = _OfParameters(
             copies=0.0,
-            gathered=(3 * item + wide) * layer + tied,
-            gathered_first=(2 * item + wide) * layer + tied,
-            head=(2 * item + 2 * wide) * table,
+            gathered=2 * item * layer + (item + wide) * trained + tied,
+            gathered_first=item * layer + (item + wide) * trained + tied,
+            head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
-            mlp_sums=wide * shape.mlp_parameters,
+            mlp_sums=wide * of_mlp,
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(
-            copies=item * shape.parameters if item < wide else 0.0,
-            gathered=wide * layer,
-            gathered_first=wide * layer,
-            head=(item + 2 * wide) * table,
+            copies=item * settings.trained_parameters if item < wide else 0.0,
+            gathered=wide * trained,
+            gathered_first=wide * trained,
+            head=learns * (item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
         )
@@ -185,7 +196,7 @@ class MemoryModel:
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
         copies = self._by_offload[bool(choice.optimizer_offload)].copies
-        return self._parameters * (3 - 2 * choice.optimizer_offload) + copies
+        return self._frozen + self._parameters * (3 - 2 * choice.optimizer_offload) + copies
 
     def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""
@@ -260,14 +271,17 @@ class MemoryModel:
         attention's results, and the kept products of the MLP's first matrices."""
         kept = 2 * self._state + 2 * self._query + self._keys + self._lse
         shape = self._shape
-        if choice.projection_tiles == 1 and (shape.qk_norm or not shape.plain_projection):  # torch's: normed input
+        by_torch = shape.qk_norm or not self._settings.plain_projection
+        if choice.projection_tiles == 1 and by_torch:  # its normed input
             kept += 0.0 if shape.norms == "after" else self._state
         if choice.projection_tiles == 1 and shape.qk_norm:  # q and k before the norm
             kept += self._query + self._keys / 2
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
-        if shape.plain_mlp:
+        if self._settings.plain_mlp:
             return kept + choice.checkpoint.mlp * self._gates * self._mlp_state
+        if shape.plain_mlp:  # adapters take the normed input and the product as well
+            return kept + choice.checkpoint.mlp * ((1 + self._gates) * self._mlp_state + self._state)
         # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
         return kept + choice.checkpoint.mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
 
@@ -278,8 +292,8 @@ class MemoryModel:
         # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
         # three: in a gated MLP their product takes the place of its gradient.
         held = max((1 + self._gates) * min(run, 1 - mlp), 3 * min(run, mlp)) * self._mlp_state
-        if not self._shape.plain_mlp:
-            held = max(_AUTOGRAD_MLP * self._gates * min(run, 1 - mlp), (1 + self._gates) * mlp) * self._mlp_state
+        if not self._settings.plain_mlp:
+            held = max(self._by_autograd * min(run, 1 - mlp), (1 + self._gates) * mlp) * self._mlp_state
         if tiles > 1 or 0 < mlp < 1:
             held += mlp_sums
         if least:
@@ -302,14 +316,13 @@ class MemoryModel:
             held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
         if self._shape.norms != "before":
             held += 2 * self._state  # the branches before their norms
-        if not self._shape.plain_mlp:
-            mlp = _AUTOGRAD_MLP * self._gates * self._mlp_state / choice.mlp_tiles
+        if not self._settings.plain_mlp:
+            mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
         elif choice.mlp_tiles > 1:
             mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
         else:
-            # torch's own: products, then their gradients, and the gradient of what the last matrix takes.
-            mlp = (1 + 2 * self._gates) * self._mlp_state
+            mlp = _TORCH_MLP[self._gates] * self._mlp_state
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v

@@ -24,10 +24,11 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
     from harness.plan.predict import gpu_room
 
     largest: dict[TrialSettings, TrialSettings] = {}
-    for each in sorted(asked, key=lambda settings: gpu_room(settings, hardware)):
-        largest[replace(each, memory="")] = each
+    for each in asked:
+        key = replace(each, memory="")
+        largest[key] = max(each, largest.get(key, each), key=lambda settings: gpu_room(settings, hardware))
     found = []
-    for each in (largest[key] for key in dict.fromkeys(replace(each, memory="") for each in asked)):
+    for each in largest.values():
         try:
             rows = frontier(each, hardware)
         except ValueError as error:

@@ -39,8 +39,8 @@ from engine.attention.comm_plan import RingTraffic
 from engine.attention.cost import HardwareModel, Workload, choose_schedule, estimate
 from engine.attention.geometry.dealing import deal
 from engine.attention.geometry.layout import LAYOUTS
-from engine.attention.geometry.tile_table import shards_of
 from engine.attention.masks import Documents
+from engine.attention.masks.pairs import shards_of
 from engine.attention.problem import Problem
 
 Integers = NDArray[np.int64]

@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 from engine.attention import comm_plan, resolve
 from engine.attention.geometry.layout import LAYOUTS, Layout
-from engine.attention.geometry.tile_table import shards_of
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -35,6 +34,7 @@ from engine.attention.masks import (
     pairs,
 )
 from engine.attention.masks.mask import regions_of
+from engine.attention.masks.pairs import shards_of
 from engine.attention.problem import Problem
 from engine.attention.resolve import Choices, HardwareModel
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from engine import ContextParallel
 from engine.attention.geometry.layout import LAYOUTS, Segment, SplitZigzag
+from engine.attention.geometry.rectangles import region_areas
 from engine.attention.geometry.shards import ShardSegments
-from engine.attention.geometry.tile_table import region_areas
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.masks.mask import regions_of
 from engine.attention.reference import dense_gradients

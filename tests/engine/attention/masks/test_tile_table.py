@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.attention.geometry.layout import LAYOUTS
-from engine.attention.geometry.tile_table import Region, outermost_spans, shards_of, tile_table
+from engine.attention.geometry.rectangles import Region
+from engine.attention.geometry.tile_table import outermost_spans, tile_table
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -20,7 +21,7 @@ from engine.attention.masks import (
     rank_areas,
 )
 from engine.attention.masks.mask import FirstRows, regions_of
-from engine.attention.masks.pairs import pair_table
+from engine.attention.masks.pairs import pair_table, shards_of
 from engine.attention.reference import visibility
 from tests.engine.attention.planning.test_fast_plans import cut, random_layout, random_mask
 from tests.positions import shard_positions

@@ -1,0 +1,88 @@
+"""The kernels of the recurrences: flash-linear-attention's on GPUs where it is installed, else the chunked forms in
+torch.
+
+Only its public calls are used. They compute in 16 bits with states in fp32, so other dtypes are left to torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.linear.chunks import heads_of
+from engine.linear.gated_delta import DeltaRule, chunked_delta_rule
+from engine.linear.mamba2 import StateSpace, chunked_state_space
+from engine.linear.runs import Runs
+
+LIBRARY = "fla"  # as it is imported
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def library_installed() -> bool:
+    """Whether flash-linear-attention can be imported here."""
+    return importlib.util.find_spec(LIBRARY) is not None
+
+
+def kernel_of(tensor: Tensor) -> str:
+    """The kernel of tensors like this one, as records name it: `fla` or `torch`."""
+    return "fla" if tensor.is_cuda and tensor.dtype in DTYPES and library_installed() else "torch"
+
+
+def delta_rule_for(tensor: Tensor) -> DeltaRule:
+    """The gated delta rule for tensors like this one."""
+    return _fla_delta_rule if kernel_of(tensor) == "fla" else chunked_delta_rule
+
+
+def state_space_for(tensor: Tensor) -> StateSpace:
+    """Mamba-2's recurrence for tensors like this one."""
+    return _fla_state_space if kernel_of(tensor) == "fla" else chunked_state_space
+
+
+def _fla_delta_rule(
+    q_BLHN: Tensor,
+    k_BLHN: Tensor,
+    v_BLVP: Tensor,
+    decay_BLV: Tensor,
+    beta_BLV: Tensor,
+    runs: Runs,
+    initial_BVNP: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    named: dict[str, object] = {"use_qk_l2norm_in_kernel": True}
+    call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return _called(call, named, runs, initial_BVNP, q=q_BLHN, k=k_BLHN, v=v_BLVP, g=decay_BLV, beta=beta_BLV)
+
+
+def _fla_state_space(
+    q_BLHN: Tensor, k_BLHN: Tensor, v_BLVP: Tensor, decay_BLV: Tensor, runs: Runs
+) -> tuple[Tensor, Tensor]:
+    call = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    q, k = (heads_of(x_BLHN, v_BLVP.shape[2]) for x_BLHN in (q_BLHN, k_BLHN))
+    return _called(call, {"scale": 1.0}, runs, None, q=q, k=k, v=v_BLVP, g=decay_BLV)
+
+
+def _called(
+    call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Out, and the state after the last run. Several runs are packed sequences, which the library takes one row of."""
+    named = named | {"output_final_state": True}
+    if len(runs.starts) == 1:
+        out, state = call(**tensors, initial_state=initial_BVNP, **named)
+        return out, state
+    bounds = torch.tensor(runs.bounds, device=tensors["v"].device)
+    outs, states = [], []
+    for row in range(tensors["v"].shape[0]):
+        of_row = {name: tensor[row : row + 1] for name, tensor in tensors.items()}
+        initial = None
+        if initial_BVNP is not None:
+            others = initial_BVNP.new_zeros(len(runs.starts) - 1, *initial_BVNP.shape[1:])
+            initial = torch.cat([initial_BVNP[row : row + 1], others])
+        out, state = call(**of_row, initial_state=initial, cu_seqlens=bounds, **named)
+        outs.append(out)
+        states.append(state[-1:])
+    return torch.cat(outs), torch.cat(states)

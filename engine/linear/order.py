@@ -1,0 +1,87 @@
+"""From a layout's order of tokens to consecutive tokens on every rank, and back.
+
+Hidden states move, once before a linear layer's norm and once after its output matrix: fewer bytes than queries, keys
+and values. All tokens that a rank sends to another one are consecutive in its shard, because shards ascend in position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.accumulate.accumulators import TensorSpec
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import Layout
+from engine.ops.autograd import refuse_second_derivative
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Order:
+    """The move of one rank's tokens."""
+
+    sent: tuple[int, ...]  # tokens for each rank, in local order
+    received: tuple[int, ...]  # tokens from each rank
+    arrival_L: Tensor  # of each arriving token, rank by rank, its place among this rank's consecutive tokens
+    place_L: Tensor  # the reverse: of each consecutive token, its number among those that arrive
+
+
+@lru_cache(maxsize=64)
+def order_of(layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> Order | None:
+    """None where the layout's order is that of consecutive tokens, on every rank."""
+    tokens = seq_len // cp_size
+    positions = [
+        np.concatenate([np.asarray(segment.positions()) for segment in layout.segments(seq_len, cp_size, rank)])
+        for rank in range(cp_size)
+    ]
+    if all((held == np.arange(rank * tokens, (rank + 1) * tokens)).all() for rank, held in enumerate(positions)):
+        return None
+    wanted = [held[held // tokens == cp_rank] for held in positions]
+    arrival = np.concatenate(wanted) - cp_rank * tokens
+    return Order(
+        sent=tuple(np.bincount(positions[cp_rank] // tokens, minlength=cp_size).tolist()),
+        received=tuple(map(len, wanted)),
+        arrival_L=torch.from_numpy(arrival),
+        place_L=torch.from_numpy(np.argsort(arrival)),
+    )
+
+
+def to_consecutive(x_BLE: Tensor, cp: ContextParallel) -> Tensor:
+    """This rank's consecutive tokens, from the shards in the layout's order. Collective, and differentiable."""
+    order = order_of(cp.layout, x_BLE.shape[1] * cp.size, cp.size, cp.rank) if cp.size > 1 else None
+    return x_BLE if order is None else _Move.apply(x_BLE, cp, order, True)
+
+
+def from_consecutive(x_BLE: Tensor, cp: ContextParallel) -> Tensor:
+    """The reverse."""
+    order = order_of(cp.layout, x_BLE.shape[1] * cp.size, cp.size, cp.rank) if cp.size > 1 else None
+    return x_BLE if order is None else _Move.apply(x_BLE, cp, order, False)
+
+
+class _Move(torch.autograd.Function):
+    """(x_BLE, ranks, order, whether to consecutive tokens) -> the moved x_BLE."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLE: Tensor, cp: ContextParallel, order: Order, consecutive: bool) -> Tensor:
+        ctx.cp, ctx.order, ctx.consecutive = cp, order, consecutive
+        return _moved(x_BLE, cp, order, consecutive)
+
+    @staticmethod
+    def backward(ctx: Any, dx_BLE: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivative("the order of tokens")
+        return _moved(dx_BLE, ctx.cp, ctx.order, not ctx.consecutive), None, None, None
+
+
+def _moved(x_BLE: Tensor, cp: ContextParallel, order: Order, consecutive: bool) -> Tensor:
+    if not consecutive:
+        x_BLE = x_BLE.index_select(1, order.arrival_L.to(x_BLE.device))
+    sent, received = (order.sent, order.received) if consecutive else (order.received, order.sent)
+    specs = tuple(TensorSpec((x_BLE.shape[0], tokens, x_BLE.shape[2]), x_BLE.dtype) for tokens in received)
+    with cp.comms.collective():
+        arrived = cp.comms.linear().exchange(x_BLE.split(sent, 1), specs).wait()
+    joined_BLE = torch.cat(arrived, 1)
+    return joined_BLE.index_select(1, order.place_L.to(x_BLE.device)) if consecutive else joined_BLE

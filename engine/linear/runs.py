@@ -1,0 +1,49 @@
+"""The documents of a rank's consecutive tokens: recurrences and convolutions start again at each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Runs of consecutive tokens, each inside one document.
+
+    Args:
+        tokens: of all runs.
+        starts: the first token of each run; the first run starts at 0.
+        continues: the first run's document has tokens before this shard.
+    """
+
+    tokens: int
+    starts: tuple[int, ...] = (0,)
+    continues: bool = False
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the runs start, and where the last one ends."""
+        return (*self.starts, self.tokens)
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """[tokens]: of each token its run."""
+        return np.repeat(np.arange(len(self.starts)), np.diff(self.bounds))
+
+    def after(self, tokens: int) -> Runs:
+        """These runs behind `tokens` tokens that precede the shard: part of the first run, or another document."""
+        later = tuple(start + tokens for start in self.starts)
+        return Runs(tokens=tokens + self.tokens, starts=(0, *(later[1:] if self.continues else later)))
+
+
+def runs_of(lengths: Sequence[int] | None, first: int, tokens: int) -> Runs:
+    """Of the tokens `first` to `first + tokens` of a sequence whose documents have these lengths; None: it is one."""
+    if lengths is None:
+        return Runs(tokens=tokens, continues=first > 0)
+    begins = np.cumsum((0, *lengths[:-1])) - first
+    starts = begins[(begins > 0) & (begins < tokens)].tolist()
+    return Runs(tokens=tokens, starts=(0, *starts), continues=0 not in begins)

@@ -1,0 +1,61 @@
+"""A rank's part of a linear layer: consecutive tokens with their documents, and the ranks that hold the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.masks import Documents
+from engine.linear.convolution import convolved
+from engine.linear.order import from_consecutive, to_consecutive
+from engine.linear.runs import Runs, runs_of
+from engine.linear.scan import StateScan
+
+
+class Shard:
+    """What a mixer needs to know besides its tokens."""
+
+    def __init__(self, runs: Runs, cp: ContextParallel | None = None) -> None:
+        """`cp`: the ranks that hold the others; None or a group of one: this rank has the whole sequence."""
+        self.runs = runs
+        self._cp = cp if cp is not None and cp.size > 1 else None
+        self.scan = None if self._cp is None else StateScan(self._cp)
+
+    def convolved(self, x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        """`engine.linear.convolution.convolved` of this shard."""
+        return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp)
+
+
+Mixer: TypeAlias = Callable[[Tensor, Shard], Tensor]  # x_BLE of a shard's tokens -> the residual branch
+
+
+class Mix:
+    """How a model's linear layers run on these ranks: what `attend` is to layers of attention.
+
+    Args:
+        cp: the ranks that share a sequence, and their layout; None: this rank has the whole of it.
+        documents: packed ones; None: a sequence is one text.
+    """
+
+    def __init__(self, cp: ContextParallel | None = None, documents: Documents | None = None) -> None:
+        self._cp, self._documents = cp, documents
+
+    def __call__(self, mixer: Mixer, x_BLE: Tensor) -> Tensor:
+        """The branch of `mixer`, which runs on consecutive tokens, in the order of x. Collective, and so is its
+        backward."""
+        if self._cp is None:
+            return mixer(x_BLE, self._shard(x_BLE.shape[1], None))
+        branch_BLE = mixer(to_consecutive(x_BLE, self._cp), self._shard(x_BLE.shape[1], self._cp))
+        return from_consecutive(branch_BLE, self._cp)
+
+    def under(self, documents: Documents, cp: ContextParallel) -> Mix:
+        """The same for one batch: its documents, in their layout."""
+        return Mix(cp, documents)
+
+    def _shard(self, tokens: int, cp: ContextParallel | None) -> Shard:
+        rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
+        lengths = None if self._documents is None else self._documents.lengths_in(tokens * size)
+        return Shard(runs_of(lengths, rank * tokens, tokens), cp)

@@ -1,0 +1,93 @@
+"""Low-rank adapters of frozen matrices (LoRA, arXiv:2106.09685): the setting, and how large they are.
+
+The product of a frozen matrix W [O, I] becomes x W^T + alpha / rank (x A^T) B^T. A [rank, I] starts random and B
+[O, rank] as zeros, so that the model starts as it was. Everything but A and B is frozen: it has no gradient, no master
+weight in fp32 and no moments. Pure data; `engine.models.decoder.Linear` computes the sum. No dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+Target = Literal["q", "k", "v", "output", "gate", "up", "down"]
+
+# The modules of a layer, by their names in `engine.models.decoder.Block`.
+MODULES: dict[Target, str] = {
+    name: f"{'mlp' if name in ('gate', 'up', 'down') else 'attention'}.{name}" for name in get_args(Target)
+}
+PROJECTIONS: tuple[Target, ...] = ("q", "k", "v")
+MLP: tuple[Target, ...] = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Which matrices of every layer get adapters, and of what rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[Target, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}; give a whole number of at least 1, or leave lora out")
+        if self.alpha <= 0:
+            raise ValueError(f"lora.alpha is {self.alpha:g}; give a number above 0")
+        if not self.targets:
+            raise ValueError(f"lora.targets is empty; name at least one of {', '.join(MODULES)}")
+        if twice := [name for name in self.targets if self.targets.count(name) > 1]:
+            raise ValueError(f"lora.targets has {twice[0]} twice; name each matrix once")
+        object.__setattr__(self, "targets", tuple(name for name in MODULES if name in self.targets))  # one order
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, {' '.join(self.targets)}"
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product."""
+        return self.alpha / self.rank
+
+
+class Shape(Protocol):
+    """What adapters depend on of an `engine.settings.ModelShape`, whose module imports this one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def gated(self) -> bool: ...
+
+    def layer_sizes(self) -> dict[str, tuple[int, ...]]: ...
+
+
+def missing_target(shape: Shape, lora: Lora) -> str | None:
+    """Why a model has no such matrix, in one sentence, or None."""
+    if "gate" not in lora.targets or shape.gated:
+        return None
+    return f"lora.targets has gate, but the MLP of model {shape.name} has no gate; leave it out"
+
+
+def adapter_sizes(shape: Shape, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Size of every adapter by its name in `engine.models.decoder.Decoder`, in the model's order."""
+    modules = {MODULES[name] for name in lora.targets}
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(shape.layers):
+        for name, size in shape.layer_sizes().items():
+            module, _, kind = name.rpartition(".")
+            if module in modules and kind == "weight":
+                found[f"blocks.{layer}.{module}.lora_A"] = (lora.rank, size[1])
+                found[f"blocks.{layer}.{module}.lora_B"] = (size[0], lora.rank)
+    return found
+
+
+def adapter_parameters(shape: Shape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> int:
+    """Of the adapters of one layer, or of some of its matrices; 0 without LoRA."""
+    if lora is None:
+        return 0
+    sizes = shape.layer_sizes()
+    matrices = (sizes[f"{MODULES[name]}.weight"] for name in lora.targets if name in among)
+    return lora.rank * sum(outputs + inputs for outputs, inputs in matrices)

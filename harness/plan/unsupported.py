@@ -1,0 +1,159 @@
+"""Why a trial cannot run on a machine. Pure data, torch never imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.files.errors import counted
+from engine.attention.geometry.layout import Layout, split_unsupported_reason
+from engine.attention.masks import parse_mask
+from engine.checkpoint.planning.memory import memory_of
+from engine.lm_head import loss_kernel
+from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
+from engine.settings import BYTE_VOCABULARY, TrialSettings, vocabulary_unsupported_reason
+from engine.tasks import cuda_graph
+from harness.machine.this_machine import Machine
+from harness.metrics.throughput import GIB
+from harness.spec.methods import method_named
+from harness.spec.table import missing_entry_reason
+
+MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
+
+# Kernels that exist for one kind of device only; `auto` and `reference` run on both.
+_DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
+
+
+def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """One sentence why this trial cannot run on this machine, or None.
+
+    Reasons that hold on any machine come first, because a larger machine would not remove them.
+    """
+    method = method_named(settings.method)
+    return (
+        _size_unsupported_reason(settings)
+        or missing_entry_reason(settings.method, settings.settings)
+        or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
+        or _data_unsupported_reason(settings)
+        or method_unsupported_reason(method, settings)
+        or _layout_unsupported_reason(settings)
+        or _schedule_unsupported_reason(settings, machine)
+        or _head_unsupported_reason(settings, machine)
+        or _device_unsupported_reason(settings, machine)
+        or cuda_graph.unsupported_reason(settings, machine.device)
+        or _memory_unsupported_reason(settings, machine)
+        or unavailable_reason(method, machine.device)
+    )
+
+
+def _size_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Sizes that do not fit each other."""
+    world, parallel = settings.world_size, settings.cp_size * settings.tp_size
+    if world > MAX_RANKS:
+        return f"{world} ranks are more than a plan takes; choose at most {MAX_RANKS}"
+    if world % parallel:
+        return (
+            f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "
+            f"choose a world_size that is a multiple of {parallel}"
+        )
+    if world % settings.emulate_nodes:
+        return (
+            f"emulate_nodes {settings.emulate_nodes} does not divide world_size {world}; "
+            "choose a number of nodes that divides it"
+        )
+    return None
+
+
+def _data_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Tokens outside the model's vocabulary, or a store that cannot be read."""
+    if settings.task != "train":
+        return None
+    if not Path(settings.data).is_dir():  # a text, whose tokens are bytes
+        return vocabulary_unsupported_reason(settings, BYTE_VOCABULARY)
+    from engine.data import vocabulary_of  # numpy comes with it
+
+    try:
+        return vocabulary_unsupported_reason(settings, vocabulary_of(settings.data))
+    except ValueError as error:
+        return str(error)
+
+
+def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
+    """A sequence that does not split. Only native methods have a layout here; foreign programs check it themselves."""
+    layout_of = getattr(method_named(settings.method), "layout", None)
+    layout = None if layout_of is None else layout_of(settings)
+    whole = None if layout is None else split_unsupported_reason(layout, settings.row_tokens, settings.cp_size)
+    return whole or _warm_up_unsupported_reason(settings, layout)
+
+
+def _warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | None) -> str | None:
+    """Why steps of `steps.warmup_seq_len` tokens cannot be run, or None. `layout`: the trial's own, by which shorter
+    sequences are split too; None where the method has none."""
+    seq_len = settings.steps.warmup_seq_len
+    if settings.task != "train" or seq_len in (0, settings.seq_len) or not settings.steps.warmup:
+        return None
+    reason = parse_mask(settings.mask).unsupported_reason(seq_len)
+    if reason is None and layout is not None:
+        reason = split_unsupported_reason(layout, seq_len, settings.cp_size)
+    return reason and f"steps.warmup_seq_len {seq_len} cannot be run: {reason}; 0 warms up at the trial's own length"
+
+
+def _schedule_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """Heads that the schedule cannot exchange between this machine's nodes; None where the ranks do not fit it."""
+    nodes = settings.emulate_nodes if settings.emulate_nodes > 1 else machine.nodes_for(settings.world_size)
+    return None if nodes is None else schedule_unsupported_reason_on(method_named(settings.method), settings, nodes)
+
+
+def _head_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """An LM head that this machine cannot run with these settings, or that does not depend on the method."""
+    if settings.task == "lm_head" and settings.method != "burst":
+        return (
+            f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
+        )
+    return None if settings.task == "attention" else loss_kernel.unsupported_reason(settings, machine.device)
+
+
+def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """More ranks than the machine holds, or a kernel for another kind of device."""
+    needs, holds = settings.world_size, machine.max_ranks
+    if machine.nodes > 1 and machine.nodes_for(needs) is None:
+        return (
+            f"{needs} ranks do not spread evenly over the {machine.nodes} nodes with {machine.node_ranks} each; "
+            f"choose a world_size that does, at most {holds}, or give --nodes more of them"
+        )
+    if needs > holds:
+        if machine.device == "cuda":
+            found = f"{counted(machine.gpu_count, 'GPU')} ({machine.gpu_name})"
+            return (
+                f"{needs} ranks need {needs} GPUs, but this machine has {found}; "
+                f"use more GPUs or a smaller {_what_asks_for_ranks(settings)}"
+            )
+        return (
+            f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
+            f"use GPUs or a {_what_asks_for_ranks(settings)} of at most {holds}"
+        )
+    if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
+        missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
+        return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
+    return None
+
+
+def _what_asks_for_ranks(settings: TrialSettings) -> str:
+    """The setting whose value is the number of ranks; no method splits both the sequence and the weights."""
+    if settings.world_size > settings.cp_size * settings.tp_size:
+        return "world_size"
+    return "tp_size" if settings.tp_size > 1 else "cp_size"
+
+
+def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """A training trial that would fill a host's memory, and so end more than itself. A full GPU ends only the trial."""
+    if settings.task != "train" or not machine.memory_gib:
+        return None
+    memory = memory_of(settings, on_gpu=machine.device == "cuda")
+    ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
+    needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
+    if needed <= machine.memory_gib:
+        return None
+    return (
+        f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; use a "
+        "smaller scale or more hosts, or keep less (docs/memory.md)"
+    )

@@ -1,0 +1,181 @@
+"""A linear layer over ranks is the recurrence of the whole sequence: outputs and every gradient, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.masks import Documents
+from engine.linear.gated_delta import gated_delta
+from engine.linear.mamba2 import state_space
+from engine.linear.scan import StateScan
+from engine.linear.shard import Mix, Shard
+from tests.engine.linear import recurrences
+from tests.engine.parity import apart
+from tests.ranks import run_on_ranks
+from tests.slow import slow
+
+KEY_HEADS, HEADS, WIDTH, VALUE, TAPS = 2, 4, 4, 6, 4
+CHANNELS = 2 * KEY_HEADS * WIDTH + HEADS * VALUE
+SEQ_LEN = 80  # of 8 ranks in zigzag: chunks of 5 tokens
+DOCUMENTS: dict[str, tuple[int, ...]] = {
+    "one text": (80,),
+    "single tokens": (1, 1, 1, 7, 1, 9, 1, 1, 18, 1, 1, 38),
+    "at the edges of ranks": (10, 10, 20, 40),
+    "odd": (3, 27, 13, 37),
+}
+LAYOUTS = ("zigzag", "contiguous", "striped", "balanced")
+KINDS = ("gated_delta_net", "mamba2")
+
+
+def problem(kind: str) -> dict[str, Tensor]:
+    """Whole sequences of two rows, weights of the convolution, and the gradient of the outputs."""
+    generator = torch.Generator().manual_seed(len(kind))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": normal(2, SEQ_LEN, CHANNELS),
+        "decay": normal(2, SEQ_LEN, HEADS),
+        "beta": normal(2, SEQ_LEN, HEADS),
+        "weight": normal(CHANNELS, TAPS),
+        "bias": normal(CHANNELS),
+        "dout": normal(2, SEQ_LEN, HEADS * VALUE),
+    }
+
+
+def in_heads(x: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v of channels."""
+    q, k, v = x.split([KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, HEADS * VALUE], -1)
+    return q.unflatten(-1, (KEY_HEADS, -1)), k.unflatten(-1, (KEY_HEADS, -1)), v.unflatten(-1, (HEADS, -1))
+
+
+def gates(decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays so weak that a state outlives the tokens of a rank."""
+    return -F.softplus(4 * decay) / 20, beta.sigmoid()
+
+
+def reference(kind: str, name: str) -> dict[str, Tensor]:
+    """Out and gradients of the recurrence, token by token."""
+    given = problem(kind)
+    leaves = {key: given[key].requires_grad_() for key in given if key != "dout"}
+    lengths = DOCUMENTS[name]
+    conv = lambda x: recurrences.convolution(x, leaves["weight"], leaves["bias"])  # noqa: E731
+    heads = in_heads(recurrences.of_documents(conv, lengths, [leaves["x"]]))
+    decay, beta = gates(leaves["decay"], leaves["beta"])
+    if kind == "mamba2":
+        out = recurrences.of_documents(recurrences.state_space, lengths, [*heads, decay])
+    else:
+        out = recurrences.of_documents(recurrences.delta_rule, lengths, [*heads, decay, beta])
+    out.flatten(2).backward(given["dout"])
+    return {"out": out.detach().flatten(2)} | gradients(leaves)
+
+
+def gradients(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+
+
+def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
+    """The same on these ranks, gathered."""
+    found = {}
+    for kind, name, layout in cases:
+        given, documents = problem(kind), Documents(DOCUMENTS[name])
+        if layout == "balanced":
+            from engine.attention.geometry.balanced import Balanced
+
+            cp = ContextParallel(layout=documents.dealt(Balanced()))
+        else:
+            cp = ContextParallel(layout=layout)
+        leaves = {key: given[key] for key in ("x", "decay", "beta")}
+        leaves = {key: cp.shard(leaf, 1).clone().requires_grad_() for key, leaf in leaves.items()}
+        leaves |= {key: given[key].clone().requires_grad_() for key in ("weight", "bias")}
+
+        def mixer(x: Tensor, shard: Shard, kind: str = kind, leaves: dict[str, Tensor] = leaves) -> Tensor:
+            channels, decay, beta = x.split([CHANNELS, HEADS, HEADS], -1)
+            heads = in_heads(shard.convolved(channels, leaves["weight"], leaves["bias"]))
+            decay, beta = gates(decay, beta)
+            if kind == "mamba2":
+                return state_space(*heads, decay, shard.runs, shard.scan).flatten(2)
+            return gated_delta(*heads, decay, beta, shard.runs, shard.scan).flatten(2)
+
+        mix = Mix(cp, None if name == "one text" else documents)
+        out = mix(mixer, torch.cat([leaves["x"], leaves["decay"], leaves["beta"]], -1))
+        out.backward(cp.shard(given["dout"], 1))
+        result = {"out": cp.unshard(out.detach(), 1)}
+        for key, grad in gradients(leaves).items():
+            if key in ("weight", "bias"):
+                torch.distributed.all_reduce(grad)
+                result[key] = grad
+            else:
+                result[key] = cp.unshard(grad, 1)
+        found["/".join((kind, name, layout))] = {key: one.numpy() for key, one in result.items()}
+    return found
+
+
+ALL = [(kind, name, layout) for kind in KINDS for name in DOCUMENTS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(1, ALL[::4]), (2, ALL[1::5]), (4, ALL[::3]), *slow((2, ALL), (4, ALL), (8, ALL))]
+)
+def test_outputs_and_gradients_are_those_of_the_recurrence(world_size: int, cases: list[Any]) -> None:
+    found = run_on_ranks(world_size, over_ranks, cases)[0]
+    truth = {(kind, name): reference(kind, name) for kind, name, _ in cases}
+    wrong = {}
+    for kind, name, layout in cases:
+        expected = truth[kind, name]
+        for key, tensor in expected.items():
+            error = apart(found[f"{kind}/{name}/{layout}"][key], tensor.numpy())
+            if not error < 1e-11:
+                wrong[f"{kind}/{name}/{layout}: {key}"] = error
+    assert wrong == {}
+
+
+def bytes_of_scan() -> list[tuple[int, int]]:
+    """Bytes this rank sends in forward, and in forward and backward, at two lengths."""
+    cp, found = ContextParallel(layout="contiguous"), []
+    for tokens in (3, 300):
+        shard = Shard(Mix(cp)._shard(tokens, cp).runs, cp)
+        tensors = [
+            torch.randn(1, tokens, *dims, dtype=torch.float64, requires_grad=True)
+            for dims in ((KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH), (HEADS, VALUE), (HEADS,), (HEADS,))
+        ]
+        cp.traffic.reset()
+        *heads, decay, beta = tensors
+        out = gated_delta(*heads, -decay.square(), beta, shard.runs, shard.scan)
+        forward = cp.traffic.sent_bytes
+        out.sum().backward()
+        found.append((forward, cp.traffic.sent_bytes))
+    return found
+
+
+def test_the_bytes_of_a_scan_do_not_grow_with_the_length() -> None:
+    state, matrix = HEADS * WIDTH * VALUE * 8, HEADS * WIDTH * WIDTH * 8
+    expected = [matrix + 2 * state, matrix + 2 * state, matrix + state, 0]  # to the next rank, then to the one after it
+    found = run_on_ranks(4, bytes_of_scan)
+    for rank, (short, long) in enumerate(found):
+        assert short == long
+        assert short[0] == expected[rank]
+        assert short[1] == expected[rank] + expected[3 - rank]
+
+
+def states_before() -> float:
+    cp = ContextParallel(layout="contiguous")
+    generator = torch.Generator().manual_seed(0)
+    maps, states = (torch.randn(cp.size, 1, 2, 3, n, generator=generator, dtype=torch.float64) for n in (3, 4))
+    found = StateScan(cp).exclusive(maps[cp.rank], states[cp.rank])
+    expected = torch.zeros_like(found)
+    for rank in range(cp.rank):
+        expected = maps[rank] @ expected + states[rank]
+    return (found - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_scan_takes_any_number_of_ranks(world_size: int) -> None:
+    assert max(run_on_ranks(world_size, states_before)) < 1e-12
