@@ -101,6 +101,13 @@ class ModelShape:
     sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it
     activation_alpha: float = 1.702  # of clamped_silu: gate * sigmoid(alpha * gate) * (up + 1)
     activation_limit: float = 7.0  # likewise: gate is clamped from above, and up on both sides
+    kv_latent: int = 0  # numbers of a token that K and V of all heads are formed from (latent attention); 0: none
+    q_latent: int = 0  # with kv_latent: likewise of queries; 0: they are formed from the hidden state
+    rope_dim: int = 0  # with kv_latent: dims of a head that are rotated, its last ones; all heads share those of K
+    value_dim: int = 0  # with kv_latent: of a head's V and output; 0: head_dim
+    rope_interleaved: bool = (
+        False  # with kv_latent: rotated dims are pairs of neighbours, not a first and a second half
+    )
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -121,8 +128,9 @@ class ModelShape:
                 f"model {self.name}: {self.heads} query heads are not divisible by {self.kv_heads} KV heads; "
                 "choose kv_heads that divides heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"model {self.name}: head_dim {self.head_dim} is odd; RoPE needs an even head_dim")
+        self._check_latent()
+        if self.rotated_dim % 2:
+            raise ValueError(f"model {self.name}: head_dim {self.rotated_dim} is odd; RoPE needs an even head_dim")
         if self.rope_scaling != "none":
             self._check_rope(parse_rope(self.rope_scaling))
         if self.activation == "clamped_silu" and not self.gated:
@@ -135,13 +143,40 @@ class ModelShape:
                 "layer, w with the window and f without, such as wf"
             )
 
+    def _check_latent(self) -> None:
+        if not self.kv_latent:
+            given = [name for name in ("q_latent", "rope_dim", "value_dim", "rope_interleaved") if getattr(self, name)]
+            if given:
+                raise ValueError(f"model {self.name}: {given[0]} is given without kv_latent; give both, or neither")
+            return
+        for name in ("kv_latent", "rope_dim"):
+            if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)} with kv_latent; give a number from 1 to "
+                    f"{LARGEST_DIMENSION}"
+                )
+        for name in ("q_latent", "value_dim"):
+            if not 0 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name)}; give a number of dims, or 0")
+        if self.rope_dim >= self.head_dim or self.kv_heads != self.heads:
+            raise ValueError(
+                f"model {self.name}: rope_dim is {self.rope_dim} of head_dim {self.head_dim}, with {self.kv_heads} KV "
+                f"heads of {self.heads}; with kv_latent give a rope_dim below head_dim, and as many KV heads as heads"
+            )
+        for name in ("qk_norm", "qk_norm_whole", "attention_scale"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)} with kv_latent, which has norms and a scale "
+                    "of its own; leave it out"
+                )
+
     def _check_rope(self, scaling: RopeScaling) -> None:
         if scaling.partial_rotary_factor != 1 and self.attention_scale:
             raise ValueError(
                 f"model {self.name}: partial_rotary_factor is {scaling.partial_rotary_factor:g} and attention_scale "
                 f"{self.attention_scale:g}; expected 1 or 0: the scale is a factor of rotated dimensions"
             )
-        if (reason := scaling.unsupported_reason(self.head_dim)) is not None:
+        if (reason := scaling.unsupported_reason(self.rotated_dim)) is not None:
             raise ValueError(f"model {self.name}: {reason}")
 
     @property
@@ -167,10 +202,32 @@ class ModelShape:
         return self.activation if self.activation != "auto" else "silu" if self.gated else "gelu"
 
     @property
+    def rotated_dim(self) -> int:
+        """Dims of a head that RoPE's tables are for."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Dims of a head's V and output."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def sent_key_dims(self) -> int:
+        """Numbers of a token that are held and sent for K and V of all heads: their own, or the latent and the key that
+        heads share."""
+        return self.kv_latent + self.rope_dim if self.kv_latent else self.kv_heads * (self.head_dim + self.output_dim)
+
+    @property
+    def expanded_dims(self) -> int:
+        """Dims of a head that are formed from the latent: of K without the shared key, then of V."""
+        return self.head_dim - self.rope_dim + self.output_dim
+
+    @property
     def plain_projection(self) -> bool:
         """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
         rotates_all = parse_rope(self.rope_scaling).partial_rotary_factor == 1
-        return self.norms == "before" and not self.qkv_bias and not self.qk_norm_whole and rotates_all
+        other = self.qkv_bias or self.qk_norm_whole or self.kv_latent
+        return self.norms == "before" and not other and rotates_all
 
     @property
     def plain_mlp(self) -> bool:
@@ -193,9 +250,15 @@ class ModelShape:
             sizes["attention_norm.weight"] = (hidden,)
         if self.sinks:
             sizes["attention.sinks"] = (self.heads,)
-        for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
-            linear(f"attention.{name}", hidden, outputs, self.qkv_bias)
-        linear("attention.output", queries, hidden, self.output_bias)
+        if self.kv_latent:
+            for name, inputs, outputs, bias in self.latent_matrices():
+                linear(f"attention.{name}", inputs, outputs, bias)
+                if name.endswith("_a"):
+                    sizes[f"attention.{name}_norm.weight"] = (self.q_latent if name == "q_a" else self.kv_latent,)
+        else:
+            for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+                linear(f"attention.{name}", hidden, outputs, self.qkv_bias)
+        linear("attention.output", self.heads * self.output_dim, hidden, self.output_bias)
         if self.qk_norm:
             sizes["attention.q_norm.weight"] = (queries if self.qk_norm_whole else self.head_dim,)
             sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
@@ -210,6 +273,19 @@ class ModelShape:
         if self.norms != "before":
             sizes["mlp.post_norm.weight"] = (hidden,)
         return sizes
+
+    def latent_matrices(self) -> list[tuple[str, int, int, bool]]:
+        """(name, inputs, outputs, bias) of the matrices of latent attention but the last, by the field's names: `_a`
+        gives a latent, `_b` takes one."""
+        queries, expanded = self.heads * self.head_dim, self.heads * self.expanded_dims
+        q = [("q", self.hidden, queries, False)]
+        if self.q_latent:
+            q = [("q_a", self.hidden, self.q_latent, self.qkv_bias), ("q_b", self.q_latent, queries, False)]
+        return [
+            *q,
+            ("kv_a", self.hidden, self.kv_latent + self.rope_dim, self.qkv_bias),
+            ("kv_b", self.kv_latent, expanded, False),
+        ]
 
     def parameter_sizes(self) -> dict[str, tuple[int, ...]]:
         """Size of every parameter by its name in `engine.models.decoder.Decoder`, in the model's order."""
@@ -226,6 +302,8 @@ class ModelShape:
     @property
     def projection_parameters(self) -> int:
         """Of the matrices of one layer that form queries, keys and values."""
+        if self.kv_latent:
+            return sum(inputs * outputs for _, inputs, outputs, _ in self.latent_matrices())
         return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
@@ -236,7 +314,7 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Parameters of one layer that take part in a matrix multiplication: all but norms and biases."""
-        return self.projection_parameters + self.hidden * self.heads * self.head_dim + self.mlp_parameters
+        return self.projection_parameters + self.hidden * self.heads * self.output_dim + self.mlp_parameters
 
     @property
     def parameters(self) -> int:

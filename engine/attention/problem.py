@@ -176,6 +176,9 @@ def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int, ma
         kv_heads=max(1, shape.kv_heads // settings.tp_size),
         head_dim=shape.head_dim,
         input_bytes=BYTES_OF[settings.dtype],
+        value_dim=shape.output_dim,
+        latent_dim=shape.kv_latent,
+        shared_key_dim=shape.rope_dim,
         cp_size=settings.cp_size,
         node_size=node_size,
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
-SHARED = ("architecture", "decoder")  # files of this folder that are no architecture
+SHARED = ("architecture", "decoder", "latent")  # files of this folder that are no architecture
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 

@@ -53,10 +53,17 @@ class AddMLP(Protocol):
 
 
 class AttendCall(Protocol):
-    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks."""
+    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks,
+    `expand_NXC` where it has a latent."""
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, sinks_N: Tensor | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -68,7 +75,7 @@ def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: tor
     base, scaling = shape.rope_base, shape.rope_scaling
     if windowed and shape.rope_base_window:
         base, scaling = shape.rope_base_window, "none"
-    tables = rotary_tables(positions_L, shape.head_dim, base, dtype, scaling, seq_len)
+    tables = rotary_tables(positions_L, shape.rotated_dim, base, dtype, scaling, seq_len)
     if not shape.attention_scale:
         return tables
     factor = math.sqrt(shape.attention_scale * math.sqrt(shape.head_dim))
@@ -138,6 +145,14 @@ class Attention(nn.Module):
         """The residual branch [B, L, E] of attention's output."""
         return normed(self.post_norm, self.output(out_BLND.flatten(-2)))
 
+    def projections(self) -> tuple[nn.Module | None, ...]:
+        """The modules whose parameters `project` reads."""
+        return self.q, self.k, self.v, self.q_norm, self.k_norm
+
+    def given(self) -> dict[str, Tensor]:
+        """Parameters that attention itself is called with."""
+        return {} if self.sinks is None else {"sinks_N": computed(self.sinks)}
+
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
         parts = (self.q, self.k, self.v)
@@ -160,6 +175,15 @@ class Attention(nn.Module):
         if rotated == self.head_dim:
             return rotate(heads, rotary)
         return torch.cat((rotate(heads[..., :rotated], rotary), heads[..., rotated:]), -1)
+
+
+def attention_of(shape: ModelShape) -> Attention:
+    """The attention of a layer."""
+    if not shape.kv_latent:
+        return Attention(shape)
+    from engine.models.latent import LatentAttention  # is put together from modules of this file
+
+    return LatentAttention(shape)
 
 
 class MLP(nn.Module):
@@ -257,7 +281,7 @@ class Block(nn.Module):
         self.windowed = windowed  # attends within the shape's window
         before = shape.norms != "after"
         self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
-        self.attention = Attention(shape)
+        self.attention = attention_of(shape)
         self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
         self.mlp = MLP(shape)
         self.attend = DenseAttention(parse_mask(shape.window_mask) if windowed else None)
@@ -272,8 +296,7 @@ class Block(nn.Module):
     def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
         *qkv, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
-        sinks_N = self.attention.sinks
-        out_BLND, _lse = attend(*qkv) if sinks_N is None else attend(*qkv, sinks_N=computed(sinks_N))
+        out_BLND, _lse = attend(*qkv, **self.attention.given())
         del qkv
         if self.joins_sum:
             return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, self.attention(out_BLND))

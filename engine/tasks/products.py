@@ -31,11 +31,18 @@ class MatrixProduct:
 def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
     """Every product that a token takes part in; products of one shape and kind are one entry."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    first = "gate_up" if model.gated else "up"
-    shapes = (
+    projections: tuple[tuple[str, int, int, int], ...] = (
         ("query", model.hidden, queries, model.layers),
         ("key_value", model.hidden, keys, 2 * model.layers),
-        ("out", queries, model.hidden, model.layers),
+    )
+    if model.kv_latent:
+        projections = tuple(
+            (name, inputs, outputs, model.layers) for name, inputs, outputs, _ in model.latent_matrices()
+        )
+    first = "gate_up" if model.gated else "up"
+    shapes = (
+        *projections,
+        ("out", model.heads * model.output_dim, model.hidden, model.layers),
         (first, model.hidden, model.ffn, (2 if model.gated else 1) * model.layers),
         ("down", model.ffn, model.hidden, model.layers),
         ("lm_head", model.hidden, model.vocab, 1),

@@ -106,8 +106,12 @@ class MemoryModel:
         self._by_autograd = _TORCH_MLP[self._gates] if shape.plain_mlp else _AUTOGRAD_MLP * self._gates
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
-        self._query = item * tokens * shape.heads * shape.head_dim  # queries, attention's output, their gradients
-        self._keys = 2 * item * tokens * shape.kv_heads * shape.head_dim  # keys and values
+        self._query = item * tokens * shape.heads * shape.head_dim  # queries, their gradients
+        self._output = item * tokens * shape.heads * shape.output_dim  # attention's output, its gradient
+        self._keys = item * tokens * shape.sent_key_dims  # keys and values, or what they are formed from
+        # Keys and values formed from a latent, and their gradients, of one chunk.
+        dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
+        self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
         shards = settings.world_size
         if settings.sharding == "hybrid":
@@ -162,7 +166,8 @@ class MemoryModel:
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
             used = min(1.0, parse_mask(settings.masks[0]).area(settings.seq_len) / Causal().area(settings.seq_len))
-            self._received = used * (4 * self._query + 2 * self._keys)
+            queries = 0 if shape.kv_latent else 2 * (self._query + self._output)  # a latent is sent in backward too
+            self._received = used * (queries + (6 if shape.kv_latent else 2) * self._keys)
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
@@ -258,7 +263,7 @@ class MemoryModel:
         if not again:
             return 0.0, 0.0, 0.0
         inputs = group_starts(checkpoint, again) * self._state
-        attention = again * checkpoint.tail * (self._query + self._lse)
+        attention = again * checkpoint.tail * (self._output + self._lse)
         host = 0.0
         if checkpoint.offload != "none":
             inputs, host = 0.0, inputs_in_store(checkpoint, again) * self._state
@@ -269,7 +274,7 @@ class MemoryModel:
     def _saved_whole(self, choice: MemorySettings) -> float:
         """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values,
         attention's results, and the kept products of the MLP's first matrices."""
-        kept = 2 * self._state + 2 * self._query + self._keys + self._lse
+        kept = 2 * self._state + self._query + self._output + self._keys + self._lse
         shape = self._shape
         by_torch = shape.qk_norm or not self._settings.plain_projection
         if choice.projection_tiles == 1 and by_torch:  # its normed input
@@ -299,7 +304,7 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        in_attention = self._state + 2 * self._query + self._keys + self._attention_sums
+        in_attention = self._state + self._query + self._output + self._keys + self._attention_sums + self._expanded
         return max(4 * self._state + held, in_attention + self._received_beside(choice.checkpoint))
 
     def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
@@ -312,7 +317,7 @@ class MemoryModel:
         if checkpoint.every > 1 or checkpoint.offload != "none":
             held += self._state  # the input is not among the saved tensors
         if checkpoint.replay == "hold" and checkpoint.every > 1:
-            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
+            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._output
             held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
         if self._shape.norms != "before":
             held += 2 * self._state  # the branches before their norms
@@ -323,9 +328,10 @@ class MemoryModel:
             mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
-        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
+        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
-        in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
+        # Gradients: residual, out, q, k, v.
+        in_attention = held + self._state + self._query + self._output + self._keys + self._expanded
         return max(in_mlp, in_attention + self._attention_sums + self._received_beside(checkpoint))
 
     def _head(self, tiles: int, held: _OfParameters) -> float:

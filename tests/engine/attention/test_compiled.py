@@ -200,7 +200,7 @@ def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> No
     del cp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.burst.attention(q, k, v, None, name, None, None, None, 0)
+        torch.ops.burst.attention(q, k, v, None, None, name, None, None, None, 0)
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:

@@ -26,6 +26,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "not gated, biased": {"gated": False, "mlp_bias": True},
     "norms after": {"norms": "after", "qk_norm": True, "qk_norm_whole": True},
     "norms on both sides": {"norms": "both", "qk_norm": True},
+    "latents": {"kv_heads": 4, "kv_latent": 7, "q_latent": 9, "rope_dim": 2, "value_dim": 8, "qkv_bias": True},
+    "a latent of keys": {"kv_heads": 4, "kv_latent": 7, "rope_dim": 4, "value_dim": 5, "sinks": True},
 }
 
 
@@ -62,6 +64,11 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"attention_scale": -1.0}, "attention_scale is -1"),
         ({"attention_scale": float("nan")}, "attention_scale is nan; give a finite number"),
         ({"rope_base": float("inf")}, "rope_base is inf; give a finite number above 0"),
+        ({"value_dim": 4}, "value_dim is given without kv_latent"),
+        ({"kv_latent": 7, "rope_dim": 2}, "2 KV heads of 4; with kv_latent give"),
+        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 6}, "rope_dim is 6 of head_dim 6"),
+        ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
+        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True}, "norms and a scale of its own; leave it out"),
     ],
 )
 def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
