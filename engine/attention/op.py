@@ -9,6 +9,8 @@ A sink is one more key of every query, without a value: a logit of its own per h
 a plan's forward: lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward is then that of any attention
 with more keys elsewhere, from lse' and delta = rowsum(dO * out'), so no kernel and no schedule knows of sinks.
 
+A latent in place of K and V is expanded by the plan (`engine.attention.algorithms.latent`).
+
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim, which V, O and
 dO may have as one of their own.
 """
@@ -22,12 +24,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import row_dot
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
 from engine.attention.inputs import Result
 from engine.attention.kernels import WholeInputs
 from engine.ops.autograd import outside_autocast, refuse_second_derivative
 
 QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD of this rank
+QKVGradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # and of sinks and matrix
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
@@ -43,6 +47,7 @@ class _BurstAttention(torch.autograd.Function):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         sinks_N: Tensor | None,
+        expand_NXC: Tensor | None,
         plan: AttentionPlan,
         saved_output: SavedOutput | None,
         recompute: bool,
@@ -50,10 +55,10 @@ class _BurstAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
         ctx.call = plan.cp.comms.begin_call()
         out_BLND, lse_BNL, saved = _forward(
-            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, saved_output, ctx.call, save=not recompute
+            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, expand_NXC, saved_output, ctx.call, save=not recompute
         )
         ctx.plan, ctx.gathered = plan, saved.gathered
-        ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, *saved.tensors)
+        ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, expand_NXC, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         if saved_output is not None:
             return out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)
@@ -63,10 +68,11 @@ class _BurstAttention(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
-        out_BLND, lse_BNL, sinks_N, *tensors = ctx.saved_tensors
+        out_BLND, lse_BNL, sinks_N, expand_NXC, *tensors = ctx.saved_tensors
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
-        return *_gradients(ctx.plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call), None, None, None
+        rows = lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL
+        return *_gradients(ctx.plan, saved, owned, *rows, ctx.call), None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -121,17 +127,18 @@ def _gradients(
     owned_out: list[Tensor],
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     call: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N). `owned_out` holds O alone, and is emptied where the gradients need its
-    memory; `call` is the number of the forward's call."""
+) -> QKVGradients:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N, dexpand_NXC). `owned_out` holds O alone, and is emptied where the
+    gradients need its memory; `call` is the number of the forward's call."""
     out_BLND = owned_out.pop()
     dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
     if plan.one_call is not None and dlse_BNL is None and plan.kernel.takes_output:
         dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, row_dot(dout_BLND, out_BLND))
-        return *_whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND), dsinks_N
+        return *_whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND), dsinks_N, None
     # d lse / d score is the probability itself, so the gradient of the LSE is subtracted from delta.
     delta_BNL = row_dot(dout_BLND, out_BLND)
     del out_BLND  # in a recomputed layer the last reference to O: the gradients need its memory
@@ -143,8 +150,14 @@ def _gradients(
             )
         delta_BNL -= dlse_BNL
     dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, delta_BNL)
+    expansion = None if expand_NXC is None else Expansion.of(saved.tensors[0], saved.tensors[1], expand_NXC)
     with plan.cp.collective(call, plan=plan.cp.plan_number, backward=True):
-        return *plan.backward(saved, dout_BLND, lse_BNL, delta_BNL), dsinks_N
+        gradients = plan.backward(saved, dout_BLND, lse_BNL, delta_BNL, expansion)
+    if expansion is None or expand_NXC is None:
+        return *gradients, dsinks_N, None
+    dtype = expand_NXC.dtype
+    dq_BLND, dshared_BL1R, dlatent_BL1C = gradients
+    return dq_BLND, dshared_BL1R.to(dtype), dlatent_BL1C.to(dtype), dsinks_N, expansion.gradient().to(dtype)
 
 
 def _with_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,12 +181,14 @@ def attention_forward(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     saved: SavedOutput | None,
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
+        call = plan.cp.comms.begin_call()
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, expand_NXC, saved, call, save=False)
     return out_BLND, lse_BNL
 
 
@@ -184,40 +199,55 @@ def attention_backward(
     out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N) of `run_attention`, outside autograd, from its inputs and results."""
+) -> QKVGradients:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N, dexpand_NXC) of `run_attention`, outside autograd, from its inputs and
+    results."""
     with torch.no_grad():
         saved = Saved(tuple(laid_out(shard) for shard in shards))
         # A compiled program holds no number of its calls: their backwards are told apart by their order alone.
-        return _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, dout_BLND, dlse_BNL, call=0)
+        return _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL, call=0)
 
 
 def _forward(
-    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput | None, call: int, *, save: bool
+    plan: AttentionPlan,
+    shards: QKV,
+    sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
+    saved_output: SavedOutput | None,
+    call: int,
+    *,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Saved]:
     """(out_BLND, lse_BNL, saved), with attention computed only for the rows that are not in `saved_output`."""
+    expansion = None if expand_NXC is None else Expansion.of(shards[0], shards[1], expand_NXC)
     if saved_output is not None:
-        return *_joined_forward(plan, shards, sinks_N, saved_output, call), Saved(shards)
+        return *_joined_forward(plan, shards, sinks_N, expansion, saved_output, call), Saved(shards)
     if plan.one_call is not None:
         out_BLND, lse_BNL, saved = *_whole_forward(plan, *shards), Saved(shards)
     else:
         with plan.cp.collective(call, plan=plan.cp.plan_number):
-            out_BLND, lse_BNL, saved = plan.forward(*shards, save=save)
+            out_BLND, lse_BNL, saved = plan.forward(*shards, expansion, save=save)
     if sinks_N is None:
         return out_BLND, lse_BNL, saved
     return *_with_sinks(out_BLND, lse_BNL, sinks_N), saved.with_sinks(sinks_N)
 
 
 def _joined_forward(
-    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
+    plan: AttentionPlan,
+    shards: QKV,
+    sinks_N: Tensor | None,
+    expansion: Expansion | None,
+    saved_output: SavedOutput,
+    call: int,
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
     if saved_output.cut == 0:
         return saved_output.tensors
     with plan.cp.collective(call, plan=plan.cp.plan_number):
-        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
+        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, expansion, save=False)
     if sinks_N is not None:
         out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
     rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
@@ -236,6 +266,7 @@ def run_attention(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     sinks_N: Tensor | None = None,
+    expand_NXC: Tensor | None = None,
     *,
     saved: SavedOutput | None = None,
     recompute: bool = False,
@@ -246,6 +277,9 @@ def run_attention(
     differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
     if sinks_N is not None:
         differentiable = differentiable or sinks_N.requires_grad
+    if expand_NXC is not None:
+        expand_NXC = expand_NXC.contiguous()
+        differentiable = differentiable or expand_NXC.requires_grad
     differentiable = differentiable and torch.is_grad_enabled()
     if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:
@@ -253,9 +287,9 @@ def run_attention(
             return out_BLND
         return _whole_forward(plan, q_BLND, k_BLKD, v_BLKD)[0]
     if differentiable:
-        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, plan, saved, recompute)
+        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, plan, saved, recompute)
     else:
-        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved)
+        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.linear.shard import Mix, Mixer, Shard
@@ -189,7 +190,10 @@ class DenseAttention:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if expand_NXC is not None:
+            k_BLKD, v_BLKD = Expansion.of(q_BLND, k_BLKD, expand_NXC).keys(k_BLKD, v_BLKD)
         return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask, sinks_N=sinks_N)
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:

@@ -27,6 +27,7 @@ from functools import cached_property
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
+from engine.attention.algorithms.latent import ExpandedChunk, Expansion
 from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
@@ -47,14 +48,30 @@ class RingPlan(AttentionPlan):
     comms: RingComms
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
 
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
+    def forward(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None = None, *, save: bool
+    ) -> tuple[Tensor, Tensor, Saved]:
+        return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD, expansion), Saved((q_BLND, k_BLKD, v_BLKD))
 
     def backward(
-        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+        self,
+        saved: Saved,
+        dout_BLND: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        expansion: Expansion | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_BLND, k_BLKD, v_BLKD = saved.tensors
-        return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+        rows = dout_BLND, lse_BNL, delta_BNL
+        if expansion is None or self.choice.backward != "query":
+            q_BLND, k_BLKD, v_BLKD = saved.tensors
+            return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, *rows, expansion)
+        # K and V stay here, and so do their gradients: one expansion and one contraction of this rank's own tokens.
+        q_BLND, shared_BL1R, latent_BL1C = saved.tensors
+        keys = expansion.keys(shared_BL1R, latent_BL1C)
+        dq_BLND, dk_BLND, dv_BLND = _ring_backward(self, q_BLND, *keys, *rows, None)
+        found = expansion.contracted(dk_BLND, dv_BLND, latent_BL1C)
+        dshared_BL1R, dlatent_BL1C = (each.to(accumulation_dtype(each.dtype)) for each in found)
+        return dq_BLND, dshared_BL1R, dlatent_BL1C
 
     def comm_plan(self, sends_queries: bool) -> CommPlan:
         """What this rank does when the query side is sent, or the key side."""
@@ -75,13 +92,15 @@ class RingPlan(AttentionPlan):
     @cached_property
     def one_call(self) -> Visible | None:
         """Of a single rank with every query and key in one call."""
-        if self.cp.size > 1 or self.cut is not None:
+        if self.cp.size > 1 or self.cut is not None or self.choice.problem.latent_dim:
             return None
         calls, every = self.comm_plan(False).steps[0].calls, slice(0, self.choice.problem.seq_len)
         return calls[0].visible if len(calls) == 1 and calls[0][:2] == (every, every) else None
 
 
-def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+def _ring_forward(
+    plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None
+) -> tuple[Tensor, Tensor]:
     if plan.cut is not None:
         # A p2p ring forwards whole chunks: keys that no rank needs are dropped before.
         seq_len = plan.choice.problem.seq_len
@@ -100,6 +119,8 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
                 step, chunk = found
                 if index:
                     streams.share(chunk.tensors)
+                if expansion is not None and step.calls:
+                    chunk = expansion.keys_of(chunk, step.calls)
                 for queries, keys, visible in step.calls:
                     q_BRND, (k_BMKD, v_BMKD) = q_BLND[:, queries], chunk.tokens(keys)
                     part_BLND, part_lse_BNL = plan.kernel.forward(q_BRND, k_BMKD, v_BMKD, visible, plan.scale)
@@ -118,8 +139,10 @@ def _ring_backward(
     dout_BLND: Tensor,
     lse_BNL: Tensor,
     delta_BNL: Tensor,
+    expansion: Expansion | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+    """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype. With `expansion` the key side is sent,
+    and its gradients are in the dtype of accumulation."""
     choice, comms = plan.choice, plan.comms
     sends_queries, deterministic = choice.backward == "query", choice.choices.deterministic
     work, node_size = plan.comm_plan(sends_queries), choice.division.ring.node_size
@@ -135,6 +158,10 @@ def _ring_backward(
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
+        expanded = None
+        if expansion is not None and step.calls:
+            expanded = ExpandedChunk(expansion, chunk, step.calls, part_dtype)
+            keys, (dk, dv) = expanded.keys, expanded.gradients
         for q_tokens, k_tokens, visible in step.calls:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
             dq_part, dk_part, dv_part = plan.kernel.backward(inputs, visible, plan.scale, deterministic)
@@ -142,17 +169,21 @@ def _ring_backward(
             dk.add(k_tokens, dk_part)
             dv.add(k_tokens, dv_part)
             del inputs, dq_part, dk_part, dv_part
+        if expanded is not None:
+            expanded.contract_into(chunk_grads)
         if step.inner_step == 0:
             intra_dtype = later_dtype if step.outer_step else first_dtype
             grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
         grad_return.add(step.inner_step, chunk_grads)
         if step.inner_step + 1 == node_size:
             reduce.add(step.outer_step, grad_return.finish())
-        del chunk, queries, keys
+        del chunk, queries, keys, expanded, dk, dv
 
     own_grads = reduce.finish()  # on one node, what `grad_return` has returned
     sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
-    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
+    key_dtype = q_BLND.dtype if expansion is None else accumulation_dtype(q_BLND.dtype)
+    dtypes = q_BLND.dtype, key_dtype, key_dtype
+    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(dtype) for gradient, dtype in zip(sums, dtypes, strict=True))
     return dq_BLND, dk_BLKD, dv_BLKD
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
@@ -59,19 +60,28 @@ class AttentionPlan:
         """What the one kernel call shows that is the whole problem; None where there are more, or other ranks."""
         return None
 
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+    def forward(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None = None, *, save: bool
+    ) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence; of those before `cut`, its first
         rows, where there is one.
 
-        `save`: received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds
-        the given shards only.
+        `expansion`: forms K and V of all heads, where `k_BLKD` and `v_BLKD` are a shared key and a latent. `save`:
+        received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds the
+        given shards only.
         """
         raise NotImplementedError
 
     def backward(
-        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+        self,
+        saved: Saved,
+        dout_BLND: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        expansion: Expansion | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype; of a shared key and a latent in the
+        dtype of accumulation. Adds to the gradient of `expansion`."""
         raise NotImplementedError
 
     def before(self, cut: int) -> Self:
@@ -135,10 +145,12 @@ class Attend(Protocol):
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
 
-        `sinks_N` is a learned logit per query head, given where the model has them.
+        `sinks_N` is a learned logit per query head, given where the model has them; `expand_NXC` the matrix that K and
+        V are formed with, where it has a latent.
 
         `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
         the other rows, which is how checkpointing avoids computing attention again.
@@ -151,7 +163,8 @@ class Attend(Protocol):
 
 
 class AttentionFn(Attend, Protocol):
-    """Attention among the ranks of a trial. A method that refuses models with sinks need not take `sinks_N`."""
+    """Attention among the ranks of a trial. A method that refuses models with sinks need not take `sinks_N`; likewise
+    `expand_NXC` and a latent."""
 
     def resolved(self) -> dict[str, str]:
         """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""
