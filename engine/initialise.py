@@ -24,7 +24,9 @@ STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrow
 # As torchtitan's Llama. At 0.02 the residual stream starts so small that a first Adam step outweighs it: the loss of a
 # 1B model then jumps about for dozens of steps even at a learning rate of 1e-5.
 EMBEDDING_STD = 1.0
-# The first matrix A of an adapter has deviation 1 / sqrt(3 x inputs), that of peft's uniform values.
+ENDS_OF_BRANCHES = ("attention.output.weight", "mixer.output.weight", "mlp.down.weight")
+# The first matrix A of an adapter has deviation 1 / sqrt(3 x inputs), that of peft's uniform values, and so have the
+# taps of a short convolution, as torch's.
 
 
 # Most elements drawn at once, 16 MiB in fp32. Larger parameters are drawn in blocks of rows, each from a generator of
@@ -48,20 +50,32 @@ def initialise(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             first_row, local = held_rows(parameter)
-            if parameter.ndim == 1:
+            if name.endswith((".decay_log", ".decay_bias")):
+                local.copy_(_of_heads(name, first_row, parameter.shape[0], local))
+            elif parameter.ndim == 1:
                 local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
             elif name.endswith(".lora_B"):
                 local.zero_()  # the adapters' product is zero at first
             elif local.numel():
-                std = (3 * parameter.shape[1]) ** -0.5 if name.endswith(".lora_A") else std_of(name, model.shape)
+                own = name.endswith((".lora_A", ".conv.weight"))
+                std = (3 * parameter.shape[1]) ** -0.5 if own else std_of(name, model.shape)
                 draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
+
+
+def _of_heads(name: str, first_row: int, heads: int, like: Tensor) -> Tensor:
+    """Of the decays of a linear layer's heads, the rows from `first_row` on: evenly spread over what Mamba-2 draws them
+    from, A from 1 to 16 and time steps from 0.001 to 0.1. No generator, so that every sharding has them."""
+    places = torch.arange(first_row, first_row + len(like), dtype=torch.float64, device=like.device) / max(1, heads - 1)
+    if name.endswith(".decay_log"):
+        return (1 + 15 * places).log().float()  # a float64 run starts from the numbers of the fp32 one
+    return (1e-3 * 100**places).expm1().log().float()  # softplus undone
 
 
 def std_of(name: str, shape: ModelShape) -> float:
     """Standard deviation of a matrix's initial values."""
     if name == "embedding.weight" and not shape.tied:  # a tied one is the LM head as well
         return EMBEDDING_STD
-    return STD / (2 * shape.layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
+    return STD / (2 * shape.layers) ** 0.5 if name.endswith(ENDS_OF_BRANCHES) else STD
 
 
 def draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: Part | None = None) -> None:

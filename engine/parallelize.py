@@ -19,7 +19,7 @@ from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.loss_kernel import loss_sum_of
 from engine.method import NativeMethod
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, MixCall
 from engine.ops.copies import Copies
 from engine.optimizer import gradient_norm
 from engine.settings import ModelShape, TrialSettings, keeps_whole
@@ -71,6 +71,7 @@ def build_model(
     matrices: WholeMatrices,
     *,
     windowed: Attend | None = None,
+    mix: MixCall | None = None,
 ) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64), or
     frozen ones in the dtype of the computation and adapters in fp32.
@@ -86,12 +87,13 @@ def build_model(
             second and repeated along the first.
         matrices: what this rank holds of them; `mesh` are the ranks that hold the same.
         windowed: the attention of layers with a window, where it differs.
+        mix: of linear layers among the same ranks, where there are some.
     """
     with torch.device("meta"):
         model = Decoder(matrices.shape()).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
         if settings.lora is not None:
             model.adapt(settings.lora, frozen_dtype(settings))
-    recompute = parallelize(model, settings, attend, mesh, matrices, windowed=windowed)
+    recompute = parallelize(model, settings, attend, mesh, matrices, windowed=windowed, mix=mix)
     initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), matrices.part)
     return model, recompute
 
@@ -109,11 +111,12 @@ def parallelize(
     matrices: WholeMatrices,
     *,
     windowed: Attend | None = None,
+    mix: MixCall | None = None,
 ) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
     one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
     model.shards = settings.cp_size * settings.tp_size
-    recompute = set_layers(model, settings, attend, windowed)
+    recompute = set_layers(model, settings, attend, windowed, mix)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     matrices.set(model, attend)
     if keeps_whole(settings):
@@ -142,13 +145,19 @@ def keep_parameters(model: Decoder, settings: TrialSettings) -> None:
 
 
 def set_layers(
-    model: Decoder, settings: TrialSettings, attend: Attend, windowed: Attend | None = None
+    model: Decoder,
+    settings: TrialSettings,
+    attend: Attend,
+    windowed: Attend | None = None,
+    mix: MixCall | None = None,
 ) -> Recompute | None:
-    """Attention, tiles, and the tensors that every layer saves for backward; returns what `parallelize` does."""
+    """Attention, linear layers, tiles, and the tensors that every layer saves for backward; returns what `parallelize`
+    does."""
     again = settings.checkpoint.layers_again(len(model.blocks))
     for index, block in enumerate(model.blocks):
         recomputed = index < again
         block.attend = windowed if windowed is not None and block.windowed else attend
+        block.mix = mix or block.mix
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.

@@ -100,11 +100,17 @@ def to_json(value: object) -> Json:
 def from_json(cls: type[T], data: object) -> T:
     """Rebuild a dataclass from `to_json` output, or any other annotated type from plain values.
 
-    A field that is a TypedDict is a mapping whose known keys hold what it declares; others hold any plain value.
+    A dataclass may name older keys of its fields in `RENAMED`. A field that is a TypedDict is a mapping whose known
+    keys hold what it declares; others hold any plain value.
+
     Raises Unfit, a ValueError, for an unknown key, a missing key and a value of another type, and with the class's own
     errors.
     """
-    _inspect(cls, data, 0)
+    try:
+        _inspect(cls, data, 0)
+    except Unfit:
+        data = _renamed(cls, data)
+        _inspect(cls, data, 0)
     try:
         found = msgspec.convert(data, cls, dec_hook=_convert_other)
     except msgspec.ValidationError:
@@ -253,6 +259,14 @@ def _inspect(hint: Any, value: Any, level: int) -> None:
                 _inspect(of_part, part, level + 1)
             except Unfit as error:
                 raise Unfit((key, *error.path), error.sentence) from None
+
+
+def _renamed(hint: Any, value: Any) -> Any:
+    """The value with the present names of keys that a dataclass calls `RENAMED`."""
+    names: dict[str | int, str] = getattr(bare(hint), "RENAMED", {})
+    if isinstance(value, dict):
+        return {names.get(key, key): _renamed(of, part) for key, of, part in parts(hint, value)}
+    return [_renamed(of, part) for _, of, part in parts(hint, value)] if isinstance(value, list) else value
 
 
 def _inspect_text(text: str) -> None:

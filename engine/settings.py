@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from engine.lora import Lora, adapter_parameters
 from engine.reader import from_json as from_json
@@ -35,6 +35,7 @@ PackingRule = Literal["best_fit", "greedy"]
 LongerDocuments = Literal["split", "drop"]
 Norms = Literal["before", "after", "both"]
 Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
+LinearKind = Literal["none", "gated_delta_net", "mamba2"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -93,7 +94,7 @@ class ModelShape:
     norms: Norms = "before"  # RMS norms of a layer's halves: of their inputs, of their results, or of both
     activation: Activation = "auto"  # of the MLP; auto: silu of a gated one, gelu of another
     window: int = 0  # tokens that a query of a layer with a window sees, itself among them; 0: no layer has one
-    window_pattern: str = "w"  # one letter a layer, repeated: w with the window, f without
+    layer_pattern: str = "w"  # one letter a layer, repeated: w with the window, f without, l linear
     rope_base_window: float = 0.0  # RoPE's base in layers with a window, where it is never scaled; 0: as in the others
     rope_scaling: str = "none"  # of RoPE's frequencies (`engine.rope`)
     embedding_scale: float = 1.0  # of the embedding's output
@@ -105,9 +106,16 @@ class ModelShape:
     q_latent: int = 0  # with kv_latent: likewise of queries; 0: they are formed from the hidden state
     rope_dim: int = 0  # with kv_latent: dims of a head that are rotated, its last ones; all heads share those of K
     value_dim: int = 0  # with kv_latent: of a head's V and output; 0: head_dim
-    rope_interleaved: bool = (
-        False  # with kv_latent: rotated dims are pairs of neighbours, not a first and a second half
-    )
+    rope_interleaved: bool = False  # with kv_latent: rotated dims are pairs of neighbours, not halves
+    attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate from the same input
+    linear: LinearKind = "none"  # the mixer of linear layers (`engine.linear`)
+    linear_heads: int = 0  # of them: value heads
+    linear_key_heads: int = 0  # heads of their queries and keys; groups of Mamba-2
+    linear_key_dim: int = 0  # of a key: the state of a value head is linear_key_dim x linear_value_dim
+    linear_value_dim: int = 0
+    linear_conv: int = 4  # taps of their short convolution
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"window_pattern": "layer_pattern"}  # until 0.3: keys of older files
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -137,11 +145,34 @@ class ModelShape:
             raise ValueError(f"model {self.name}: activation clamped_silu needs a gated MLP; set gated: true")
         if not 0 <= self.window <= MAX_TOKENS:
             raise ValueError(f"model {self.name}: window is {self.window}; give a number of tokens, or 0 for none")
-        if not re.fullmatch("[wf]+", self.window_pattern):
+        if not re.fullmatch("[wfl]+", self.layer_pattern):
             raise ValueError(
-                f"model {self.name}: window_pattern is {self.window_pattern[:40]!r}; give a letter for each "
-                "layer, w with the window and f without, such as wf"
+                f"model {self.name}: layer_pattern is {self.layer_pattern[:40]!r}; give a letter for each "
+                "layer, w with the window, f without and l for a linear one, such as wf"
             )
+        self._check_linear()
+
+    def _check_linear(self) -> None:
+        count = sum(self.linear_layers)
+        if self.linear == "none" and not count:
+            return
+        if self.linear == "none" or not 0 < count < self.layers:
+            raise ValueError(
+                f"model {self.name}: linear is {self.linear} and {count} of {self.layers} layers are linear; give a "
+                "kind of linear layers, and a layer_pattern with l and another letter"
+            )
+        for name in ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_conv"):
+            if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)}; give a number from 1 to {LARGEST_DIMENSION}"
+                )
+        if self.linear_heads % self.linear_key_heads:
+            raise ValueError(
+                f"model {self.name}: {self.linear_heads} linear heads are not divisible by {self.linear_key_heads} "
+                "linear key heads; choose linear_key_heads that divides linear_heads"
+            )
+        if self.norms != "before":
+            raise ValueError(f"model {self.name}: linear layers have norms before alone; set norms to before")
 
     def _check_latent(self) -> None:
         if not self.kv_latent:
@@ -163,11 +194,11 @@ class ModelShape:
                 f"model {self.name}: rope_dim is {self.rope_dim} of head_dim {self.head_dim}, with {self.kv_heads} KV "
                 f"heads of {self.heads}; with kv_latent give a rope_dim below head_dim, and as many KV heads as heads"
             )
-        for name in ("qk_norm", "qk_norm_whole", "attention_scale"):
+        for name in ("qk_norm", "qk_norm_whole", "attention_scale", "attention_gate"):
             if getattr(self, name):
                 raise ValueError(
                     f"model {self.name}: {name} is {getattr(self, name)} with kv_latent, which has norms and a scale "
-                    "of its own; leave it out"
+                    "of its own and no gate; leave it out"
                 )
 
     def _check_rope(self, scaling: RopeScaling) -> None:
@@ -182,8 +213,21 @@ class ModelShape:
     @property
     def windowed(self) -> tuple[bool, ...]:
         """Of each layer, whether it attends within the window alone."""
-        pattern = self.window_pattern
-        return tuple(self.window > 0 and pattern[layer % len(pattern)] == "w" for layer in range(self.layers))
+        return tuple(self.window > 0 and letter == "w" for letter in self._letters)
+
+    @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is linear, and so has no attention."""
+        return tuple(letter == "l" for letter in self._letters)
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.layers - sum(self.linear_layers)
+
+    @property
+    def _letters(self) -> str:
+        return (self.layer_pattern * -(-self.layers // len(self.layer_pattern)))[: self.layers]
 
     @property
     def window_mask(self) -> str:
@@ -226,8 +270,8 @@ class ModelShape:
     def plain_projection(self) -> bool:
         """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
         rotates_all = parse_rope(self.rope_scaling).partial_rotary_factor == 1
-        other = self.qkv_bias or self.qk_norm_whole or self.kv_latent
-        return self.norms == "before" and not other and rotates_all
+        plain = self.norms == "before" and not self.qkv_bias and not self.qk_norm_whole
+        return plain and rotates_all and not self.attention_gate and not self.kv_latent
 
     @property
     def plain_mlp(self) -> bool:
@@ -235,48 +279,54 @@ class ModelShape:
         own = "silu" if self.gated else "gelu"
         return self.norms == "before" and not self.mlp_bias and self.mlp_activation == own
 
-    def layer_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Size of every parameter of one layer by its name in `engine.models.decoder.Block`, in the module's order."""
+    def layer_sizes(self, *, linear: bool = False) -> dict[str, tuple[int, ...]]:
+        """Size of every parameter of one layer, with attention or a linear one, by its name in
+        `engine.models.decoder.Block`, in the module's order."""
         hidden, ffn = self.hidden, self.ffn
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {}
 
-        def linear(name: str, inputs: int, outputs: int, bias: bool) -> None:
+        def matrix(name: str, inputs: int, outputs: int, bias: bool) -> None:
             sizes[f"{name}.weight"] = (outputs, inputs)
             if bias:
                 sizes[f"{name}.bias"] = (outputs,)
 
-        if self.norms != "after":
-            sizes["attention_norm.weight"] = (hidden,)
-        if self.sinks:
-            sizes["attention.sinks"] = (self.heads,)
-        if self.kv_latent:
+        if linear:
+            sizes |= self._mixer_sizes()
+        else:
+            if self.norms != "after":
+                sizes["attention_norm.weight"] = (hidden,)
+            if self.sinks:
+                sizes["attention.sinks"] = (self.heads,)
             for name, inputs, outputs, bias in self.latent_matrices():
-                linear(f"attention.{name}", inputs, outputs, bias)
+                matrix(f"attention.{name}", inputs, outputs, bias)
                 if name.endswith("_a"):
                     sizes[f"attention.{name}_norm.weight"] = (self.q_latent if name == "q_a" else self.kv_latent,)
-        else:
-            for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
-                linear(f"attention.{name}", hidden, outputs, self.qkv_bias)
-        linear("attention.output", self.heads * self.output_dim, hidden, self.output_bias)
-        if self.qk_norm:
-            sizes["attention.q_norm.weight"] = (queries if self.qk_norm_whole else self.head_dim,)
-            sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
-        if self.norms != "before":
-            sizes["attention.post_norm.weight"] = (hidden,)
+            for name, outputs in () if self.kv_latent else (("q", queries), ("k", keys), ("v", keys)):
+                matrix(f"attention.{name}", hidden, outputs, self.qkv_bias)
+            if self.attention_gate:
+                matrix("attention.gate", hidden, queries, self.qkv_bias)
+            matrix("attention.output", self.heads * self.output_dim, hidden, self.output_bias)
+            if self.qk_norm:
+                sizes["attention.q_norm.weight"] = (queries if self.qk_norm_whole else self.head_dim,)
+                sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
+            if self.norms != "before":
+                sizes["attention.post_norm.weight"] = (hidden,)
         if self.norms != "after":
             sizes["mlp_norm.weight"] = (hidden,)
         if self.gated:
-            linear("mlp.gate", hidden, ffn, self.mlp_bias)
-        linear("mlp.up", hidden, ffn, self.mlp_bias)
-        linear("mlp.down", ffn, hidden, self.mlp_bias)
+            matrix("mlp.gate", hidden, ffn, self.mlp_bias)
+        matrix("mlp.up", hidden, ffn, self.mlp_bias)
+        matrix("mlp.down", ffn, hidden, self.mlp_bias)
         if self.norms != "before":
             sizes["mlp.post_norm.weight"] = (hidden,)
         return sizes
 
     def latent_matrices(self) -> list[tuple[str, int, int, bool]]:
         """(name, inputs, outputs, bias) of the matrices of latent attention but the last, by the field's names: `_a`
-        gives a latent, `_b` takes one."""
+        gives a latent, `_b` takes one. None without a latent."""
+        if not self.kv_latent:
+            return []
         queries, expanded = self.heads * self.head_dim, self.heads * self.expanded_dims
         q = [("q", self.hidden, queries, False)]
         if self.q_latent:
@@ -287,24 +337,71 @@ class ModelShape:
             ("kv_b", self.kv_latent, expanded, False),
         ]
 
+    def _mixer_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The part before the MLP of a linear layer, in the order of `engine.models.linear`."""
+        hidden, delta = self.hidden, self.linear == "gated_delta_net"
+        keys, values = self.linear_key_heads * self.linear_key_dim, self.linear_heads * self.linear_value_dim
+        heads, channels = (self.linear_heads,), 2 * keys + values
+        rows = {
+            "q": keys,
+            "k": keys,
+            "v": values,
+            "gate": values,
+            "beta": self.linear_heads,
+            "decay": self.linear_heads,
+        }
+        matrices = ("q", "k", "v", "gate", "beta", "decay") if delta else ("gate", "v", "k", "q", "decay")
+        sizes: dict[str, tuple[int, ...]] = {"mixer_norm.weight": (hidden,)}
+        sizes |= {"mixer.decay_log": heads, "mixer.decay_bias": heads} | ({} if delta else {"mixer.skip": heads})
+        sizes |= {f"mixer.{name}.weight": (rows[name], hidden) for name in matrices}
+        sizes["mixer.conv.weight"] = (channels, self.linear_conv)
+        if not delta:
+            sizes["mixer.conv.bias"] = (channels,)
+        sizes["mixer.norm.weight"] = (self.linear_value_dim if delta else values,)
+        return sizes | {"mixer.output.weight": (hidden, values)}
+
     def parameter_sizes(self) -> dict[str, tuple[int, ...]]:
         """Size of every parameter by its name in `engine.models.decoder.Decoder`, in the model's order."""
-        table, layer = (self.vocab, self.hidden), self.layer_sizes()
-        layers = {f"blocks.{index}.{name}": size for index in range(self.layers) for name, size in layer.items()}
+        table = (self.vocab, self.hidden)
+        kinds = {kind: self.layer_sizes(linear=kind) for kind in set(self.linear_layers)}
+        layers = {
+            f"blocks.{index}.{name}": size
+            for index, kind in enumerate(self.linear_layers)
+            for name, size in kinds[kind].items()
+        }
         head = {} if self.tied else {"head.weight": table}
         return {"embedding.weight": table} | layers | {"norm.weight": (self.hidden,)} | head
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
-        return sum(map(math.prod, self.layer_sizes().values()))
+    def _of_layers(self, attention: float, linear: float) -> float:
+        """The mean over all layers of a number of those with attention and one of linear ones."""
+        count = sum(self.linear_layers)
+        return attention if not count else (attention * (self.layers - count) + linear * count) / self.layers
 
     @property
-    def projection_parameters(self) -> int:
-        """Of the matrices of one layer that form queries, keys and values."""
+    def largest_layer(self) -> int:
+        """Parameters of one decoder layer, of the larger kind."""
+        return max(self._layer_parameters(linear) for linear in set(self.linear_layers))
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of one decoder layer, on average over all."""
+        return self._of_layers(self._layer_parameters(False), self._layer_parameters(True) if self._hybrid else 0)
+
+    def _layer_parameters(self, linear: bool) -> int:
+        return sum(map(math.prod, self.layer_sizes(linear=linear).values()))
+
+    @property
+    def _hybrid(self) -> bool:
+        return self.linear != "none"
+
+    @property
+    def projection_parameters(self) -> float:
+        """Of the matrices of one layer that form queries, keys and values of attention, and its gate; on average."""
+        gate = self.heads if self.attention_gate else 0
+        own = self.hidden * (self.heads + gate + 2 * self.kv_heads) * self.head_dim
         if self.kv_latent:
-            return sum(inputs * outputs for _, inputs, outputs, _ in self.latent_matrices())
-        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+            own = sum(inputs * outputs for _, inputs, outputs, _ in self.latent_matrices())
+        return self._of_layers(own, 0)
 
     @property
     def mlp_parameters(self) -> int:
@@ -312,15 +409,27 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
-    def layer_matrices(self) -> int:
-        """Parameters of one layer that take part in a matrix multiplication: all but norms and biases."""
-        return self.projection_parameters + self.hidden * self.heads * self.output_dim + self.mlp_parameters
+    def layer_matrices(self) -> float:
+        """Parameters of one layer that take part in a matrix multiplication, all but norms, biases and short
+        convolutions; on average."""
+        keys, values = self.linear_key_heads * self.linear_key_dim, self.linear_heads * self.linear_value_dim
+        gates = self.linear_heads * (2 if self.linear == "gated_delta_net" else 1)  # decay, and beta
+        mixer = self.hidden * (2 * keys + 3 * values + gates)
+        output = self._of_layers(self.hidden * self.heads * self.output_dim, mixer)
+        return self.projection_parameters + output + self.mlp_parameters
+
+    @property
+    def recurrence_products(self) -> float:
+        """Multiply-adds of one layer's recurrence for one token, on average: of every value head the state is written
+        and read, and read once more by the delta rule."""
+        state = self.linear_heads * self.linear_key_dim * self.linear_value_dim
+        return self._of_layers(0, (3 if self.linear == "gated_delta_net" else 2) * state)
 
     @property
     def parameters(self) -> int:
         """All trainable parameters."""
         tables = (1 if self.tied else 2) * self.vocab * self.hidden
-        return self.layers * self.layer_parameters + tables + self.hidden
+        return round(self.layers * self.layer_parameters) + tables + self.hidden
 
 
 # The fields after `architecture`, by their defaults: those of Llama 2.
@@ -520,6 +629,8 @@ class TrialSettings:
             self._check_packing()
         if self.task == "train" and any(self.model.windowed):
             self._check_mask_of_windows()
+        if self.task == "train" and any(self.model.linear_layers):
+            self._check_linear()
 
     def _check_packing(self) -> None:
         if self.task != "train":
@@ -540,6 +651,24 @@ class TrialSettings:
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
                 "which each of them cuts to its window"
+            )
+
+    def _check_linear(self) -> None:
+        """What no linear layer can do, whatever the method."""
+        model = self.model
+        has = f"model {model.name} has linear layers"
+        kind, *parts = self.mask.split(":")
+        if kind not in ("causal", DOCUMENTS) or "full" in parts:
+            raise ValueError(f"mask is {self.mask}, and {has}, which are causal; set mask to causal or documents")
+        if self.tp_size > 1:
+            raise ValueError(f"tp_size is {self.tp_size}, and {has}, whose heads no rank divides; set tp_size to 1")
+        if self.lora is not None:
+            raise ValueError(f"lora is set, and {has}, whose matrices have no adapters; leave lora out")
+        tokens, needed = self.row_tokens // self.cp_size, model.linear_conv - 1
+        if self.cp_size > 1 and tokens < needed:
+            raise ValueError(
+                f"each of {self.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of "
+                "the rank before; give longer sequences or a smaller cp_size"
             )
 
     @property
@@ -575,11 +704,12 @@ class TrialSettings:
 
     @property
     def layer_masks(self) -> tuple[str, ...]:
-        """Of each layer the mask of its attention: `mask`, or in training that of the layer's window."""
+        """Of each layer with attention its mask: `mask`, or in training that of the layer's window."""
         inside = self.model.window_mask if self.task == "train" else self.mask
         if self.packs:
             inside = f"{DOCUMENTS}:left-{self.model.window - 1}"
-        return tuple(inside if within else self.mask for within in self.model.windowed)
+        layers = zip(self.model.windowed, self.model.linear_layers, strict=True)
+        return tuple(inside if within else self.mask for within, linear in layers if not linear)
 
     @property
     def masks(self) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ from engine.attention.context import ContextParallel
 from engine.initialise import Part
 from engine.lm_head.loss import check_labels
 from engine.lm_head.loss_kernel import IGNORE
-from engine.models.decoder import MLP, Attention, Decoder, Norm, Projected, Rotary, normed, rotary_of
+from engine.models.decoder import MLP, Attention, Decoder, Projected, Rotary, rotary_of
+from engine.models.matrices import Norm, normed
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
 from engine.optimizer import gradient_norm

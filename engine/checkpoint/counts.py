@@ -115,10 +115,11 @@ def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
     return again + _for_inputs(checkpoint, again)
 
 
-def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int, lora: Lora | None = None) -> int:
+def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int, lora: Lora | None = None) -> float:
     """Weights whose gradients are sums over tiles, in all layers, each counted once per tile; of one tile there is no
     sum, and frozen weights have no gradients."""
-    of_mlp, of_projections = model.mlp_parameters, model.projection_parameters
+    of_mlp: float = model.mlp_parameters
+    of_projections = model.projection_parameters
     if lora is not None:
         of_mlp, of_projections = (adapter_parameters(model, lora, among) for among in (MLP, PROJECTIONS))
     tiled = (mlp_tiles, of_mlp), (projection_tiles, of_projections)

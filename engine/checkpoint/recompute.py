@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.attention.algorithms.saved import Attend, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
+from engine.linear.shard import Mixer
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
-from engine.models.decoder import Activations, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.models.decoder import Activations, Block, LayerFn, MixCall, Rotary, keep_all
 from engine.ops import RECOMPUTE
 from engine.settings import Checkpoint
 
@@ -86,6 +88,27 @@ class AttendOnce:
         return SavedOutput(out_BLND, lse_BNL, self._cut)
 
 
+class MixOnce:
+    """The same of a linear layer: nothing of its mixer is saved, so a recomputation runs all of it."""
+
+    def __init__(self, mix: MixCall, passed: Callable[[], None]) -> None:
+        self._mix, self._passed = mix, passed
+        self._called = False
+
+    def __call__(self, mixer: Mixer, x_BLE: Tensor) -> Tensor:
+        if not self._called:
+            self._called = True
+            if x_BLE.requires_grad:
+                passed = self._passed
+                x_BLE.register_hook(lambda dx_BLE: passed())
+        return self._mix(mixer, x_BLE)
+
+    ahead = __call__
+
+    def prefetch(self) -> None:
+        """Nothing is on the host."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
     """One layer of one forward, with all that running it again needs."""
@@ -93,7 +116,7 @@ class LayerCall:
     block: nn.Module  # whose parameters the layer uses
     layer: LayerFn
     rotary: Rotary
-    attend: AttendOnce
+    attend: AttendOnce | MixOnce
 
 
 class LayerGroup(ABC):
@@ -237,7 +260,7 @@ def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute 
         block.activations = keep_all
     if not again:
         return None
-    recompute = Recompute(settings, layers=again)
+    recompute = Recompute(settings, layers=again, with_attention=sum(not block.linear for block in blocks[:again]))
     for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
     return recompute
@@ -250,19 +273,20 @@ class Recompute:
     layer's input comes from a source, which returns the forward's tensor once and afterwards the group's.
     """
 
-    def __init__(self, settings: Checkpoint, layers: int) -> None:
+    def __init__(self, settings: Checkpoint, layers: int, with_attention: int) -> None:
+        """`with_attention`: of the layers, those that are not linear."""
         self._host = host = HostStore()
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
-        self._settings, self._layers = settings, layers
+        self._settings, self._layers, self._with_attention = settings, layers, with_attention
         self._group: LayerGroup | None = None  # to which the running forward adds layers
 
     def reserve(self, input_bytes: int, attention_bytes: Iterable[int], device: torch.device) -> None:
         """Lock host memory for what a step saves at once, where it is offloaded.
 
         That is the layer inputs, `input_bytes` each, of a whole forward and those a group adds in backward; and of
-        each layer the tensors that are saved of its attention, of `attention_bytes`. Otherwise the first forward of a
-        length locks it, at one or two gigabytes per second, within its own time.
+        each layer with attention the tensors that are saved of it, of `attention_bytes`. Otherwise the first forward of
+        a length locks it, at one or two gigabytes per second, within its own time.
         """
         counts: Counter[int] = Counter()
         if isinstance(self.inputs, HostStore):
@@ -270,25 +294,27 @@ class Recompute:
             counts[input_bytes] += inputs_in_store(self._settings, self._layers)
         if isinstance(self.attention, HostStore):
             for nbytes in attention_bytes:
-                counts[nbytes] += self._layers
+                counts[nbytes] += self._with_attention
         if counts:
             self._host.reserve(counts, device)
 
-    def of_layer(self, index: int, block: nn.Module) -> Activations:
+    def of_layer(self, index: int, block: Block) -> Activations:
         """The activations of layer `index`, whose parameters are those of `block`."""
         return partial(self._run, index, block)
 
-    def _run(
-        self, index: int, block: nn.Module, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend
-    ) -> Tensor:
+    def _run(self, index: int, block: Block, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return layer(x_BLE, rotary, attend)
+            return layer(x_BLE, rotary, over_ranks)
         if index % self._settings.every == 0:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)
         assert self._group is not None, "layers run in order"
         passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
-        once = AttendOnce(attend, self._settings.tail, self.attention, passed)
+        once: AttendOnce | MixOnce
+        if block.linear:
+            once = MixOnce(over_ranks, passed)
+        else:
+            once = AttendOnce(over_ranks, self._settings.tail, self.attention, passed)
         place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
         source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:
@@ -324,6 +350,6 @@ def _passed(group: weakref.ref[LayerGroup], place: int) -> None:
         found.passed(place)
 
 
-def _layer_from(source: _LayerInput, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:
+def _layer_from(source: _LayerInput, layer: LayerFn, rotary: Rotary, over_ranks: AttendOnce | MixOnce) -> Tensor:
     with record_function(RECOMPUTE) if source.again else nullcontext():
-        return layer(source(), rotary, attend)
+        return layer(source(), rotary, over_ranks)

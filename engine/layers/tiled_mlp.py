@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.layers.recomputed_runs import SaveInputs, in_runs
-from engine.models.decoder import MLP, AddMLP, Norm, activate, add_whole_mlp
+from engine.models.decoder import MLP, AddMLP, activate, add_whole_mlp
+from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of

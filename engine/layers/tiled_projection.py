@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.recomputed_runs import in_runs
-from engine.models.decoder import Attention, Norm, Project, Projected, Rotary, normed, project_whole
+from engine.models.decoder import Attention, Project, Projected, Rotary, project_whole
+from engine.models.matrices import Norm, normed
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.elementwise import rotate_into
@@ -65,15 +66,14 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
 
 
 def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
-    """Queries, keys and values of any form, in runs of tokens that are recomputed."""
+    """Queries, keys and values of any form, and attention's gate, in runs of tokens that are recomputed."""
     parts = (norm, *attention.projections())
     parameters = [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def compute(run_BTE: Tensor, tokens: slice) -> tuple[Tensor, ...]:
         return attention.project(normed(norm, run_BTE), (rotary[0][tokens], rotary[1][tokens]))
 
-    q_BLND, k_BLKD, v_BLKD = in_runs(compute, parameters, x_BLE, tiles)
-    return q_BLND, k_BLKD, v_BLKD, x_BLE
+    return *in_runs(compute, parameters, x_BLE, tiles), x_BLE
 
 
 class _TiledProjection(torch.autograd.Function):

@@ -94,7 +94,9 @@ def gated_delta(
     out, state = rule(q_BLHN, k_BLHN, values, decay_BLV, beta_BLV, runs, initial)
     own_BLVP, read_BLVN = out.split([value_dim, width], -1)
     before_BVNP = scan(state[..., value_dim:], state[..., :value_dim])
-    return own_BLVP + torch.einsum("blvn,bvnp->blvp", read_BLVN, before_BVNP.to(read_BLVN.dtype))
+    # A state in 16 bits would lose what it has gathered over the ranks.
+    seen_BLVP = torch.einsum("blvn,bvnp->blvp", read_BLVN.to(state_dtype), before_BVNP)
+    return (own_BLVP + seen_BLVP).to(own_BLVP.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -58,5 +58,5 @@ def state_space(
     first_L = torch.from_numpy(runs.numbers == 0).to(decay_BLV.device) & runs.continues
     passed_BLV = decay_BLV.to(dtype).cumsum(1).exp() * first_L[:, None]  # what a token sees of the state before
     before_BVNP = scan(passed_BLV[:, -1, :, None, None], state_BVNP)
-    read_BLVN = heads_of(q_BLHN, v_BLVP.shape[2]) * passed_BLV[..., None].to(q_BLHN.dtype)
-    return own_BLVP + torch.einsum("blvn,bvnp->blvp", read_BLVN, before_BVNP.to(read_BLVN.dtype))
+    read_BLVN = heads_of(q_BLHN, v_BLVP.shape[2]) * passed_BLV[..., None]
+    return (own_BLVP + torch.einsum("blvn,bvnp->blvp", read_BLVN, before_BVNP)).to(own_BLVP.dtype)

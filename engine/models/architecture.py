@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
-SHARED = ("architecture", "decoder", "latent")  # files of this folder that are no architecture
+SHARED = ("architecture", "decoder", "latent", "linear", "matrices")  # files of this folder that are no architecture
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 
@@ -112,7 +112,7 @@ class Config:
             raise ValueError(f"layer_types has {WINDOWED}, but no window is in use; expected {FULL}")
         window = self.whole("sliding_window") if some or (in_use and self.content.get("sliding_window")) else 0
         pattern = "".join("w" if kind == WINDOWED else "f" for kind in kinds)
-        return {"window": window, "window_pattern": shortest_pattern(pattern)} if some else {}
+        return {"window": window, "layer_pattern": shortest_pattern(pattern)} if some else {}
 
 
 def layer_kinds(windowed: Iterable[bool]) -> list[str]:

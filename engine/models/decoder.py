@@ -1,10 +1,10 @@
 """The decoder of every architecture, put together from the features of its shape and written for one device.
 
-Parallelism is set from outside (`engine.parallelize`) through five attributes, each a plain callable: `Block.attend`
-(attention over the whole sequence), `Block.activations` (which tensors are saved for backward), `Block.project` and
-`Block.add_mlp` (how many tokens the projections before attention, and the MLP, compute at once) and `Head.loss_sum` (LM
-head and loss). With the defaults the model is complete on one device, and the reference of the parallel one. Nothing
-here knows of ranks or names an architecture.
+Parallelism is set from outside (`engine.parallelize`) through six attributes, each a plain callable: `Block.attend`
+(attention over the whole sequence), `Block.mix` (a linear layer's mixer over the whole sequence), `Block.activations`
+(which tensors are saved for backward), `Block.project` and `Block.add_mlp` (how many tokens the projections before
+attention, and the MLP, compute at once) and `Head.loss_sum` (LM head and loss). With the defaults the model is complete
+on one device, and the reference of the parallel one. Nothing here knows of ranks or names an architecture.
 
 Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
 V vocabulary.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,11 @@ from torch.profiler import record_function
 from engine.attention.algorithms.latent import Expansion
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
+from engine.linear.shard import Mix, Mixer, Shard
 from engine.lm_head.loss import LossSum, plain_loss_sum
 from engine.lora import MODULES, Lora, missing_target
+from engine.models.linear import mixer_of
+from engine.models.matrices import Embedding, Linear, Norm, normed
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
@@ -39,10 +42,10 @@ if TYPE_CHECKING:
     from engine.attention.algorithms.saved import Attend, SavedOutput
 
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
-LayerFn = Callable[[Tensor, Rotary, "AttendCall"], Tensor]  # x_BLE -> x_BLE
-Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
-Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD, and x_BLE for the residual stream
-Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
+LayerFn = Callable[[Tensor, Rotary, Any], Tensor]  # x_BLE -> x_BLE, with an `AttendCall` or a `MixCall`
+Activations = Callable[[LayerFn, Tensor, Rotary, Any], Tensor]  # runs a layer, decides which tensors are saved
+# q_BLND, k_BLKD, v_BLKD, where attention has a gate its input [B, L, N x D], and x_BLE for the residual stream.
+Projected = tuple[Tensor, ...]
 Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
 
 
@@ -67,6 +70,12 @@ class AttendCall(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class MixCall(Protocol):
+    """The residual branch of a linear layer's mixer over the whole sequence, from this rank's x_BLE."""
+
+    def __call__(self, mixer: Mixer, x_BLE: Tensor) -> Tensor: ...
+
+
 def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: torch.dtype, seq_len: int) -> Rotary:
     """The tables of the layers with the window, or of those without; `seq_len` is of the whole sequence.
 
@@ -82,46 +91,6 @@ def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: tor
     return tables[0] * factor, tables[1] * factor
 
 
-class Linear(nn.Linear):
-    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`), or adapters
-    (`engine.lora`)."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        self.register_parameter("lora_A", None)
-        self.register_parameter("lora_B", None)
-        self.lora_scale = 1.0
-
-    def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
-        """Add adapters in `dtype`, without values."""
-        device, self.lora_scale = self.weight.device, lora.scale
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, dtype=dtype, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        biases = [] if self.bias is None else [self.bias]
-        if self.lora_A is None:
-            return linear(x, [self.weight], biases)
-        # The adapters' product first, and the frozen one added to it in place: a recomputation ends with the last
-        # tensor that backward needs, which is the frozen matrix itself, so that its product is not repeated.
-        x_TI = x.flatten(0, -2)
-        out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
-        return out_TO.addmm_(x_TI, self.weight.t()).unflatten(0, x.shape[:-1])
-
-
-class Embedding(nn.Embedding):
-    """Likewise. The output of a frozen one still gets a gradient, so that every layer's input has one."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out = F.embedding(tokens, computed(self.weight))
-        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
-
-
-def normed(norm: Norm, x: Tensor) -> Tensor:
-    """norm(x), or x where there is none."""
-    return x if norm is None else norm(x)
-
-
 class Attention(nn.Module):
     """The projections around attention; attention itself is called by the block, between `project` and `forward`."""
 
@@ -133,6 +102,7 @@ class Attention(nn.Module):
         self.q = Linear(shape.hidden, queries, shape.qkv_bias)
         self.k = Linear(shape.hidden, keys, shape.qkv_bias)
         self.v = Linear(shape.hidden, keys, shape.qkv_bias)
+        self.gate = Linear(shape.hidden, queries, shape.qkv_bias) if shape.attention_gate else None
         self.output = Linear(queries, shape.hidden, shape.output_bias)
         self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.sinks else None
         # One weight for all query heads and one for all key heads, or one norm over all heads at once.
@@ -141,20 +111,22 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None for width in widths)
         self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
 
-    def forward(self, out_BLND: Tensor) -> Tensor:
-        """The residual branch [B, L, E] of attention's output."""
-        return normed(self.post_norm, self.output(out_BLND.flatten(-2)))
+    def forward(self, out_BLND: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
+        """The residual branch [B, L, E] of attention's output, which a gate multiplies where there is one."""
+        out_BLF = out_BLND.flatten(-2)
+        return normed(self.post_norm, self.output(out_BLF if gate_BLF is None else out_BLF * gate_BLF.sigmoid()))
 
     def projections(self) -> tuple[nn.Module | None, ...]:
         """The modules whose parameters `project` reads."""
-        return self.q, self.k, self.v, self.q_norm, self.k_norm
+        return self.q, self.k, self.v, self.gate, self.q_norm, self.k_norm
 
     def given(self) -> dict[str, Tensor]:
         """Parameters that attention itself is called with."""
         return {} if self.sinks is None else {"sinks_N": computed(self.sinks)}
 
-    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
+    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated; and the
+        gate's input where there is one."""
         parts = (self.q, self.k, self.v)
         if self.q.weight.requires_grad:
             biases = [part.bias for part in parts if part.bias is not None]
@@ -163,7 +135,8 @@ class Attention(nn.Module):
         else:  # frozen matrices have no copies that follow one another: joining them would copy and save them
             q_BLF, k_BLF, v_BLF = (part(x_BLE) for part in parts)
         v_BLKD = self._in_heads(v_BLF).contiguous()  # a view would keep q and k as they were before their rotation
-        return self._turned(q_BLF, self.q_norm, rotary), self._turned(k_BLF, self.k_norm, rotary), v_BLKD
+        gate = () if self.gate is None else (self.gate(x_BLE),)
+        return self._turned(q_BLF, self.q_norm, rotary), self._turned(k_BLF, self.k_norm, rotary), v_BLKD, *gate
 
     def _in_heads(self, x_BLF: Tensor) -> Tensor:
         return x_BLF.unflatten(-1, (-1, self.head_dim))
@@ -268,40 +241,62 @@ def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> T
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """One decoder layer: attention, or the mixer of a linear layer, then the MLP."""
 
     attend: Attend
+    mix: MixCall
     activations: Activations
     project: Project
     add_mlp: AddMLP
     joins_sum: bool  # whether `add_mlp` forms the sum of the residual stream before it, in one pass with its norm
 
-    def __init__(self, shape: ModelShape, windowed: bool = False) -> None:
+    def __init__(self, shape: ModelShape, *, windowed: bool = False, linear: bool = False) -> None:
         super().__init__()
         self.windowed = windowed  # attends within the shape's window
         before = shape.norms != "after"
-        self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
-        self.attention = attention_of(shape)
+        if linear:
+            self.mixer_norm: Norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
+            self.mixer = mixer_of(shape)
+        else:
+            self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
+            self.attention = attention_of(shape)
+        self.linear = linear
         self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
         self.mlp = MLP(shape)
         self.attend = DenseAttention(parse_mask(shape.window_mask) if windowed else None)
+        self.mix = Mix()
         self.activations = keep_all
         self.project = project_whole
         self.add_mlp = add_whole_mlp
         self.joins_sum = False
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
-        return self.activations(self.layer, x_BLE, rotary, self.attend)
+        return self.activations(self.layer, x_BLE, rotary, self.mix if self.linear else self.attend)
 
-    def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
-        """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
-        *qkv, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
+    def layer(self, x_BLE: Tensor, rotary: Rotary, over_ranks: Any) -> Tensor:
+        """The layer's mathematics. Pure but for `over_ranks`, an `AttendCall` or a `MixCall`, so it may be run again to
+        recompute activations."""
+        if self.linear:
+            branch_BLE = over_ranks(self._mixed, x_BLE)
+        else:
+            branch_BLE, x_BLE = self._attended(x_BLE, rotary, over_ranks)
+        if self.joins_sum:
+            return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
+        return self.add_mlp(self.mlp_norm, self.mlp, x_BLE + branch_BLE)
+
+    def _attended(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> tuple[Tensor, Tensor]:
+        """Attention's branch, and x."""
+        *projected, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
+        qkv, gate = projected[:3], projected[3:]
+        del projected
         out_BLND, _lse = attend(*qkv, **self.attention.given())
         del qkv
-        if self.joins_sum:
-            return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, self.attention(out_BLND))
-        x_BLE = x_BLE + self.attention(out_BLND)
-        return self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
+        return self.attention(out_BLND, *gate), x_BLE
+
+    def _mixed(self, x_BLE: Tensor, shard: Shard) -> Tensor:
+        """The mixer's branch of consecutive tokens."""
+        branch_BLE: Tensor = self.mixer(normed(self.mixer_norm, x_BLE), shard)
+        return branch_BLE
 
 
 class Head(nn.Module):
@@ -333,7 +328,8 @@ class Decoder(nn.Module):
         self.shards = 1  # that a sequence is divided into, of equal length; one of them is here
         self.longest = 0  # tokens of the longest document that a packed row may hold; 0: the sequence is one text
         self.embedding = Embedding(shape.vocab, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, windowed) for windowed in shape.windowed)
+        kinds = zip(shape.windowed, shape.linear_layers, strict=True)
+        self.blocks = nn.ModuleList(Block(shape, windowed=windowed, linear=linear) for windowed, linear in kinds)
         self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.head = Head(shape)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Attention, Linear, Rotary
+from engine.models.decoder import Attention, Rotary
+from engine.models.matrices import Linear
 from engine.ops.copies import computed
 from engine.ops.elementwise import rotate
 from engine.ops.norm import RMSNorm
@@ -53,7 +54,7 @@ class LatentAttention(Attention):
     def given(self) -> dict[str, Tensor]:
         return super().given() | {"expand_NXC": computed(self.kv_b.weight).unflatten(0, (self.heads, -1))}
 
-    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """q_BLND, the shared key [B, L, 1, R] and the latent [B, L, 1, C] of these tokens."""
         q_BLF = self.q(x_BLE) if self.q_a is None else self.q_b(self.q_a_norm(self.q_a(x_BLE)))
         q_BLND = q_BLF.unflatten(-1, (self.heads, self.head_dim))

@@ -38,6 +38,7 @@ from engine.attention.masks import (
 from engine.data.sequences import PackedSequences
 from engine.distributed import World
 from engine.initialise import STD, draw, held_rows, initialise
+from engine.linear.shard import Mix
 from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
@@ -55,10 +56,11 @@ from engine.settings import (
     TrialSettings,
 )
 from engine.tasks.check_data import RandomTokens, check_data
-from engine.tasks.train import TrainTask
+from engine.tasks.train import TrainTask, documents_of
 
 TOKENS = 256  # of a sequence of the check problem; more where so many ranks share it that each would hold few
 _LAYERS, _HIDDEN, _FFN, _VOCAB, _HEADS = 3, 128, 384, 512, 8  # the most that it keeps of a larger model
+_LINEAR_KEY_HEADS = 2  # likewise, of linear layers
 _SHORTEST_RUN = 8  # tokens that a scaled window or document keeps, where it has as many
 _BLOCKS = 32  # per side, the most that it keeps of a block-sparse mask
 _CHOICES: dict[str, Any] = {
@@ -157,11 +159,16 @@ def _small_model(settings: TrialSettings) -> ModelShape:
     if shape.heads > _HEADS:
         fewer = (count for count in range(min(2, kv_heads), kv_heads) if kv_heads % count == 0)
         kv_heads = next((count for count in fewer if divided(count) == divided(kv_heads)), kv_heads)
-    both = len(set(shape.windowed)) > 1  # layers with the window and without it: few layers have both kinds too
+    # Few layers have every kind of layers too.
+    kinds = {"l" if linear else "w" if windowed else "f" for windowed, linear in _kinds(shape)}
+    group_linear = shape.linear_heads // max(1, shape.linear_key_heads)
+    key_heads = min(shape.linear_key_heads, _LINEAR_KEY_HEADS)
     return replace(
         shape,
         name=f"{shape.name}, checked",
-        window_pattern="wf" if both else shape.window_pattern,
+        layer_pattern="".join(kind for kind in "lwf" if kind in kinds) if len(kinds) > 1 else shape.layer_pattern,
+        linear_heads=key_heads * group_linear,
+        linear_key_heads=key_heads,
         layers=min(shape.layers, _LAYERS),
         hidden=min(shape.hidden, _HIDDEN),
         ffn=cut(shape.ffn, _FFN),
@@ -169,6 +176,10 @@ def _small_model(settings: TrialSettings) -> ModelShape:
         heads=kv_heads * group,
         kv_heads=kv_heads,
     )
+
+
+def _kinds(shape: ModelShape) -> Iterator[tuple[bool, bool]]:
+    return zip(shape.windowed, shape.linear_layers, strict=True)
 
 
 def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int]:
@@ -221,6 +232,7 @@ def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
     for block in model.blocks:
         if not block.windowed:
             block.attend = DenseAttention(parse_mask(settings.mask))
+        block.mix = Mix(documents=documents_of(settings))
     model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
     return model
 
@@ -420,7 +432,7 @@ def _factors(shape: ModelShape) -> dict[str, float]:
     return {
         name: 1 / (STD * math.sqrt(parameter.shape[1]))
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and name != "embedding.weight"
+        if parameter.ndim > 1 and name != "embedding.weight" and not name.endswith(".conv.weight")
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Documents
+from engine.attention.masks import Documents, parse_mask
 from engine.attention.masks.pairs import pair_table
 from engine.data import open_tokens
 from engine.data.sequences import (
@@ -36,6 +36,7 @@ from engine.data.sequences import (
     training_sequences,
 )
 from engine.distributed import World
+from engine.linear.shard import Mix
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.resources import limit_memory, reset_peaks
@@ -81,6 +82,12 @@ def data_of(settings: TrialSettings) -> TrainingData:
     return store
 
 
+def documents_of(settings: TrialSettings) -> Documents | None:
+    """Documents that the mask of a trial has in every sequence, where linear layers start again."""
+    mask = parse_mask(settings.mask)
+    return mask if isinstance(mask, Documents) else None
+
+
 class TrainTask:
     """Model, optimizer and data of one trial on this rank. Raises ValueError when the settings do not fit together."""
 
@@ -120,6 +127,7 @@ class TrainTask:
             world.fsdp_mesh,
             self.matrices,
             windowed=self._attend_in_window,
+            mix=Mix(self.cp, documents_of(settings)),
         )
         if settings.packs:
             self.model.longest = settings.seq_len
@@ -366,8 +374,9 @@ class TrainTask:
         if any(self.settings.model.windowed):
             inside = self._inside_window(packed.documents)
             within = (self._attend_in_window or self.attend).under(inside, packed.cp)
+        mix = Mix(packed.cp, packed.documents)
         for block in self.model.blocks:
-            block.attend = within if block.windowed else attend
+            block.attend, block.mix = within if block.windowed else attend, mix
 
     def mask_of(self, row: PackedRow) -> PackedMask:
         """The documents of a row, dealt to the ranks where the layout depends on them: by what layers without a window

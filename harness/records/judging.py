@@ -216,6 +216,10 @@ TRAINING = {
     "bf16": AllowedDifference(error=0.05, states=0.02, scale=0.01, loss=2e-3),
 }
 
+# Gradients of a linear layer's decays, one number for each head, are sums of terms of either sign over all tokens: what
+# is left of them has three times the rounding.
+DECAYS, DECAYS_TIMES = (".decay_log", ".decay_bias"), 3
+
 
 class _Fault(NamedTuple):
     times: float  # of what is allowed
@@ -260,6 +264,7 @@ def _faults(allowed: AllowedDifference, errors: Mapping[str, float], scales: Map
     limits = {"loss": allowed.loss, "hidden": allowed.states, "dinput": allowed.states}
     for name, error in errors.items():
         limit, scale = limits.get(name, allowed.error), scales.get(name, 0.0)
+        limit *= DECAYS_TIMES if name.endswith(DECAYS) else 1
         times = max(error / limit, abs(scale) / allowed.scale)
         if times <= 1:
             continue

@@ -58,7 +58,7 @@ def cases_for(ranks: int, data: str) -> dict[str, TrialSettings]:
     """Every model with layers computed again, one with layers kept, and by turns what else a step can be."""
     whole = replace(BASE, data=data, cp_size=ranks, world_size=ranks)
     cases = {name: replace(whole, model=model, checkpoint=AGAIN) for name, model in MODELS.items()}
-    both = replace(LLAMA, window=7, window_pattern="wf", rope_base_window=500.0)
+    both = replace(LLAMA, window=7, layer_pattern="wf", rope_base_window=500.0)
     cases["windows"] = replace(whole, model=both, checkpoint=AGAIN)
     cases["window in all"] = replace(whole, model=replace(LLAMA, window=7))
     cases["kept, accumulated"] = replace(whole, gradient_accumulation=2, packing="greedy", longer_documents="drop")

@@ -153,7 +153,7 @@ def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
         if model.window:  # a query and the window - 1 tokens before it
             inside = sum(min(model.window, query + 1) for query in range(rows))
         pairs = sum(
-            inside if model.window and model.window_pattern[layer % len(model.window_pattern)] == "w" else pairs
+            inside if model.window and model.layer_pattern[layer % len(model.layer_pattern)] == "w" else pairs
             for layer in range(model.layers)
         )
     return 2.0 * pairs * model.heads * (model.head_dim + (model.value_dim or model.head_dim)) * _sequences(settings)

@@ -48,14 +48,14 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
     assert [shortest_pattern(text) for text in ("wwww", "wfwfw", "wwf", "wwwwwfww", "f")] == [
         "w", "wf", "wwf", "wwwwwf", "f",
     ]  # fmt: skip
-    assert replace(LLAMA, window=8, window_pattern="wwf").windowed == (True, True, False, True, True)
+    assert replace(LLAMA, window=8, layer_pattern="wwf").windowed == (True, True, False, True, True)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"window": -1}, "window is -1"),
-        ({"window": 8, "window_pattern": "wx"}, "window_pattern is 'wx'; give a letter for each layer"),
+        ({"window": 8, "layer_pattern": "wx"}, "layer_pattern is 'wx'; give a letter for each layer"),
         ({"rope_scaling": "linear"}, "factor is missing"),
         (
             {"rope_scaling": "default:partial_rotary_factor=0.5", "attention_scale": 0.5},
@@ -68,7 +68,7 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"kv_latent": 7, "rope_dim": 2}, "2 KV heads of 4; with kv_latent give"),
         ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 6}, "rope_dim is 6 of head_dim 6"),
         ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
-        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True}, "norms and a scale of its own; leave it out"),
+        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True}, "norms and a scale of its own and no gate; leave it out"),
     ],
 )
 def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -77,7 +77,7 @@ def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str
 
 
 def test_a_trial_of_windows_alone_has_their_mask_and_one_of_both_kinds_that_of_the_others() -> None:
-    alone, mixed = replace(LLAMA, window=8), replace(LLAMA, window=8, window_pattern="wwf")
+    alone, mixed = replace(LLAMA, window=8), replace(LLAMA, window=8, layer_pattern="wwf")
     assert trial(alone).mask == trial(mixed).mask == "causal"
     assert trial(alone).layer_masks == ("sliding_window:7",) * 5
     assert trial(alone).masks == trial(alone, mask="sliding_window:7").masks == ("sliding_window:7",)
@@ -95,7 +95,7 @@ def test_a_trial_of_windows_alone_has_their_mask_and_one_of_both_kinds_that_of_t
 @pytest.mark.parametrize("pattern", ["w", "wwf", "f"])
 @pytest.mark.parametrize("checkpoint", [Checkpoint(every=0), Checkpoint(every=2, tail=0.5)], ids=str)
 def test_attention_is_counted_layer_by_layer(pattern: str, checkpoint: Checkpoint) -> None:
-    shape, seq_len = replace(LLAMA, window=8, window_pattern=pattern), 64
+    shape, seq_len = replace(LLAMA, window=8, layer_pattern=pattern), 64
     inside = sum(min(8, query + 1) for query in range(seq_len))
     pairs = sum(inside if windowed else seq_len * (seq_len + 1) // 2 for windowed in shape.windowed)
     settings = trial(shape, checkpoint=checkpoint)
@@ -130,7 +130,7 @@ def test_a_feature_makes_another_trial() -> None:
 
 
 def test_methods_refuse_layers_and_features_that_they_lack() -> None:
-    mixed = trial(replace(LLAMA, window=8, window_pattern="wf"), cp_size=2)
+    mixed = trial(replace(LLAMA, window=8, layer_pattern="wf"), cp_size=2)
     assert method_unsupported_reason(method_named("burst"), mixed) is None
     assert "sliding_window:7" in (
         method_unsupported_reason(method_named("torch_cp"), replace(mixed, method="torch_cp")) or ""

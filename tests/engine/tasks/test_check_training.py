@@ -218,7 +218,7 @@ def test_a_mask_is_scaled_to_one_of_its_kind(mask: str, scaled: str) -> None:
 
 
 def test_a_check_of_windows_in_turn_has_layers_of_both_kinds() -> None:
-    model = dataclasses.replace(TINY, layers=12, window=4096, window_pattern="wwwwwf")
+    model = dataclasses.replace(TINY, layers=12, window=4096, layer_pattern="wwwwwf")
     problem = check_problem(of(model=model, cp_size=2), method_named("burst"), {})
     assert set(problem.model.windowed) == {True, False}
     assert problem.mask == "causal"

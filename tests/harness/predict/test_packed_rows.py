@@ -25,7 +25,7 @@ from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(
     name="windowed", layers=3, hidden=12, ffn=8, heads=2, kv_heads=1, head_dim=6, vocab=260, window=5,
-    window_pattern="fwf",
+    layer_pattern="fwf",
 )  # fmt: skip
 LENGTHS = [1, 2, 45, 46, 100, 3, 7, 11, 20, 20, 30, 5, 9, 44, 13, 17, 29, 31, 4, 8, 16, 23, 41, 6]
 

@@ -1,0 +1,54 @@
+"""Matrices, the embedding and norms that every part of the decoder is made of."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.lora import Lora
+from engine.ops.copies import computed, linear
+
+Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
+
+
+class Linear(nn.Linear):
+    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`), or adapters
+    (`engine.lora`)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 1.0
+
+    def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
+        """Add adapters in `dtype`, without values."""
+        device, self.lora_scale = self.weight.device, lora.scale
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        biases = [] if self.bias is None else [self.bias]
+        if self.lora_A is None:
+            return linear(x, [self.weight], biases)
+        # The adapters' product first, and the frozen one added to it in place: a recomputation ends with the last
+        # tensor that backward needs, which is the frozen matrix itself, so that its product is not repeated.
+        x_TI = x.flatten(0, -2)
+        out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
+        return out_TO.addmm_(x_TI, self.weight.t()).unflatten(0, x.shape[:-1])
+
+
+class Embedding(nn.Embedding):
+    """Likewise. The output of a frozen one still gets a gradient, so that every layer's input has one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = F.embedding(tokens, computed(self.weight))
+        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
+
+
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    """norm(x), or x where there is none."""
+    return x if norm is None else norm(x)
