@@ -4,6 +4,7 @@ matrix included, equal dense float64 attention with K and V formed first; the by
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
+from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, SlidingWindow
+from engine.attention.problem import Problem
 from engine.attention.reference import dense_attention
+from engine.attention.resolve import Choices, HardwareModel, Resolved, resolve
 from tests.engine.attention.test_parity import worst_error
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -128,3 +132,44 @@ def test_a_prepared_call_is_the_same_and_arguments_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             burst_attention(*arguments[:3], expand_NXC=arguments[3])
+
+
+DEEPSEEK_V3: dict[str, Any] = {"heads": 128, "kv_heads": 128, "head_dim": 192, "value_dim": 128, "input_bytes": 2}
+SENT = {"latent_dim": 512, "shared_key_dim": 64}
+PAGE = Path(__file__).parents[3] / "docs/hybrids.md"
+
+
+def resolved(tokens: int, sent: dict[str, int], choices: dict[str, Any]) -> Resolved:
+    """Causal attention of DeepSeek-V3's heads on 8 ranks of `tokens` tokens each."""
+    problem = Problem(
+        mask=Causal(), layout=layout_named("zigzag"), seq_len=8 * tokens, batch=1, cp_size=8, node_size=8,
+        **DEEPSEEK_V3 | sent,
+    )  # fmt: skip
+    return resolve(problem, HardwareModel(), Choices(**choices))
+
+
+def test_the_table_of_the_page_is_what_the_plans_send() -> None:
+    """That plans send what they compute is `planning/test_comm_volume`, which has latents among its cases."""
+    rows, tokens = [], 1024
+    cases = [
+        *(("`ring`, exchange `{exchange}`", {"schedule": "ring"} | choice) for choice in BACKWARDS),
+        ("`ulysses`", {"schedule": "ulysses", "num_head_chunks": 1}),
+        ("`all_gather`", {"schedule": "all_gather"}),
+    ]
+    for name, choice in cases:
+        found = []
+        for sent in ({}, SENT):
+            plan = resolved(tokens, sent, choice)
+            calls = [plan.sent(rank, gathered=True) for rank in range(8)]
+            for direction in ("forward", "backward"):
+                found.append(sum(getattr(call, direction).total for call in calls) / 8 / tokens / 1024)
+        side = "" if "ulysses" in name else f"`{plan.backward}`"
+        rows.append(f"| {name.format(**choice)} | {side} | {' | '.join(f'{each:.1f}' for each in found)} |")
+    page = PAGE.read_text(encoding="utf-8").replace("|  |", "| |")
+    assert [row for row in rows if row.replace("|  |", "| |") not in page] == []
+
+
+def test_auto_sends_the_latent_in_backward_too_and_queries_where_keys_and_values_are_sent() -> None:
+    for sent, side in (({}, "query"), (SENT, "key_value")):
+        for exchange in ("relay", "direct"):
+            assert resolved(1024, sent, {"schedule": "ring", "exchange": exchange}).backward == side
