@@ -18,6 +18,7 @@ dO may have as one of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,6 @@ from engine.attention.kernels import WholeInputs
 from engine.ops.autograd import outside_autocast, refuse_second_derivative
 
 QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD of this rank
-QKVGradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # and of sinks and matrix
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
@@ -54,10 +54,10 @@ class _BurstAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
         ctx.call = plan.cp.comms.begin_call()
-        out_BLND, lse_BNL, saved = _forward(
-            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, expand_NXC, saved_output, ctx.call, save=not recompute
-        )
-        ctx.plan, ctx.gathered = plan, saved.gathered
+        ctx.plan, shards = plan, (q_BLND, k_BLKD, v_BLKD)
+        plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
+        out_BLND, lse_BNL, saved = _forward(plan, shards, sinks_N, saved_output, ctx.call, save=not recompute)
+        ctx.gathered = saved.gathered
         ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, expand_NXC, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         if saved_output is not None:
@@ -69,10 +69,11 @@ class _BurstAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
         out_BLND, lse_BNL, sinks_N, expand_NXC, *tensors = ctx.saved_tensors
+        plan = ctx.plan if expand_NXC is None else _expanding(ctx.plan, tensors[0], tensors[1], expand_NXC)
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
-        rows = lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL
-        return *_gradients(ctx.plan, saved, owned, *rows, ctx.call), None, None, None
+        found = _gradients(plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call)
+        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC), None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -127,18 +128,17 @@ def _gradients(
     owned_out: list[Tensor],
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
-    expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     call: int,
-) -> QKVGradients:
-    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N, dexpand_NXC). `owned_out` holds O alone, and is emptied where the
-    gradients need its memory; `call` is the number of the forward's call."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N). `owned_out` holds O alone, and is emptied where the gradients need its
+    memory; `call` is the number of the forward's call."""
     out_BLND = owned_out.pop()
     dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
     if plan.one_call is not None and dlse_BNL is None and plan.kernel.takes_output:
         dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, row_dot(dout_BLND, out_BLND))
-        return *_whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND), dsinks_N, None
+        return *_whole_backward(plan, saved.tensors, out_BLND, lse_BNL, dout_BLND), dsinks_N
     # d lse / d score is the probability itself, so the gradient of the LSE is subtracted from delta.
     delta_BNL = row_dot(dout_BLND, out_BLND)
     del out_BLND  # in a recomputed layer the last reference to O: the gradients need its memory
@@ -150,14 +150,19 @@ def _gradients(
             )
         delta_BNL -= dlse_BNL
     dsinks_N = None if sinks_N is None else _sink_gradient(sinks_N, lse_BNL, delta_BNL)
-    expansion = None if expand_NXC is None else Expansion.of(saved.tensors[0], saved.tensors[1], expand_NXC)
     with plan.cp.collective(call, plan=plan.cp.plan_number, backward=True):
-        gradients = plan.backward(saved, dout_BLND, lse_BNL, delta_BNL, expansion)
-    if expansion is None or expand_NXC is None:
-        return *gradients, dsinks_N, None
-    dtype = expand_NXC.dtype
-    dq_BLND, dshared_BL1R, dlatent_BL1C = gradients
-    return dq_BLND, dshared_BL1R.to(dtype), dlatent_BL1C.to(dtype), dsinks_N, expansion.gradient().to(dtype)
+        return *plan.backward(saved, dout_BLND, lse_BNL, delta_BNL), dsinks_N
+
+
+def _expanding(plan: AttentionPlan, q_BLND: Tensor, shared_BL1R: Tensor, expand_NXC: Tensor) -> AttentionPlan:
+    """The plan of one pass in which a matrix forms K and V."""
+    return replace(plan, expansion=Expansion.of(q_BLND, shared_BL1R, expand_NXC))
+
+
+def _matrix_gradient(plan: AttentionPlan, expand_NXC: Tensor) -> Tensor:
+    """dexpand_NXC of a pass that is over."""
+    assert plan.expansion is not None, "a pass with a matrix has one"
+    return plan.expansion.gradient().to(expand_NXC.dtype)
 
 
 def _with_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,8 +192,8 @@ def attention_forward(
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        call = plan.cp.comms.begin_call()
-        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, expand_NXC, saved, call, save=False)
+        plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
     return out_BLND, lse_BNL
 
 
@@ -202,52 +207,41 @@ def attention_backward(
     expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
-) -> QKVGradients:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N, dexpand_NXC) of `run_attention`, outside autograd, from its inputs and
     results."""
     with torch.no_grad():
         saved = Saved(tuple(laid_out(shard) for shard in shards))
         # A compiled program holds no number of its calls: their backwards are told apart by their order alone.
-        return _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL, call=0)
+        plan = plan if expand_NXC is None else _expanding(plan, shards[0], shards[1], expand_NXC)
+        found = _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, dout_BLND, dlse_BNL, call=0)
+        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC)
 
 
 def _forward(
-    plan: AttentionPlan,
-    shards: QKV,
-    sinks_N: Tensor | None,
-    expand_NXC: Tensor | None,
-    saved_output: SavedOutput | None,
-    call: int,
-    *,
-    save: bool,
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput | None, call: int, *, save: bool
 ) -> tuple[Tensor, Tensor, Saved]:
     """(out_BLND, lse_BNL, saved), with attention computed only for the rows that are not in `saved_output`."""
-    expansion = None if expand_NXC is None else Expansion.of(shards[0], shards[1], expand_NXC)
     if saved_output is not None:
-        return *_joined_forward(plan, shards, sinks_N, expansion, saved_output, call), Saved(shards)
+        return *_joined_forward(plan, shards, sinks_N, saved_output, call), Saved(shards)
     if plan.one_call is not None:
         out_BLND, lse_BNL, saved = *_whole_forward(plan, *shards), Saved(shards)
     else:
         with plan.cp.collective(call, plan=plan.cp.plan_number):
-            out_BLND, lse_BNL, saved = plan.forward(*shards, expansion, save=save)
+            out_BLND, lse_BNL, saved = plan.forward(*shards, save=save)
     if sinks_N is None:
         return out_BLND, lse_BNL, saved
     return *_with_sinks(out_BLND, lse_BNL, sinks_N), saved.with_sinks(sinks_N)
 
 
 def _joined_forward(
-    plan: AttentionPlan,
-    shards: QKV,
-    sinks_N: Tensor | None,
-    expansion: Expansion | None,
-    saved_output: SavedOutput,
-    call: int,
+    plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
     if saved_output.cut == 0:
         return saved_output.tensors
     with plan.cp.collective(call, plan=plan.cp.plan_number):
-        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, expansion, save=False)
+        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
     if sinks_N is not None:
         out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
     rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
@@ -275,11 +269,8 @@ def run_attention(
     """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
     differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
-    if sinks_N is not None:
-        differentiable = differentiable or sinks_N.requires_grad
-    if expand_NXC is not None:
-        expand_NXC = expand_NXC.contiguous()
-        differentiable = differentiable or expand_NXC.requires_grad
+    for parameter in (sinks_N, expand_NXC):
+        differentiable = differentiable or (parameter is not None and parameter.requires_grad)
     differentiable = differentiable and torch.is_grad_enabled()
     if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:

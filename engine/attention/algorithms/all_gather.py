@@ -16,7 +16,6 @@ from functools import cached_property
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
-from engine.attention.algorithms.latent import Expansion
 from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.collectives import GroupGather, TokenRun, in_order, write_by_member
 from engine.attention.geometry.tiles import Call
@@ -40,13 +39,11 @@ class AllGatherPlan(AttentionPlan):
         table = tiles_of_all_keys(self.mask, self.cp.layout, self.choice.problem.seq_len, self.cp.size)
         return table.calls(self.cp.rank)
 
-    def forward(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None = None, *, save: bool
-    ) -> tuple[Tensor, Tensor, Saved]:
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         saved = Saved((q_BLND, k_BLKD, v_BLKD))
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
-        if expansion is not None:
-            k_BSKD, v_BSKD = expansion.keys(k_BSKD, v_BSKD)
+        if self.expansion is not None:
+            k_BSKD, v_BSKD = self.expansion.keys(k_BSKD, v_BSKD)
         if self.cut is not None:
             q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.choice.problem.seq_len)]
         with self.streams.begin() as streams:
@@ -62,17 +59,12 @@ class AllGatherPlan(AttentionPlan):
             return *output.result(), saved
 
     def backward(
-        self,
-        saved: Saved,
-        dout_BLND: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        expansion: Expansion | None = None,
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         k_BSKD, v_BSKD = gathered = self._gathered(k_BLKD, v_BLKD)
-        if expansion is not None:
-            k_BSKD, v_BSKD = expansion.keys(k_BSKD, v_BSKD)
+        if self.expansion is not None:
+            k_BSKD, v_BSKD = self.expansion.keys(k_BSKD, v_BSKD)
         dtype, deterministic = q_BLND.dtype, self.choice.choices.deterministic
         part_dtype = dtype if self.kernel.writes_input_dtype else accumulation_dtype(dtype)
         dq, dk, dv = (GradAccumulator(tensor, part_dtype) for tensor in (q_BLND, k_BSKD, v_BSKD))
@@ -86,15 +78,13 @@ class AllGatherPlan(AttentionPlan):
             del inputs, rows, dq_part, dk_part, dv_part
         del k_BSKD, v_BSKD
         sent = dtype if self.choice.narrow_grads.across else accumulation_dtype(dtype)
-        if expansion is None:
+        if self.expansion is None:
             totals: tuple[Tensor, ...] = dk.final(sent), dv.final(sent)
         else:
-            found = expansion.contracted(dk.final(part_dtype), dv.final(part_dtype), gathered[1])
+            found = self.expansion.contracted(dk.final(part_dtype), dv.final(part_dtype), gathered[1])
             totals = tuple(each.to(sent) for each in found)
         del gathered
         dk_BLKD, dv_BLKD = self.gather.reduced(tuple(map(self._by_owner, totals)))
-        if expansion is not None:
-            return dq.final(dtype), dk_BLKD, dv_BLKD
         return dq.final(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)
 
     def _gathered(self, *shards: Tensor) -> list[Tensor]:

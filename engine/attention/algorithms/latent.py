@@ -74,7 +74,9 @@ class Expansion:
         return torch.cat((k_BMNX, shared_BM1R.expand(-1, -1, heads, -1)), -1), v_BMNW
 
     def keys_of(self, chunk: RemoteChunk, calls: Sequence[Call]) -> RemoteChunk:
-        """K and V of the tokens of a chunk that some calls, at least one, read."""
+        """K and V of the tokens of a chunk that some calls read; nothing where there are none."""
+        if not calls:
+            return RemoteChunk((), ())
         tokens = touched(calls)
         return RemoteChunk(self.keys(*chunk.tokens(tokens)), chunk.token_dims, tokens.start)
 
@@ -91,7 +93,8 @@ class Expansion:
 
 
 class ExpandedChunk:
-    """A received chunk in backward: K and V of the tokens that some calls read, and the sums of their gradients."""
+    """A received chunk in backward: K and V of the tokens that some calls, at least one, read, and the sums of their
+    gradients."""
 
     def __init__(
         self, expansion: Expansion, chunk: RemoteChunk, calls: Sequence[Call], part_dtype: torch.dtype
@@ -112,5 +115,5 @@ class ExpandedChunk:
 
 
 def touched(calls: Sequence[Call]) -> slice:
-    """The keys from the first to the last one that some calls read."""
+    """The keys from the first to the last one that some calls, at least one, read."""
     return slice(min(call.k.start for call in calls), max(call.k.stop for call in calls))

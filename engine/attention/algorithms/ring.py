@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -48,30 +48,16 @@ class RingPlan(AttentionPlan):
     comms: RingComms
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
 
-    def forward(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None = None, *, save: bool
-    ) -> tuple[Tensor, Tensor, Saved]:
-        return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD, expansion), Saved((q_BLND, k_BLKD, v_BLKD))
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
 
     def backward(
-        self,
-        saved: Saved,
-        dout_BLND: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        expansion: Expansion | None = None,
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = dout_BLND, lse_BNL, delta_BNL
-        if expansion is None or self.choice.backward != "query":
-            q_BLND, k_BLKD, v_BLKD = saved.tensors
-            return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, *rows, expansion)
-        # K and V stay here, and so do their gradients: one expansion and one contraction of this rank's own tokens.
-        q_BLND, shared_BL1R, latent_BL1C = saved.tensors
-        keys = expansion.keys(shared_BL1R, latent_BL1C)
-        dq_BLND, dk_BLND, dv_BLND = _ring_backward(self, q_BLND, *keys, *rows, None)
-        found = expansion.contracted(dk_BLND, dv_BLND, latent_BL1C)
-        dshared_BL1R, dlatent_BL1C = (each.to(accumulation_dtype(each.dtype)) for each in found)
-        return dq_BLND, dshared_BL1R, dlatent_BL1C
+        if self.expansion is not None and self.choice.backward == "query":
+            return _backward_at_home(self, self.expansion, saved, dout_BLND, lse_BNL, delta_BNL)
+        q_BLND, k_BLKD, v_BLKD = saved.tensors
+        return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
 
     def comm_plan(self, sends_queries: bool) -> CommPlan:
         """What this rank does when the query side is sent, or the key side."""
@@ -98,9 +84,7 @@ class RingPlan(AttentionPlan):
         return calls[0].visible if len(calls) == 1 and calls[0][:2] == (every, every) else None
 
 
-def _ring_forward(
-    plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None
-) -> tuple[Tensor, Tensor]:
+def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
     if plan.cut is not None:
         # A p2p ring forwards whole chunks: keys that no rank needs are dropped before.
         seq_len = plan.choice.problem.seq_len
@@ -119,8 +103,8 @@ def _ring_forward(
                 step, chunk = found
                 if index:
                     streams.share(chunk.tensors)
-                if expansion is not None and step.calls:
-                    chunk = expansion.keys_of(chunk, step.calls)
+                if plan.expansion is not None:
+                    chunk = plan.expansion.keys_of(chunk, step.calls)
                 for queries, keys, visible in step.calls:
                     q_BRND, (k_BMKD, v_BMKD) = q_BLND[:, queries], chunk.tokens(keys)
                     part_BLND, part_lse_BNL = plan.kernel.forward(q_BRND, k_BMKD, v_BMKD, visible, plan.scale)
@@ -139,10 +123,8 @@ def _ring_backward(
     dout_BLND: Tensor,
     lse_BNL: Tensor,
     delta_BNL: Tensor,
-    expansion: Expansion | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype. With `expansion` the key side is sent,
-    and its gradients are in the dtype of accumulation."""
+    """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
     choice, comms = plan.choice, plan.comms
     sends_queries, deterministic = choice.backward == "query", choice.choices.deterministic
     work, node_size = plan.comm_plan(sends_queries), choice.division.ring.node_size
@@ -159,8 +141,8 @@ def _ring_backward(
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
         expanded = None
-        if expansion is not None and step.calls:
-            expanded = ExpandedChunk(expansion, chunk, step.calls, part_dtype)
+        if plan.expansion is not None and step.calls:
+            expanded = ExpandedChunk(plan.expansion, chunk, step.calls, part_dtype)
             keys, (dk, dv) = expanded.keys, expanded.gradients
         for q_tokens, k_tokens, visible in step.calls:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
@@ -181,10 +163,22 @@ def _ring_backward(
 
     own_grads = reduce.finish()  # on one node, what `grad_return` has returned
     sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
-    key_dtype = q_BLND.dtype if expansion is None else accumulation_dtype(q_BLND.dtype)
-    dtypes = q_BLND.dtype, key_dtype, key_dtype
+    dtypes = q_BLND.dtype, *(plan.key_gradient_dtype or q_BLND.dtype,) * 2
     dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(dtype) for gradient, dtype in zip(sums, dtypes, strict=True))
     return dq_BLND, dk_BLKD, dv_BLKD
+
+
+def _backward_at_home(
+    plan: RingPlan, expansion: Expansion, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward that sends the query side, of a latent: K and V stay on this rank, and so do their gradients. One
+    expansion and one contraction of this rank's own tokens."""
+    q_BLND, shared_BL1R, latent_BL1C = saved.tensors
+    k_BLND, v_BLND = expansion.keys(shared_BL1R, latent_BL1C)
+    plain, dtype = replace(plan, expansion=None, key_gradient_dtype=None), plan.key_gradient_dtype
+    dq_BLND, dk_BLND, dv_BLND = _ring_backward(plain, q_BLND, k_BLND, v_BLND, dout_BLND, lse_BNL, delta_BNL)
+    dshared_BL1R, dlatent_BL1C = expansion.contracted(dk_BLND, dv_BLND, latent_BL1C)
+    return dq_BLND, dshared_BL1R.to(dtype or q_BLND.dtype), dlatent_BL1C.to(dtype or q_BLND.dtype)
 
 
 def ring_steps(

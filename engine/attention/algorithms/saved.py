@@ -54,34 +54,28 @@ class AttentionPlan:
     scale: float  # of the scores
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
+    # Of one pass where K and V are a shared key and a latent: forms K and V of all heads, and sums its gradient.
+    expansion: Expansion | None = None
+    key_gradient_dtype: torch.dtype | None = None  # of the dK and dV that are returned; None: that of the inputs
 
     @property
     def one_call(self) -> Visible | None:
         """What the one kernel call shows that is the whole problem; None where there are more, or other ranks."""
         return None
 
-    def forward(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expansion: Expansion | None = None, *, save: bool
-    ) -> tuple[Tensor, Tensor, Saved]:
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence; of those before `cut`, its first
         rows, where there is one.
 
-        `expansion`: forms K and V of all heads, where `k_BLKD` and `v_BLKD` are a shared key and a latent. `save`:
-        received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds the
-        given shards only.
+        `save`: received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds
+        the given shards only.
         """
         raise NotImplementedError
 
     def backward(
-        self,
-        saved: Saved,
-        dout_BLND: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        expansion: Expansion | None = None,
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype; of a shared key and a latent in the
-        dtype of accumulation. Adds to the gradient of `expansion`."""
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         raise NotImplementedError
 
     def before(self, cut: int) -> Self:
@@ -163,8 +157,8 @@ class Attend(Protocol):
 
 
 class AttentionFn(Attend, Protocol):
-    """Attention among the ranks of a trial. A method that refuses models with sinks need not take `sinks_N`; likewise
-    `expand_NXC` and a latent."""
+    """Attention among the ranks of a trial. A method that refuses models with sinks, or a latent, asserts that there
+    are none."""
 
     def resolved(self) -> dict[str, str]:
         """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""
