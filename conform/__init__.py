@@ -1,6 +1,7 @@
-"""`burst conform`: is somebody's context parallelism right? Any implementation, judged by float64 on one process.
+"""`burst conform`: does an implementation of context parallelism, ours or another, compute the right numbers?
 
-`target.py` is what an implementation offers to be judged, `cases.py` what it is asked, `reference.py` the truth,
-`compare.py` what is wrong and where, `run.py` the ranks, `report.py` what is printed, and `targets/` the systems that
-are known by name. Nothing of the benchmark's commands or records is imported.
+`target.py` says what an implementation offers, `cases.py` what it is asked. `reference.py` computes the truth in
+float64 on one process, `compare.py` says what is wrong and where. `run.py` starts the ranks, `report.py` writes the
+results, and `targets/` holds the systems that are known by name. Commands and records of the benchmark are not
+imported.
 """

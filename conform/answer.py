@@ -1,13 +1,15 @@
 """What one rank does with a case: calls the target's functions and returns what they gave, whole.
 
-An answer is a list of results, each tensors by name in float64, and facts: the tokens that this rank holds, inputs
-that changed, bytes sent. Nothing is judged here (`compare.py`). Shape letters as in `reference.py`.
+An answer is a list of results, each tensors by name in float64 on the CPU, and facts: the tokens that this rank holds,
+inputs that changed, bytes sent. Numbers are not judged here (`compare.py`), but a value that a function may not return
+ends the case. Shape letters as in `reference.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,14 @@ class RankAnswer:
     sent: dict[str, int] = field(default_factory=dict)  # bytes: `counted` and `claimed`
 
 
-def answer(target: LoadedTarget, case: ConformCase) -> RankAnswer:
-    """Ask the target on this rank. Collective over the default group. Raises whatever the target raises."""
+def answer(target: LoadedTarget, case: ConformCase, device: str) -> RankAnswer:
+    """Ask the target on this rank, with tensors on the device, cpu or cuda. Collective over the default group.
+
+    Raises whatever the target raises, and TypeError or ValueError for what none of its functions may return.
+    """
     problem = replace(
         case.problem,
+        device=device,
         ranks=dist.get_world_size(),
         rank=dist.get_rank(),
         group=dist.group.WORLD,
@@ -65,6 +71,18 @@ def other_length(problem: CaseProblem) -> CaseProblem:
     return replace(problem, tokens=half, documents=documents, seed=problem.seed + 7)
 
 
+def _tensor(found: object, function: str) -> Tensor:
+    """What a function of the target returned, where that is a tensor. Raises TypeError where it is none."""
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{function} returned {type(found).__name__}, expected a tensor; correct it in the target file")
+    return found
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy in float64 on the CPU, which the judge compares."""
+    return tensor.detach().double().cpu().clone()
+
+
 # Attention
 
 
@@ -90,37 +108,50 @@ class _AttentionTarget:
             problem = replace(problem, sinks_N=sinks.clone().requires_grad_("sinks" not in problem.frozen))
         inputs = {}
         for name in ("q", "k", "v"):
-            part = self._shard(tensors[name].clone(), 1, problem).detach()
+            part = self._part(tensors[name], problem)
             if strided:  # heads before tokens in memory, as a projection leaves them in some models
                 part = part.transpose(1, 2).contiguous().transpose(1, 2)
             inputs[name] = part.clone(memory_format=torch.preserve_format).requires_grad_(name not in problem.frozen)
         before = {name: each.detach().clone() for name, each in inputs.items()}
-        out = self._attend(inputs["q"], inputs["k"], inputs["v"], problem)
-        dout = self._shard(tensors["dout"].clone(), 1, problem).detach()
-        return _Call(problem, inputs, before, out, dout)
+        out = _tensor(self._attend(inputs["q"], inputs["k"], inputs["v"], problem), "attention")
+        if out.shape != inputs["q"].shape:
+            raise ValueError(
+                f"attention returned the shape {list(out.shape)}, expected that of q, {list(inputs['q'].shape)}: "
+                "[batch, tokens, heads, head_dim]; correct it in the target file"
+            )
+        return _Call(problem, inputs, before, out, self._part(tensors["dout"], problem))
+
+    def _part(self, whole: Tensor, problem: CaseProblem) -> Tensor:
+        """This rank's tokens of a tensor that is whole."""
+        return _tensor(self._shard(whole.clone(), 1, problem), "shard").detach()
 
     def result(self, call: _Call, *, expanded: bool = False) -> dict[str, Tensor]:
         """out and the gradients, whole, after the backward."""
         dout = call.dout
         if expanded:  # the gradient of a sum over head_dim: one number for all of a head
             dout = dout[..., :1].expand_as(dout)
+        if not call.out.requires_grad:
+            raise ValueError(
+                "attention returned an output without a gradient, expected one that is differentiable in q, k and v; "
+                "leave out detach and no_grad in the target file"
+            )
         call.out.backward(dout)
         parts = {"out": call.out.detach()}
         for name, each in call.inputs.items():
             if each.requires_grad:
                 parts[f"d{name}"] = torch.zeros_like(each) if each.grad is None else each.grad
-        whole = {name: self._gather(part, 1, call.problem).detach().double() for name, part in parts.items()}
+        whole = {name: _kept(_tensor(self._gather(part, 1, call.problem), "gather")) for name, part in parts.items()}
         sinks = call.problem.sinks_N
         if sinks is not None and sinks.requires_grad:
             grad = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
             dist.all_reduce(grad)
-            whole["dsinks"] = grad.double()
+            whole["dsinks"] = _kept(grad)
         return whole
 
     def held(self, problem: CaseProblem) -> list[int]:
         """Positions of this rank's tokens."""
         count = torch.arange(1, problem.tokens + 1, dtype=torch.float32, device=problem.device)
-        part = self._shard(count[None, :, None, None], 1, problem)
+        part = self._part(count[None, :, None, None], problem)
         return [int(each) - 1 for each in part.flatten().tolist() if each > 0.5]  # padding is 0
 
 
@@ -157,8 +188,7 @@ def _attention(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnsw
         with _SentBytes() as sent:
             call = asked.call(problem, first)
             call.out.backward(call.dout)
-        again = asked.call(problem, first)
-        found.results = [asked.result(again)]
+        found.results = [asked.result(asked.call(problem, first))]
         found.sent = {"counted": sent.bytes, "claimed": int(target.function("sent_bytes")(problem))}
     else:
         strided = way == "strided"
@@ -209,11 +239,12 @@ def _tensors(given: object) -> list[Tensor]:
 def _training(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswer:
     make_model, shard = target.function("make_model"), target.function("shard")
     step, gather = target.function("step"), target.function("gather")
+    device, dtype = problem.device, problem.torch_dtype
     found = RankAnswer()
 
     def fresh(seed: int = 0) -> tuple[object, CaseProblem]:
         of_seed = replace(problem, seed=problem.seed + seed)
-        state = {name: each.to(problem.torch_dtype) for name, each in reference.weights(of_seed).items()}
+        state = {name: each.to(device, dtype) for name, each in reference.weights(of_seed).items()}
         of_seed = replace(of_seed, state=state)
         return make_model(of_seed), of_seed
 
@@ -221,12 +252,18 @@ def _training(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswe
         parts = [shard({name: each.clone() for name, each in batch.items()}, asked) for batch in data]
         if not found.held and isinstance(parts[0], Mapping) and isinstance(parts[0].get("input_ids"), Tensor):
             found.held = parts[0]["input_ids"].flatten().tolist()
-        loss = torch.as_tensor(step(model, parts, asked)).detach().double().reshape(())
-        return {"loss": loss} | {name: each.detach().double().clone() for name, each in gather(model, asked).items()}
+        loss = _loss(step(model, parts, asked), "step")
+        gradients = gather(model, asked)
+        if not isinstance(gradients, Mapping):
+            raise TypeError(
+                f"gather returned {type(gradients).__name__}, expected a dictionary of gradients by parameter; "
+                "correct it in the target file"
+            )
+        return {"loss": loss} | {name: _kept(_tensor(each, f"gather[{name!r}]")) for name, each in gradients.items()}
 
     def evaluated(model: object, asked: CaseProblem, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         part = shard({name: each.clone() for name, each in data[0].items()}, asked)
-        return {"loss": torch.as_tensor(target.function("evaluate")(model, part, asked)).double().reshape(())}
+        return {"loss": _loss(target.function("evaluate")(model, part, asked), "evaluate")}
 
     model, asked = fresh()
     data = reference.batches(asked)
@@ -249,6 +286,19 @@ def _training(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswe
     else:
         found.results = [stepped(model, asked, data)]
     return found
+
+
+def _loss(found: object, function: str) -> Tensor:
+    """A loss that is a number or a tensor of one. Raises TypeError for anything else."""
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return _kept(found).reshape(())
+    if isinstance(found, Real):
+        return torch.tensor(float(found), dtype=torch.float64)
+    shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+    raise TypeError(
+        f"{function} returned {type(found).__name__}{shape}, expected the loss as one number; correct it in the target "
+        "file"
+    )
 
 
 def company(problem: CaseProblem) -> list[list[dict[str, Tensor]]]:

@@ -1,6 +1,6 @@
-"""What a target is asked: a table of cases, each from a public thread or from a fault that somebody could make.
+"""What a target is asked: a table of cases. The source of each is a public thread, or a fault that the case finds.
 
-A case is a problem and a way to put it. `needs` follow from the problem, so that no case forgets one.
+A case is a problem and a way to ask it. `needs` follow from the problem, so that no case forgets one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from conform.target import CaseProblem
 
-# How a problem is put.
+# How a problem is asked.
 WAYS = {
     # of attention
     "once": "one call and its backward",

@@ -7,8 +7,9 @@ A target file defines
     RANKS = (2, 4)                  # numbers of ranks that it is asked to run
     CAPABILITIES = ("causal", ...)  # what it claims to compute, words of CAPABILITIES below
     REQUIRES = ("torchtitan",)      # modules it imports; without one the target says so. May be left out
-    INSTALL = "pip install ..."     # what installs them at the versions that are known to work. May be left out
+    INSTALL = "pip install ..."     # what installs them, each at a version with which it ran. May be left out
     DTYPE = "bf16"                  # of cases that ask for no other, where its kernels have no fp32. May be left out
+    DEVICES = ("cpu",)              # where the file runs on CPU ranks alone, or on GPUs alone. May be left out
     VARIANTS = ("zigzag", "plain")  # forms of one system, named file:variant. May be left out: see `variant_of`
 
 and then either attention alone:
@@ -25,8 +26,8 @@ or a step of training:
     def gather(model, problem): ...              # {name in problem.state: gradient of the whole step}, on every rank
     def evaluate(model, part, problem): ...      # the loss of the whole batch, without gradients. May be left out
 
-Attention tensors are [batch, tokens, heads, head_dim]. What a rank holds, and in which order, is the target's own
-affair: only what `gather` returns is compared. The gradients of the sinks are added up over the ranks.
+Attention tensors are [batch, tokens, heads, head_dim]. The target decides which tokens a rank holds, and in which
+order: only what `gather` returns is compared. The gradients of the sinks are added up over the ranks.
 
 A batch is as transformers has it: `input_ids`, `labels`, `position_ids` [B, S], and `attention_mask` [B, S] where rows
 are padded. A label is the token itself, or -100 where it has no loss, so it is the target that shifts. The loss of a
@@ -40,10 +41,11 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from engine.reader import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +55,9 @@ if TYPE_CHECKING:
 TARGETS = Path(__file__).parent / "targets"
 _MODULE = "conform_target_"
 
-# What a target may claim, and what a case may need: where it is not claimed, the case is "not claimed", never "passed".
 Part: TypeAlias = Any  # what `shard` of a target gives, which that target alone reads
 
+# What a target may claim, and what a case may need: where it is not claimed, the case is "not claimed", never "passed".
 CAPABILITIES = {
     "causal": "each token sees itself and earlier ones",
     "full": "each token sees all",
@@ -85,8 +87,10 @@ CAPABILITIES = {
     "bytes": "the target says how many bytes a rank sends: sent_bytes(problem)",
 }
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+DEVICES = ("cpu", "cuda")
 ATTENTION = ("shard", "attention", "gather")
 TRAINING = ("make_model", "shard", "step", "gather")
+_FUNCTION_OF = {"evaluation": "evaluate", "bytes": "sent_bytes"}  # which a target has that claims it
 IGNORE = -100  # the label of a token without a loss
 
 
@@ -180,6 +184,7 @@ class LoadedTarget:
     name: str
     kind: str
     ranks: tuple[int, ...]
+    devices: tuple[str, ...]
     capabilities: frozenset[str]
     module: ModuleType
     dtype: str = "fp32"  # of cases that ask for no other
@@ -188,24 +193,29 @@ class LoadedTarget:
 
     @property
     def version(self) -> str:
-        """The version that runs; asked only where the target can run."""
+        """The version that runs; asked only where the target can run. Raises ValueError where VERSION raises."""
         found = self.module.VERSION
-        return str(found() if callable(found) else found)
+        try:
+            return str(found() if callable(found) else found)
+        except Exception as error:
+            raise ValueError(f"VERSION of {self.name} raised {type(error).__name__}: {error}; correct it") from error
 
     def function(self, name: str) -> Callable[..., Any]:
-        """A function of the target. Raises ValueError where it has none of that name."""
-        found: Callable[..., Any] | None = getattr(self.module, name, None)
-        if found is None:
-            raise ValueError(f"target {self.name} has no function {name}; define it, or do not claim what needs it")
+        """A function of the target: one of its kind, or one that its capabilities need."""
+        found: Callable[..., Any] = getattr(self.module, name)
         return found
+
+
+class UnknownVariant(ValueError):
+    """A target is named with a variant that it has not."""
 
 
 def variant_of(module_name: str, variants: Sequence[str]) -> str:
     """The variant that a target file is loaded as, from its `__name__`; the first of `variants` where it is named
-    without one. Raises ValueError for an unknown one."""
+    without one. Raises UnknownVariant."""
     variant = module_name.partition(":")[2] or variants[0]
     if variant not in variants:
-        raise ValueError(f"variant {variant!r} is unknown; choose one of {', '.join(variants)}")
+        raise UnknownVariant(f"variant {variant!r} is unknown; choose one of {', '.join(variants)}")
     return variant
 
 
@@ -229,10 +239,11 @@ def load(spec: str) -> LoadedTarget:
     if not path.is_file():
         path = Path(place)
         if path.suffix != ".py" or not path.is_file():
-            near = get_close_matches(spec, target_names(), 1)
-            mean = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(target_names())}"
-            raise ValueError(f"{spec} is no target and no Python file; {mean}")
-    return _target(spec, path, _imported(path, variant))
+            raise ValueError(f"{spec} is no target and no Python file; {nearest(spec, target_names())}")
+    module = _imported(path, variant)
+    if variant and not hasattr(module, "VARIANTS"):
+        raise ValueError(f"{path} has no VARIANTS, so no {variant!r}; leave out what follows the colon")
+    return _target(spec, path, module)
 
 
 def _imported(path: Path, variant: str) -> ModuleType:
@@ -246,7 +257,9 @@ def _imported(path: Path, variant: str) -> ModuleType:
     sys.path[:0] = beside  # a file of the user's may import its neighbours; ours have the names of systems
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except UnknownVariant:
+        raise
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}; correct the file") from error
     finally:
         for each in beside:
@@ -261,26 +274,47 @@ def _target(spec: str, path: Path, module: ModuleType) -> LoadedTarget:
     functions = ATTENTION if kind == "attention" else TRAINING
     if absent := [name for name in functions if not callable(getattr(module, name, None))]:
         raise ValueError(f"{path} has no function {', '.join(absent)}; a target of {kind} has {', '.join(functions)}")
-    for claimed in module.CAPABILITIES:
-        if claimed not in CAPABILITIES:
-            near = get_close_matches(claimed, CAPABILITIES, 1)
-            mean = f"did you mean {near[0]}?" if near else f"choose from {', '.join(CAPABILITIES)}"
-            raise ValueError(f"{path} claims {claimed!r}, which is no capability; {mean}")
-    ranks = tuple(module.RANKS)
+    ranks, claims = _listed(path, module, "RANKS", "(2, 4)"), _listed(path, module, "CAPABILITIES", '("causal",)')
     if not ranks or not all(isinstance(count, int) and count > 0 for count in ranks):
         raise ValueError(f"{path} has RANKS {ranks}; give numbers of ranks, such as (2, 4)")
-    dtype = getattr(module, "DTYPE", "fp32")
+    for claimed in claims:
+        if claimed not in CAPABILITIES:
+            raise ValueError(
+                f"{path} claims {claimed!r}, which is no capability; {nearest(str(claimed), CAPABILITIES)}"
+            )
+        needed = _FUNCTION_OF.get(claimed)
+        if needed is not None and not callable(getattr(module, needed, None)):
+            raise ValueError(f"{path} claims {claimed!r} and has no function {needed}; define it, or do not claim it")
+    dtype, devices = getattr(module, "DTYPE", "fp32"), _listed(path, module, "DEVICES", '("cpu",)', DEVICES)
     if dtype not in DTYPES:
-        raise ValueError(f"{path} has DTYPE {dtype!r}; choose one of {', '.join(DTYPES)}")
-    required = getattr(module, "REQUIRES", ())
+        raise ValueError(f"{path} has DTYPE {dtype!r}; {nearest(str(dtype), DTYPES)}")
+    if not devices or not set(devices) <= set(DEVICES):
+        raise ValueError(f"{path} has DEVICES {devices}; choose from {', '.join(DEVICES)}")
     return LoadedTarget(
         spec=spec,
         name=str(module.NAME),
         kind=kind,
         ranks=ranks,
-        capabilities=frozenset(module.CAPABILITIES),
+        devices=devices,
+        capabilities=frozenset(claims),
         module=module,
         dtype=dtype,
         install=str(getattr(module, "INSTALL", "")),
-        missing=tuple(name for name in required if importlib.util.find_spec(name) is None),
+        missing=tuple(name for name in _listed(path, module, "REQUIRES", '("torch",)', ()) if not _installed(name)),
     )
+
+
+def _listed(path: Path, module: ModuleType, name: str, example: str, default: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """A tuple that a target file defines. A text or a number in its place is a comma that was forgotten."""
+    found = getattr(module, name, default)
+    if not isinstance(found, tuple | list | set | frozenset):
+        raise ValueError(f"{path} has {name} {found!r}; give a tuple, such as {name} = {example}")
+    return tuple(found)
+
+
+def _installed(module_name: str) -> bool:
+    """Whether a module, perhaps one inside a package, can be imported."""
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False

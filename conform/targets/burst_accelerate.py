@@ -19,6 +19,7 @@ from conform.target import CaseProblem
 
 NAME = "accelerate with burst.accelerate"
 RANKS = (2, 4)
+DEVICES = ("cpu",)
 REQUIRES = ("transformers", "accelerate")
 INSTALL = "pip install transformers==5.23.0 accelerate==1.15.0"
 CAPABILITIES = (

@@ -18,6 +18,7 @@ from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "Megatron Core with burst.megatron"
 RANKS = (1, 2, 4)
+DEVICES = ("cpu",)
 REQUIRES = ("megatron.core",)
 INSTALL = "pip install megatron-core==0.16.1"
 CAPABILITIES = (

@@ -18,8 +18,9 @@ from conform.summed import LabelCount, evaluation_of, step_of
 from conform.target import CaseProblem, Part
 
 NAME = "transformers with burst.register"
-RANKS = (1, 2, 4)
+RANKS = (1, 2, 4, 8)
 REQUIRES = ("transformers",)
+INSTALL = "pip install transformers==5.23.0"
 CAPABILITIES = (
     *("causal", "documents", "window", "grouped_heads", "few_kv_heads", "odd_lengths", "short", "batch", "bf16"),
     *("padding_right", "padding_left", "evaluation", "accumulation", "checkpointing", "offload", "autocast", "tied"),

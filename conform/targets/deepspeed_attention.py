@@ -21,10 +21,7 @@ VARIANT = variant_of(__name__, VARIANTS)
 NAME = f"DeepSpeed {'DistributedAttention' if VARIANT == 'distributed' else 'UlyssesSPAttentionHF'}"
 RANKS = (2, 4)
 REQUIRES = ("deepspeed", "einops")
-INSTALL = (
-    "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8 einops==0.8.2  "
-    "# or: burst setup baselines install deepspeed"
-)
+INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8 einops==0.8.2"
 CAPABILITIES = (
     "causal", "full", "documents", "window", "grouped_heads", "batch", "bf16", "fp64", "scale", "frozen",
     "two_models", "deterministic", *(("few_kv_heads",) if VARIANT == "ulysses_sp" else ()),
@@ -51,7 +48,7 @@ def _visible(tokens: int, documents: tuple[int, ...], window: int | None, causal
 def _dense(q: Tensor, k: Tensor, v: Tensor, problem: CaseProblem) -> Tensor:
     """torch's attention of whole sequences: [B, heads, S, D] to [B, S, heads, D]."""
     lengths = problem.documents or (problem.tokens,)
-    visible = _visible(problem.tokens, lengths, problem.window, problem.mask == "causal")
+    visible = _visible(problem.tokens, lengths, problem.window, problem.mask == "causal").to(q.device)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=visible, scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -73,20 +70,29 @@ class _Local(torch.nn.Module):
         return _dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), problem)
 
 
+def _join() -> None:
+    """Let DeepSpeed take over the process group that is there."""
+    import deepspeed.comm
+    import deepspeed.ops
+
+    # An all-reduce for CPU ranks of one host, which is not part of Ulysses. It is compiled at first use, which may take
+    # longer than a case, and a rank that is ended meanwhile leaves a lock that all later ranks wait for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.comm.init_distributed()
+
+
 @lru_cache
 def _distributed(group: dist.ProcessGroup) -> Any:
-    import deepspeed.comm
     from deepspeed.sequence.layer import DistributedAttention
 
-    deepspeed.comm.init_distributed()  # takes over the group that is there
+    _join()
     return DistributedAttention(_Local(), group, scatter_idx=2, gather_idx=1)
 
 
 def _of_transformers(problem: CaseProblem) -> Any:
-    import deepspeed.comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    deepspeed.comm.init_distributed()
+    _join()
 
     def inner(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return _dense(q, k, v, problem).contiguous(), None
@@ -105,7 +111,7 @@ def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProbl
         out_BLND: Tensor = _distributed(problem.group)(q_BLND, k_BLKD, v_BLKD, 0, None, problem)
         return out_BLND
     q, k, v = (each.transpose(1, 2) for each in (q_BLND, k_BLKD, v_BLKD))
-    own_BL = _positions(problem)[problem.rank].expand(problem.batch, -1).contiguous()
+    own_BL = _positions(problem)[problem.rank].to(q.device).expand(problem.batch, -1).contiguous()
     out, _ = _of_transformers(problem)(torch.nn.Module(), q, k, v, None, position_ids=own_BL)
     return out.reshape(q_BLND.shape)
 

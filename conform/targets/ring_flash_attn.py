@@ -71,7 +71,8 @@ def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProbl
     if VARIANT != "llama3":
         out_BLND: Tensor = getattr(module, f"{_MODULES[VARIANT]}_func")(q_BLND, k_BLKD, v_BLKD, **settings)
         return out_BLND
-    bounds = torch.tensor([0, *itertools.accumulate(problem.documents or (problem.tokens,))], dtype=torch.int32)
+    ends = itertools.accumulate(problem.documents or (problem.tokens,), initial=0)
+    bounds = torch.tensor(list(ends), dtype=torch.int32, device=q_BLND.device)
     found = module.llama3_flash_attn_prepare_cu_seqlens(bounds, causal, problem.rank, problem.ranks)
     bounds_q, bounds_k, longest_q, longest_k, keys = found
     out_LND: Tensor = module.llama3_flash_attn_varlen_func(

@@ -22,6 +22,7 @@ VARIANTS = ("zigzag", "contiguous", "flex")
 VARIANT = variant_of(__name__, VARIANTS)
 NAME = f"torch context_parallel, {VARIANT if VARIANT == 'flex' else f'{VARIANT} ring'}"
 RANKS = (2, 4, 8)
+DEVICES = ("cpu",)
 _OF_VARIANT: dict[str, tuple[str, ...]] = {
     "zigzag": (),
     "contiguous": ("full",),

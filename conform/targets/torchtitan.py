@@ -22,10 +22,11 @@ from conform.target import IGNORE, CaseProblem, Part
 
 NAME = "torchtitan"
 RANKS = (1, 2, 4)
+DEVICES = ("cpu",)
 REQUIRES = ("torchtitan", "spmd_types", "tyro", "docstring_parser", "typeguard", "shtab", "triton")
 INSTALL = (
-    "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro==0.9.35 docstring-parser typeguard==4.4.4 shtab "
-    "triton"
+    "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro==0.9.35 docstring-parser==0.18.0 "
+    "typeguard==4.4.4 shtab==1.13.0 triton==3.9.0"
 )
 CAPABILITIES = (
     "causal", "documents", "grouped_heads", "few_kv_heads", "batch", "bf16", "fp64", "evaluation", "accumulation",

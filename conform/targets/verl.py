@@ -21,7 +21,7 @@ RANKS = (2, 4)
 REQUIRES = ("verl", "tensordict", "codetiming", "hydra", "omegaconf", "antlr4", "pyvers", "cloudpickle", "orjson")
 INSTALL = (
     "pip install --no-deps verl==0.9.1 tensordict==0.15.3 codetiming==1.4.0 hydra-core==1.3.8 omegaconf==2.4.0 "
-    "antlr4-python3-runtime==4.9.3 pyvers cloudpickle orjson"
+    "antlr4-python3-runtime==4.9.3 pyvers==0.2.3 cloudpickle==3.1.3 orjson==3.13.0"
 )
 CAPABILITIES = (
     "causal", "full", "documents", "window", "grouped_heads", "few_kv_heads", "batch", "bf16", "fp64", "scale",
@@ -44,12 +44,12 @@ def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:
 def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProblem) -> Tensor:
     patch: Any = importlib.import_module("verl.models.transformers.monkey_patch")
     importlib.import_module("verl.utils.ulysses").set_ulysses_sequence_parallel_group(problem.group)
-    lengths = torch.tensor(problem.documents or (problem.tokens,))
+    lengths = problem.documents or (problem.tokens,)
 
     def flash(q: Tensor, k: Tensor, v: Tensor, _: Any, length: int, *, position_ids: Tensor, **__: Any) -> Tensor:
         """Dense attention of [B, S, heads, D]. Documents are read from positions, as flash attention's callers do."""
         document = (position_ids == 0).cumsum(1)[:, None]
-        place = torch.arange(length)
+        place = torch.arange(length, device=q.device)
         distance = place[:, None] - place
         visible = document.transpose(1, 2) == document
         visible &= (distance >= 0) if problem.mask == "causal" else torch.ones_like(visible)
@@ -62,9 +62,10 @@ def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProbl
         return out.transpose(1, 2)
 
     patch._flash_attention_forward = flash
-    positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).expand(problem.batch, -1)
+    positions_S = torch.cat([torch.arange(length, device=q_BLND.device) for length in lengths])
+    positions_BL = shard(positions_S.expand(problem.batch, -1), 1, problem).contiguous()
     out_BLND: Tensor = patch._ulysses_flash_attention_forward(
-        q_BLND, k_BLKD, v_BLKD, None, q_BLND.shape[1], position_ids=shard(positions, 1, problem).contiguous()
+        q_BLND, k_BLKD, v_BLKD, None, q_BLND.shape[1], position_ids=positions_BL
     )
     return out_BLND
 

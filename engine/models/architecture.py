@@ -28,7 +28,8 @@ MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed fr
 
 SHARED = ("architecture", "decoder", "latent", "linear", "matrices")  # files of this folder that are no architecture
 
-FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+# Kinds of layers in `layer_types`.
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 # Keys that may change the function computed, in every architecture, and the only values with which they do not.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -51,6 +52,7 @@ IN_LAYER: Mapping[str, str] = {
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
     "attention.output": "self_attn.o_proj",
+    "mixer_norm": "input_layernorm",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
@@ -114,6 +116,14 @@ class Config:
         pattern = "".join("w" if kind == WINDOWED else "f" for kind in kinds)
         return {"window": window, "layer_pattern": shortest_pattern(pattern)} if some else {}
 
+    def linear_layers(self, default: Sequence[str]) -> dict[str, object]:
+        """The field of the layers that `layer_types` names, full attention or linear, else of those of `default`."""
+        named = self.content.get("layer_types")
+        kinds = default if named is None else named
+        if not isinstance(kinds, list) or len(kinds) != len(default) or not {*map(str, kinds)} <= {FULL, LINEAR}:
+            raise ValueError(f"layer_types is {_shown(named)[:80]}; expected {len(default)} of {FULL}, {LINEAR}")
+        return {"layer_pattern": shortest_pattern("".join("l" if kind == LINEAR else "f" for kind in kinds))}
+
 
 def layer_kinds(windowed: Iterable[bool]) -> list[str]:
     """`layer_types` of layers with a window, where it says so, and without one."""
@@ -130,13 +140,17 @@ def shortest_pattern(letters: str) -> str:
 class Stored:
     """One tensor of a file: parameters one above another, each stored as itself minus `offset`.
 
-    `expert` is for a tensor of all experts of a layer, [experts, in, out], where there is one expert: the rows of the
-    parts alternate. A tensor without parts has no effect on what is computed; it is written as zeros of size `unused`.
+    `groups` interleaves the parts: the rows of each are so many blocks, and the first block of every part comes first.
+    `conv` is for the weights of a convolution, which have a dimension of 1 after the first. `expert` is for a tensor of
+    all experts of a layer, [experts, in, out], where there is one expert: the rows of the parts alternate. A tensor
+    without parts has no effect on what is computed; it is written as zeros of size `unused`.
     """
 
     name: str
     parts: tuple[str, ...] = ()
     offset: float = 0.0
+    groups: int = 1
+    conv: bool = False
     expert: bool = False
     unused: tuple[int, ...] = ()
 
@@ -145,6 +159,8 @@ class Stored:
         if not self.parts:
             return self.unused
         rows, columns = sum(sizes[part][0] for part in self.parts), sizes[self.parts[0]][1:]
+        if self.conv:
+            return rows, 1, *columns
         return (1, *columns, rows) if self.expert else (rows, *columns)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -154,6 +170,10 @@ class Stored:
         if self.expert:
             whole = torch.stack(list(parts), 1).flatten(0, 1)
             return whole.t().unsqueeze(0) if whole.ndim > 1 else whole.unsqueeze(0)
+        if self.groups > 1:
+            return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
+        if self.conv:
+            return parts[0].unsqueeze(1)
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return whole - self.offset if self.offset else whole
 
@@ -166,7 +186,11 @@ class Stored:
             return list(whole.unflatten(0, (-1, len(self.parts))).unbind(1))
         if self.offset:
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + self.offset
-        return list(tensor.split([sizes[part][0] for part in self.parts]))
+        rows = [sizes[part][0] for part in self.parts]
+        if self.groups > 1:
+            blocks = tensor.unflatten(0, (self.groups, -1)).split([count // self.groups for count in rows], 1)
+            return [block.flatten(0, 1) for block in blocks]
+        return list((tensor.squeeze(1) if self.conv else tensor).split(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +203,12 @@ class Architecture:
     write: Callable[[ModelShape], Mapping[str, object]]  # keys of the configuration beyond the shared ones; the inverse
     # Values of keys with which the function computed is the decoder's; other values are refused.
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    # Names of weights that differ from Llama's. Modules under one name are one tensor, one above another.
+    # Names of weights that differ from Llama's, by modules, or by a parameter that is none of a module of its own.
+    # Modules under one name are one tensor, one above another.
     names: Mapping[str, str] = field(default_factory=dict)
     offsets: Mapping[str, float] = field(default_factory=dict)  # of norms whose weight is stored without its 1
+    # Of tensors of a layer that interleave their modules, the number of blocks of each.
+    interleaved: Callable[[ModelShape], Mapping[str, int]] = lambda _: {}
     # Names of tensors that hold one expert's weights, by the names of parameters in a layer.
     experts: Mapping[str, str] = field(default_factory=dict)
     # Tensors of a layer that have no effect, and their sizes.
@@ -194,11 +221,14 @@ class Architecture:
         found: dict[str, list[str]] = {}
         for name in shape.parameter_sizes():
             found.setdefault(self.stored_name(name), []).append(name)
+        groups = self.interleaved(shape)
         stored = [
             Stored(
                 name=name,
                 parts=tuple(parts),
                 offset=self.offsets.get(module_of(parts[0]), 0.0),
+                groups=groups.get(name.split(".", 3)[-1].rpartition(".")[0], 1),  # behind model.layers.NUMBER
+                conv=in_layer(parts[0]).endswith(".conv.weight"),
                 expert=in_layer(parts[0]) in self.experts,
             )
             for name, parts in found.items()
@@ -211,10 +241,12 @@ class Architecture:
         """Name of the tensor that holds a parameter of `Decoder`."""
         module, kind = module_of(parameter), parameter.rpartition(".")[2]
         if module in OUTSIDE:
-            return f"{OUTSIDE[module]}.{kind}"
+            return f"{self.names.get(module) or OUTSIDE[module]}.{kind}"
         layer, own = parameter.split(".", 2)[1:]
         if own in self.experts:
             return f"model.layers.{layer}.{self.experts[own]}"
+        if own in self.names:
+            return f"model.layers.{layer}.{self.names[own]}"
         name = self.names.get(module) or IN_LAYER.get(module)
         if name is None:
             raise ValueError(f"architecture {self.model_type} has no name for {module}; add it to its `names`")

@@ -1,4 +1,4 @@
-"""`burst conform`: is somebody's context parallelism right? Cases by name, judged by float64 on one process."""
+"""`burst conform`: compares an implementation of context parallelism with float64 on one process, case by case."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from conform.cases import ConformCase
     from conform.report import ConformReport
     from conform.run import CaseResult
+    from conform.target import LoadedTarget
 
 
 class ConformCommand:
-    help = "judge a context parallelism, ours or another: cases beside float64, on real ranks"
+    help = "test an implementation of context parallelism, ours or another, against float64"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -28,12 +29,14 @@ class ConformCommand:
         )
         parser.add_argument("--list", action="store_true", help="print the targets and all cases with their sources")
         parser.add_argument("--case", nargs="+", metavar="NAME", help="these cases alone")
-        parser.add_argument(
-            "--quick", action="store_true", help="the most telling cases of attention alone, in seconds"
-        )
+        parser.add_argument("--quick", action="store_true", help="five cases of attention alone, in seconds")
         parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="on these numbers of ranks alone")
         parser.add_argument(
-            "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks: gloo, or NCCL (default: cpu)"
+            "--device",
+            choices=("cpu", "cuda"),
+            default="cpu",
+            help="of the ranks: cpu connects them with gloo; cuda with NCCL, or with gloo where ranks share a GPU "
+            "(default: cpu)",
         )
         parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="limit of one case (default: 60)")
         parser.add_argument(
@@ -60,40 +63,61 @@ def _print_list() -> int:
     return 0
 
 
-def _judge(arguments: argparse.Namespace) -> int:
+def _asked(arguments: argparse.Namespace) -> tuple[LoadedTarget, str, list[ConformCase]]:
+    """The target, its version, and the cases. Raises ValueError where the target cannot be asked."""
     from conform.cases import case_named, cases_of
-    from conform.report import ConformReport, bug_report, dumped, summary, table
-    from conform.run import run
+    from conform.run import backend_of
     from conform.target import load
 
+    if arguments.seconds <= 0 or any(count < 1 for count in arguments.ranks or ()):
+        raise ValueError("--seconds and --ranks have to be positive; correct them")
+    target = load(arguments.target)
+    cases = [case_named(name) for name in arguments.case or ()]
+    if other := [case.name for case in cases if case.kind != target.kind]:
+        raise ValueError(
+            f"{target.name} is a target of {target.kind}, and {other[0]} a case of another kind; "
+            f"choose cases of {target.kind} from burst conform --list"
+        )
+    if foreign := [count for count in arguments.ranks or () if count not in target.ranks]:
+        known = ", ".join(map(str, target.ranks))
+        raise ValueError(f"{target.name} does not run on {foreign[0]} ranks; choose from {known}, RANKS in its file")
+    if arguments.device not in target.devices:
+        raise ValueError(f"{target.name} runs on {target.devices[0]} ranks alone; choose --device {target.devices[0]}")
+    if target.missing:
+        todo = f"run: {target.install}" if target.install else "install them"
+        raise ValueError(f"{target.name} needs modules that are not installed: {', '.join(target.missing)}; {todo}")
+    if arguments.device == "cuda":
+        import torch
+
+        backend_of("cuda", max(target.ranks), torch.cuda.device_count())
+    cases = cases or cases_of(target.kind, quick=arguments.quick and target.kind == "attention")
+    return target, target.version, cases
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    from conform.report import ConformReport, bug_report, dumped, summary, table
+    from conform.run import NotStarted, run
+
     try:
-        target = load(arguments.target)
-        cases: list[ConformCase] = [case_named(name) for name in arguments.case or ()]
-        cases = cases or cases_of(target.kind, quick=arguments.quick and target.kind == "attention")
+        target, version, cases = _asked(arguments)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if other := [case.name for case in cases if case.kind != target.kind]:
-        raise UsageError(f"{target.name} is a target of {target.kind}, and {other[0]} a case of another kind")
-    if arguments.seconds <= 0 or any(count < 1 for count in arguments.ranks or ()):
-        raise UsageError("--seconds and --ranks have to be positive; correct them")
-    if target.missing:
-        install = f": {target.install}" if target.install else ""
-        raise UsageError(
-            f"{target.name} needs {', '.join(target.missing)}, which is not installed; install it{install}"
-        )
-    ranks = arguments.ranks or list(target.ranks)
+    ranks = arguments.ranks or target.ranks
     total, numbers = len(cases) * len(ranks), itertools.count(1)
     with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
 
         def seen(result: CaseResult) -> None:
             progress.so_far(f"{next(numbers)} of {total}, {result.case.name} on {result.ranks}")
 
-        results = run(
-            target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen
-        )  # fmt: skip
+        try:
+            results = run(
+                target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen
+            )  # fmt: skip
+        except NotStarted as error:
+            raise UsageError(str(error)) from error
     report = ConformReport(
         target=target.name,
-        version=target.version,
+        version=version,
         command=" ".join(command_line(arguments)),
         device=arguments.device,
         results=results,

@@ -18,6 +18,8 @@ def test_every_target_is_read_without_the_system_that_it_calls(name: str) -> Non
     target = load(name)
     assert target.ranks
     assert not target.missing or target.install, "what is not installed names its command"
+    packages = [word for word in target.install.partition("pip install")[2].split() if not word.startswith("-")]
+    assert all("==" in word for word in packages), "each package at a version"
 
 
 def test_a_variant_that_a_file_has_not_is_refused_with_those_that_it_has() -> None:
@@ -34,6 +36,8 @@ def test_every_committed_report_is_of_a_target_and_its_failures_are_in_the_table
         report = json.loads(path.read_text(encoding="utf-8"))
         assert path.stem in names, path.name
         assert f"| {report['target']} | `{report['version']}` | {report['passed']} of {report['claimed']} |" in lines
+        silent = sum(case["status"] == "not claimed" for case in report["cases"])
+        assert report["claimed"] + silent == len(report["cases"])
         for case in report["cases"]:
             assert (case["status"] in ("passed", "not claimed")) or f"{case['name']} (" in lines
 

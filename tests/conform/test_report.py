@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from conform.cases import case_named
 from conform.report import SCHEMA, ConformReport, as_html, as_json, badge, bug_report, summary, table
@@ -109,10 +110,17 @@ def test_the_list_names_targets_and_cases(capsys: pytest.CaptureFixture[str]) ->
         (["burst_attention", "--case", "cuasal"], "did you mean causal"),
         (["burst_attention", "--case", "step"], "is a target of attention, and step a case of another kind"),
         (["burst_attention", "--ranks", "0"], "have to be positive"),
+        (
+            ["burst_attention", "--ranks", "2", "3"],
+            "does not run on 3 ranks; choose from 1, 2, 4, 8, RANKS in its file",
+        ),
+        (["burst_attention", "--device", "cuda"], "needs a GPU, and torch finds none here; leave it out for ranks on"),
+        (["torch_context_parallel:flex", "--device", "cuda"], "runs on cpu ranks alone; choose --device cpu"),
     ],
 )
 def test_what_is_typed_wrong_is_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["conform", *words]) == 2
     assert sentence in capsys.readouterr().err

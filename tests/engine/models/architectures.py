@@ -40,6 +40,13 @@ LONGROPE = {
     "factor": 4.0,
 }
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # in torch's plain operations
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -109,6 +116,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
             "swiglu_limit": 0.7,  # low enough for the clamps to matter
             "rope_parameters": rope(150.0, **YARN, original_max_position_embeddings=16),
+        },
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "layer_types": HYBRID,
+            "mlp_only_layers": [0, 1, 2],
+            "attention_bias": True,
+            "rope_parameters": rope(100.0, partial_rotary_factor=0.5),
+            **DELTA_NET,
+        },
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "layer_types": HYBRID,
+            "tie_word_embeddings": True,
+            "rope_parameters": rope(100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),
+            **DELTA_NET,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "head_dim": None,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 6,
+            "mamba_chunk_size": 16,
+            "rope_parameters": rope(100.0),
         },
     ),
 }
