@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -141,8 +141,8 @@ class WaitingRanks:
         )
 
     def _collect(self, limit_seconds: float, file: str = "") -> list[object] | _Failure:
-        """What each rank sent, in order of rank; or the first failure, once the others had time to say something, where
-        none of them died. `file`: of the target."""
+        """What each rank sent, in order of rank. Where ranks failed, the first failure; or the death of a rank shortly
+        after it, which the other ranks notice first. `file` is the target's."""
         deadline = time.monotonic() + limit_seconds
         found: dict[int, object] = {}
         failed: _Failure | None = None
@@ -190,7 +190,8 @@ class WaitingRanks:
         for rank in silent:
             pid = self._processes[rank].pid
             assert pid is not None
-            os.kill(pid, _WHERE)
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(pid, _WHERE)
         time.sleep(_STACK_SECONDS)
         stacks = {rank: _read_stack(self._folder.name, rank) for rank in silent}
         sentence = f"rank {', '.join(map(str, silent))} gave no answer within {limit_seconds:g} s"

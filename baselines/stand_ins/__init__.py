@@ -8,7 +8,9 @@ one for apex's weight gradients. Records name what computed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,3 +24,11 @@ FLASH_ATTN_4, FLASH_ATTN_4_PACKAGES = "cute", ("flash-attn-4", "nvidia-cutlass-d
 def python_path(names: Iterable[str]) -> str:
     """PYTHONPATH with the stand-ins of these names."""
     return os.pathsep.join(str(FOLDER / name) for name in names)
+
+
+def import_flash_attn_stand_in(device: str) -> None:
+    """Let this process import the stand-in as `flash_attn` where that is not installed, and on the CPU, for which the
+    package has no kernel. Call it before `flash_attn` is imported."""
+    place = str(FOLDER / FLASH_ATTN)
+    if place not in sys.path and (device == "cpu" or importlib.util.find_spec(FLASH_ATTN) is None):
+        sys.path.insert(0, place)

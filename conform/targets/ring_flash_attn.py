@@ -17,7 +17,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from baselines.stand_ins import FLASH_ATTN, FOLDER
+from baselines.stand_ins import import_flash_attn_stand_in
 from conform.positions import positions_of, put_together, take
 from conform.target import CaseProblem, variant_of
 
@@ -43,10 +43,9 @@ def VERSION() -> str:
     return version("ring-flash-attn")
 
 
-def _ring() -> types.ModuleType:
+def _ring(device: str) -> types.ModuleType:
     """The module of the variant, past the package's adapter for transformers, which current ones break."""
-    if importlib.util.find_spec(FLASH_ATTN) is None:
-        sys.path.append(str(FOLDER / FLASH_ATTN))
+    import_flash_attn_stand_in(device)
     if "ring_flash_attn" not in sys.modules:
         spec = importlib.util.find_spec("ring_flash_attn")
         assert spec is not None
@@ -66,7 +65,7 @@ def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:
 
 
 def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProblem) -> Tensor:
-    module, causal = _ring(), problem.mask == "causal"
+    module, causal = _ring(problem.device), problem.mask == "causal"
     settings = {"softmax_scale": problem.scale, "causal": causal, "group": problem.group}
     if VARIANT != "llama3":
         out_BLND: Tensor = getattr(module, f"{_MODULES[VARIANT]}_func")(q_BLND, k_BLKD, v_BLKD, **settings)

@@ -7,8 +7,6 @@ ranks have a ring of one, which sends to itself; gloo cannot.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from baselines.stand_ins import FLASH_ATTN, FOLDER
+from baselines.stand_ins import import_flash_attn_stand_in
 from conform.positions import positions_of, put_together, take
 from conform.target import CaseProblem, variant_of
 
@@ -36,9 +34,8 @@ def VERSION() -> str:
 
 
 @lru_cache
-def _attention(group: dist.ProcessGroup, rank: int, ranks: int) -> Any:
-    if importlib.util.find_spec(FLASH_ATTN) is None:
-        sys.path.append(str(FOLDER / FLASH_ATTN))
+def _attention(group: dist.ProcessGroup, rank: int, ranks: int, device: str) -> Any:
+    import_flash_attn_stand_in(device)
     from yunchang import LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType
 
@@ -62,7 +59,7 @@ def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProbl
     window = (-1, -1)
     if problem.window is not None:
         window = (problem.window, 0 if problem.mask == "causal" else -1)
-    out_BLND: Tensor = _attention(problem.group, problem.rank, problem.ranks)(
+    out_BLND: Tensor = _attention(problem.group, problem.rank, problem.ranks, problem.device)(
         q_BLND, k_BLKD, v_BLKD, softmax_scale=problem.scale, causal=problem.mask == "causal", window_size=window,
         softcap=problem.softcap or 0.0,
     )  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from baselines.stand_ins import FLASH_ATTN, FOLDER, import_flash_attn_stand_in
 from conform.answer import answer
 from conform.cases import case_named
 from conform.run import ERROR, backend_of, run
@@ -136,6 +139,17 @@ def test_ranks_ask_a_target_on_their_device(tmp_path: Path) -> None:
     text = ATTENTION.replace("return whole", "raise RuntimeError(f'{whole.device} for {problem.device}')")
     [result] = run(load(written(tmp_path, text)), [case_named("causal")], device="meta")
     assert (result.status, result.sentences) == (ERROR, ("rank 0: RuntimeError: meta for meta",))
+
+
+@pytest.mark.parametrize(("device", "installed", "stand_in"), [("cpu", True, 1), ("cuda", True, 0), ("cuda", False, 1)])
+def test_gpu_ranks_import_flash_attn_itself_where_it_is_installed(
+    device: str, installed: bool, stand_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    for _ in range(2):
+        import_flash_attn_stand_in(device)
+    assert sys.path.count(str(FOLDER / FLASH_ATTN)) == stand_in
 
 
 def test_ranks_that_share_a_gpu_are_connected_by_gloo() -> None:
