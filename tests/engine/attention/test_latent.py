@@ -18,6 +18,7 @@ from engine.attention.problem import Problem
 from engine.attention.reference import dense_attention
 from engine.attention.resolve import Choices, HardwareModel, Resolved, resolve
 from tests.engine.attention.test_parity import worst_error
+from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
@@ -71,11 +72,24 @@ def found_of(cp: ContextParallel, whole: list[torch.Tensor], mask: Any, **choice
     return [*gathered, *summed]
 
 
+def bytes_of(cp: ContextParallel, whole: list[torch.Tensor], mask: Any, **choices: Any) -> int:
+    """Bytes that this rank's plan of the call sends in forward and backward, computed."""
+    q, shared, latent = (cp.shard(each, 1) for each in whole[:3])
+    plan = plan_attention(q, shared, latent, expand_NXC=whole[3], mask=mask, cp=cp, **choices)
+    return plan.choice.sent(cp.rank, gathered=True).total
+
+
 def errors_of(layout: str, node_size: int | None, choices: dict[str, Any]) -> dict[str, float]:
+    """Error of every mask; where attention is called once, that of the bytes computed among them."""
     cp, whole = ContextParallel(layout=layout, node_size=node_size), whole_problem()
-    return {
-        str(mask): worst_error(found_of(cp, whole, mask, **choices), expected_of(whole, mask, SINKS)) for mask in MASKS
-    }
+    errors = {}
+    for mask in MASKS:
+        cp.traffic.reset()
+        errors[str(mask)] = worst_error(found_of(cp, whole, mask, **choices), expected_of(whole, mask, SINKS))
+        sent = cp.traffic.sent_bytes
+        if "recompute" not in choices:
+            errors[f"bytes of {mask}"] = abs(sent - bytes_of(cp, whole, mask, **choices))
+    return errors
 
 
 REFERENCE, RECOMPUTE = {"kernel": "reference"}, {"recompute": True}
@@ -109,7 +123,7 @@ BACKWARDS = [dict(zip(("exchange", "backward"), each, strict=True)) for each in 
 )
 def test_every_case_equals_dense_float64(world_size, node_size, layout, choices) -> None:
     for errors in run_on_ranks(world_size, errors_of, layout, node_size, choices):
-        assert len(errors) == len(MASKS)
+        assert len(errors) == len(MASKS) * (1 if "recompute" in choices else 2)
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
 
 
@@ -149,7 +163,7 @@ def resolved(tokens: int, sent: dict[str, int], choices: dict[str, Any]) -> Reso
 
 
 def test_the_table_of_the_page_is_what_the_plans_send() -> None:
-    """That plans send what they compute is `planning/test_comm_volume`, which has latents among its cases."""
+    """That plans send what they compute is tested above, and in `planning/test_comm_volume` for every dtype."""
     rows, tokens = [], 1024
     cases = [
         *(("`ring`, exchange `{exchange}`", {"schedule": "ring"} | choice) for choice in BACKWARDS),
