@@ -85,11 +85,16 @@ class Expansion:
         give to the matrix's gradient."""
         dtype, split = dk_BMND.dtype, self._key_dims
         dshared_BM1R = dk_BMND[..., split:].sum(2, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
-        dx_BMF = torch.cat((dk_BMND[..., :split], dv_BMNW), -1).flatten(2)
-        dlatent_BMC = dx_BMF @ self._expand_NXC.to(dtype).flatten(0, 1)
-        found_FC = dx_BMF.flatten(0, 1).t() @ latent_BM1C.to(dtype).flatten(0, 2)
-        self.gradient().add_(found_FC.view(self._expand_NXC.shape))
-        return dshared_BM1R, dlatent_BMC.unsqueeze(2)
+        latent_TC, sums_NXC = latent_BM1C.to(dtype).flatten(0, 2), self.gradient()
+        # Of the dims of K and of V by themselves: side by side they would be another copy of both.
+        (dk_TF, k_NXC), (dv_TF, v_NXC) = (
+            (formed_BMNX.flatten(2).flatten(0, 1), self._expand_NXC[:, dims].to(dtype))
+            for formed_BMNX, dims in ((dk_BMND[..., :split], slice(0, split)), (dv_BMNW, slice(split, None)))
+        )
+        dlatent_TC = torch.addmm(dk_TF @ k_NXC.flatten(0, 1), dv_TF, v_NXC.flatten(0, 1))
+        sums_NXC[:, :split] += (dk_TF.t() @ latent_TC).view(k_NXC.shape)
+        sums_NXC[:, split:] += (dv_TF.t() @ latent_TC).view(v_NXC.shape)
+        return dshared_BM1R, dlatent_TC.view(latent_BM1C.shape)
 
 
 class ExpandedChunk:

@@ -177,6 +177,7 @@ def _backward_at_home(
     k_BLND, v_BLND = expansion.keys(shared_BL1R, latent_BL1C)
     plain, dtype = replace(plan, expansion=None, key_gradient_dtype=None), plan.key_gradient_dtype
     dq_BLND, dk_BLND, dv_BLND = _ring_backward(plain, q_BLND, k_BLND, v_BLND, dout_BLND, lse_BNL, delta_BNL)
+    del k_BLND, v_BLND  # the contraction needs their memory
     dshared_BL1R, dlatent_BL1C = expansion.contracted(dk_BLND, dv_BLND, latent_BL1C)
     return dq_BLND, dshared_BL1R.to(dtype or q_BLND.dtype), dlatent_BL1C.to(dtype or q_BLND.dtype)
 
