@@ -61,10 +61,12 @@ class OutputAlone:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, nothing)."""
         assert saved is None, "task attention alone, which recomputes nothing"
         assert sinks_N is None, "task attention alone, which has no model"
+        assert expand_NXC is None, "task attention alone, which has no model"
         return self.output(q_BLND, k_BLKD, v_BLKD), torch.empty(0)
 
     def output(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> Tensor:

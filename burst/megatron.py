@@ -168,9 +168,6 @@ class BurstCoreAttention(MegatronModule):
                 "`sharded` for inference"
             )
         causal = self._is_causal(attn_mask_type)
-        channels = value.shape[-1]
-        if channels < query.shape[-1]:  # of latent attention: zeros add nothing to the other channels
-            value = torch.nn.functional.pad(value, (0, query.shape[-1] - channels))
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             documents = _documents(packed_seq_params, causal, attention_mask)
@@ -188,7 +185,6 @@ class BurstCoreAttention(MegatronModule):
             schedule=self.schedule if cp.size > 1 else "auto", deterministic=bool(self.config.deterministic_mode),
             tensor_layout="BSHD",
         )  # fmt: skip
-        out_BLND = out_BLND[..., :channels]
         return out_BLND[0].flatten(1) if packed else out_BLND.transpose(0, 1).flatten(2)
 
     def _is_causal(self, attn_mask_type: AttnMaskType | None) -> bool:

@@ -66,9 +66,13 @@ class Shape(Protocol):
 
 def missing_target(shape: Shape, lora: Lora) -> str | None:
     """Why a model has no such matrix, in one sentence, or None."""
-    if "gate" not in lora.targets or shape.gated:
-        return None
-    return f"lora.targets has gate, but the MLP of model {shape.name} has no gate; leave it out"
+    if "gate" in lora.targets and not shape.gated:
+        return f"lora.targets has gate, but the MLP of model {shape.name} has no gate; leave it out"
+    sizes = shape.layer_sizes()
+    for name in lora.targets:
+        if f"{MODULES[name]}.weight" not in sizes:
+            return f"lora.targets has {name}, but model {shape.name} forms it from a latent; leave it out"
+    return None
 
 
 def adapter_sizes(shape: Shape, lora: Lora) -> dict[str, tuple[int, ...]]:

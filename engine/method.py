@@ -82,6 +82,11 @@ def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | 
     have, or what it answers itself."""
     if hasattr(method, "layout") and (words := settings.checkpoint.upstream) != "default":
         return f"{method.name} has no choice of checkpoint.upstream, found {words!r}; leave it out"
+    if settings.task == "attention" and settings.model.kv_latent:
+        return (
+            f"task attention has queries, keys and values alone, and model {settings.model.name} has a latent of them; "
+            "choose task train"
+        )
     feature = settings.model.feature_beyond_llama
     if settings.task == "train" and feature and not hasattr(method, "layout"):
         return (

@@ -41,7 +41,10 @@ KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor", ORIGINAL), ()),
     "llama3": (("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor", ORIGINAL), ("attention_factor", "beta_fast", "beta_slow", "truncate")),
+    "yarn": (
+        ("factor", ORIGINAL),
+        ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    ),
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
 }
 SHORT = {ORIGINAL: "original"}  # names in texts, where they differ
@@ -65,6 +68,8 @@ class RopeScaling:
     attention_factor: float = 0.0  # of yarn and longrope, times cosine and sine; 0: follows from `factor`
     short_factor: tuple[float, ...] = ()  # longrope: a divisor per frequency, up to the original context
     long_factor: tuple[float, ...] = ()  # longrope: likewise, of longer sequences
+    mscale: float = 0.0  # yarn: `attention_factor` is that of this scale over that of the next one (DeepSeek)
+    mscale_all_dim: float = 0.0  # yarn: likewise, and of the scores by `score_factor`; 0: not given
 
     def __post_init__(self) -> None:
         needed, optional = KEYS[self.rope_type]
@@ -98,6 +103,12 @@ class RopeScaling:
     def rotated(self, head_dim: int) -> int:
         """Dimensions of a head that are rotated, the first ones."""
         return int(head_dim * self.partial_rotary_factor)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of all scores in DeepSeek's latent attention, where rotated dims are a part of a head: that of
+        `mscale_all_dim`, squared."""
+        return _yarn_factor(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def unsupported_reason(self, head_dim: int) -> str | None:
         """Why heads of this many dimensions cannot be rotated so, or None."""
@@ -177,7 +188,7 @@ def rope_frequencies(scaling: RopeScaling, base: float, head_dim: int, seq_len: 
     if scaling.rope_type == "llama3":
         return Frequencies(tuple(_llama3(scaling, frequency) for frequency in plain_D), 1.0)
     if scaling.rope_type == "yarn":
-        return Frequencies(_yarn(scaling, base, plain_D), scaling.attention_factor or _yarn_factor(scaling.factor))
+        return Frequencies(_yarn(scaling, base, plain_D), scaling.attention_factor or _factor_of_yarn(scaling))
     if scaling.rope_type == "longrope":
         long = seq_len > scaling.original_max_position_embeddings
         divisors = scaling.long_factor if long else scaling.short_factor
@@ -220,6 +231,12 @@ def _between(start: float, end: float, ramp: float) -> float:
 def _yarn_factor(factor: float, scale: float = 1.0) -> float:
     """YaRN's factor of cosine and sine, whose square is that of the scores."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _factor_of_yarn(scaling: RopeScaling) -> float:
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_factor(scaling.factor, scaling.mscale) / _yarn_factor(scaling.factor, scaling.mscale_all_dim)
+    return _yarn_factor(scaling.factor)
 
 
 def _longrope_factor(scaling: RopeScaling) -> float:
@@ -347,7 +364,6 @@ def _scaling(entry: Mapping[str, object], config: Mapping[str, object]) -> RopeS
     needed, optional = KEYS[kind]
     if (part := config.get("partial_rotary_factor")) is not None:
         values.setdefault("partial_rotary_factor", part)
-    scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
     context = config.get("max_position_embeddings")
     if kind == "dynamic":
         values[ORIGINAL] = context
@@ -365,12 +381,6 @@ def _scaling(entry: Mapping[str, object], config: Mapping[str, object]) -> RopeS
         read[name] = value
     if kind in ("yarn", "longrope") and "factor" not in read and context and read.get(ORIGINAL):
         read["factor"] = _number("max_position_embeddings", context) / _number(ORIGINAL, read[ORIGINAL])
-    if all(scales) and scales and "attention_factor" not in read:  # as DeepSeek's configurations give it
-        numerator, denominator = (
-            _yarn_factor(_number("factor", read.get("factor")), _number(name, scale))
-            for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True)
-        )
-        read["attention_factor"] = numerator / denominator
     return from_json(RopeScaling, read)
 
 

@@ -102,6 +102,11 @@ class ModelShape:
     sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it
     activation_alpha: float = 1.702  # of clamped_silu: gate * sigmoid(alpha * gate) * (up + 1)
     activation_limit: float = 7.0  # likewise: gate is clamped from above, and up on both sides
+    kv_latent: int = 0  # numbers of a token that K and V of all heads are formed from (latent attention); 0: none
+    q_latent: int = 0  # with kv_latent: likewise of queries; 0: they are formed from the hidden state
+    rope_dim: int = 0  # with kv_latent: dims of a head that are rotated, its last ones; all heads share those of K
+    value_dim: int = 0  # with kv_latent: of a head's V and output; 0: head_dim
+    rope_interleaved: bool = False  # with kv_latent: rotated dims are pairs of neighbours, not halves
     attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate from the same input
     linear: LinearKind = "none"  # the mixer of linear layers (`engine.linear`)
     linear_heads: int = 0  # of them: value heads
@@ -131,8 +136,9 @@ class ModelShape:
                 f"model {self.name}: {self.heads} query heads are not divisible by {self.kv_heads} KV heads; "
                 "choose kv_heads that divides heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"model {self.name}: head_dim {self.head_dim} is odd; RoPE needs an even head_dim")
+        self._check_latent()
+        if self.rotated_dim % 2:
+            raise ValueError(f"model {self.name}: head_dim {self.rotated_dim} is odd; RoPE needs an even head_dim")
         if self.rope_scaling != "none":
             self._check_rope(parse_rope(self.rope_scaling))
         if self.activation == "clamped_silu" and not self.gated:
@@ -168,13 +174,40 @@ class ModelShape:
         if self.norms != "before":
             raise ValueError(f"model {self.name}: linear layers have norms before alone; set norms to before")
 
+    def _check_latent(self) -> None:
+        if not self.kv_latent:
+            given = [name for name in ("q_latent", "rope_dim", "value_dim", "rope_interleaved") if getattr(self, name)]
+            if given:
+                raise ValueError(f"model {self.name}: {given[0]} is given without kv_latent; give both, or neither")
+            return
+        for name in ("kv_latent", "rope_dim"):
+            if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)} with kv_latent; give a number from 1 to "
+                    f"{LARGEST_DIMENSION}"
+                )
+        for name in ("q_latent", "value_dim"):
+            if not 0 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name)}; give a number of dims, or 0")
+        if self.rope_dim >= self.head_dim or self.kv_heads != self.heads:
+            raise ValueError(
+                f"model {self.name}: rope_dim is {self.rope_dim} of head_dim {self.head_dim}, with {self.kv_heads} KV "
+                f"heads of {self.heads}; with kv_latent give a rope_dim below head_dim, and as many KV heads as heads"
+            )
+        for name in ("qk_norm", "qk_norm_whole", "attention_scale", "attention_gate"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)} with kv_latent, which has norms and a scale "
+                    "of its own and no gate; leave it out"
+                )
+
     def _check_rope(self, scaling: RopeScaling) -> None:
         if scaling.partial_rotary_factor != 1 and self.attention_scale:
             raise ValueError(
                 f"model {self.name}: partial_rotary_factor is {scaling.partial_rotary_factor:g} and attention_scale "
                 f"{self.attention_scale:g}; expected 1 or 0: the scale is a factor of rotated dimensions"
             )
-        if (reason := scaling.unsupported_reason(self.head_dim)) is not None:
+        if (reason := scaling.unsupported_reason(self.rotated_dim)) is not None:
             raise ValueError(f"model {self.name}: {reason}")
 
     @property
@@ -213,11 +246,32 @@ class ModelShape:
         return self.activation if self.activation != "auto" else "silu" if self.gated else "gelu"
 
     @property
+    def rotated_dim(self) -> int:
+        """Dims of a head that RoPE's tables are for."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Dims of a head's V and output."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def sent_key_dims(self) -> int:
+        """Numbers of a token that are held and sent for K and V of all heads: their own, or the latent and the key that
+        heads share."""
+        return self.kv_latent + self.rope_dim if self.kv_latent else self.kv_heads * (self.head_dim + self.output_dim)
+
+    @property
+    def expanded_dims(self) -> int:
+        """Dims of a head that are formed from the latent: of K without the shared key, then of V."""
+        return self.head_dim - self.rope_dim + self.output_dim
+
+    @property
     def plain_projection(self) -> bool:
         """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
         rotates_all = parse_rope(self.rope_scaling).partial_rotary_factor == 1
         plain = self.norms == "before" and not self.qkv_bias and not self.qk_norm_whole
-        return plain and rotates_all and not self.attention_gate
+        return plain and rotates_all and not self.attention_gate and not self.kv_latent
 
     @property
     def plain_mlp(self) -> bool:
@@ -244,11 +298,15 @@ class ModelShape:
                 sizes["attention_norm.weight"] = (hidden,)
             if self.sinks:
                 sizes["attention.sinks"] = (self.heads,)
-            for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            for name, inputs, outputs, bias in self.latent_matrices():
+                matrix(f"attention.{name}", inputs, outputs, bias)
+                if name.endswith("_a"):
+                    sizes[f"attention.{name}_norm.weight"] = (self.q_latent if name == "q_a" else self.kv_latent,)
+            for name, outputs in () if self.kv_latent else (("q", queries), ("k", keys), ("v", keys)):
                 matrix(f"attention.{name}", hidden, outputs, self.qkv_bias)
             if self.attention_gate:
                 matrix("attention.gate", hidden, queries, self.qkv_bias)
-            matrix("attention.output", queries, hidden, self.output_bias)
+            matrix("attention.output", self.heads * self.output_dim, hidden, self.output_bias)
             if self.qk_norm:
                 sizes["attention.q_norm.weight"] = (queries if self.qk_norm_whole else self.head_dim,)
                 sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
@@ -263,6 +321,21 @@ class ModelShape:
         if self.norms != "before":
             sizes["mlp.post_norm.weight"] = (hidden,)
         return sizes
+
+    def latent_matrices(self) -> list[tuple[str, int, int, bool]]:
+        """(name, inputs, outputs, bias) of the matrices of latent attention but the last, by the field's names: `_a`
+        gives a latent, `_b` takes one. None without a latent."""
+        if not self.kv_latent:
+            return []
+        queries, expanded = self.heads * self.head_dim, self.heads * self.expanded_dims
+        q = [("q", self.hidden, queries, False)]
+        if self.q_latent:
+            q = [("q_a", self.hidden, self.q_latent, self.qkv_bias), ("q_b", self.q_latent, queries, False)]
+        return [
+            *q,
+            ("kv_a", self.hidden, self.kv_latent + self.rope_dim, self.qkv_bias),
+            ("kv_b", self.kv_latent, expanded, False),
+        ]
 
     def _mixer_sizes(self) -> dict[str, tuple[int, ...]]:
         """The part before the MLP of a linear layer, in the order of `engine.models.linear`."""
@@ -325,7 +398,10 @@ class ModelShape:
     def projection_parameters(self) -> float:
         """Of the matrices of one layer that form queries, keys and values of attention, and its gate; on average."""
         gate = self.heads if self.attention_gate else 0
-        return self._of_layers(self.hidden * (self.heads + gate + 2 * self.kv_heads) * self.head_dim, 0)
+        own = self.hidden * (self.heads + gate + 2 * self.kv_heads) * self.head_dim
+        if self.kv_latent:
+            own = sum(inputs * outputs for _, inputs, outputs, _ in self.latent_matrices())
+        return self._of_layers(own, 0)
 
     @property
     def mlp_parameters(self) -> int:
@@ -339,7 +415,7 @@ class ModelShape:
         keys, values = self.linear_key_heads * self.linear_key_dim, self.linear_heads * self.linear_value_dim
         gates = self.linear_heads * (2 if self.linear == "gated_delta_net" else 1)  # decay, and beta
         mixer = self.hidden * (2 * keys + 3 * values + gates)
-        output = self._of_layers(self.hidden * self.heads * self.head_dim, mixer)
+        output = self._of_layers(self.hidden * self.heads * self.output_dim, mixer)
         return self.projection_parameters + output + self.mlp_parameters
 
     @property

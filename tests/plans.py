@@ -14,6 +14,14 @@ from engine.attention.resolve import Choices
 
 
 def plan_attention(
-    q_BLND: Tensor, k_BLKD: Tensor, *, mask: Mask, cp: ContextParallel, value_dim: int | None = None, **choices: Any
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor | None = None,
+    *,
+    mask: Mask,
+    cp: ContextParallel,
+    expand_NXC: Tensor | None = None,
+    **choices: Any,
 ) -> AttentionPlan:
-    return plan.plan_attention(q_BLND, k_BLKD, value_dim or k_BLKD.shape[-1], mask, cp, Choices(**choices))
+    v_BLKD = k_BLKD if v_BLKD is None else v_BLKD
+    return plan.plan_attention(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, Choices(**choices))

@@ -44,6 +44,10 @@ class FlashAttention(EngineCommand):
             )
         if settings.model.sinks:
             return f"flash_attn has no sinks, which model {settings.model.name} has; choose a model without them"
+        if settings.model.kv_latent:
+            return (
+                f"flash_attn has no latent attention, which model {settings.model.name} has; choose a model without it"
+            )
         names = ("layout", "schedule", "backward", "exchange")
         return fixed_settings_unsupported_reason(settings, dict.fromkeys(names))
 

@@ -93,6 +93,7 @@ def indivisible_reason(settings: TrialSettings) -> str | None:
             )
     divisible = {
         "output_bias": False, "mlp_bias": False, "qk_norm_whole": False, "norms": "before", "window": 0, "sinks": False,
+        "kv_latent": 0,
     }  # fmt: skip
     for name, of_llama in divisible.items():
         if getattr(model, name) != of_llama:

@@ -38,6 +38,8 @@ class TorchContextParallel(EngineCommand):
                 return f"torch_cp knows the masks full and causal, found {mask}; choose one of them"
         if settings.model.sinks:
             return f"torch_cp has no sinks, which model {settings.model.name} has; choose a model without them"
+        if settings.model.kv_latent:
+            return f"torch_cp has no latent attention, which model {settings.model.name} has; choose a model without it"
         if settings.grad_comm_dtype not in ("auto", "fp32"):
             return (
                 f"torch_cp always sends gradients in fp32, found grad_comm_dtype {settings.grad_comm_dtype}; set it to "

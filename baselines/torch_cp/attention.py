@@ -51,9 +51,11 @@ class TorchRing:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Outputs that were saved whole are used; with a part of them torch's ring computes all of them again."""
-        assert sinks_N is None, "the method refuses models with sinks"
+        assert sinks_N is None, "the method refuses models with sinks or a latent"
+        assert expand_NXC is None, "the method refuses models with sinks or a latent"
         self.kernel = self._kernel(q_BLND, k_BLKD)
         self._sent = self._volume(k_BLKD)
         whole = saved.tensors if saved is not None and saved.cut == 0 else (None, None)

@@ -95,7 +95,9 @@ class RepeatingHeads:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert expand_NXC is None, "a latent has as many KV heads as query heads"
         k_BLND, v_BLND = repeated(k_BLKD, self._ranks), repeated(v_BLKD, self._ranks)
         return self._attend(q_BLND, k_BLND, v_BLND, sinks_N=sinks_N, saved=saved)
 

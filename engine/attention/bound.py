@@ -42,18 +42,21 @@ class BoundAttention:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        attend = self.prepared(q_BLND, k_BLKD, v_BLKD.shape[-1])
-        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved)
+        attend = self.prepared(q_BLND, k_BLKD, v_BLKD, expand_NXC)
+        out_BLND, lse_BNL = attend(q_BLND, k_BLKD, v_BLKD, sinks_N=sinks_N, saved=saved, expand_NXC=expand_NXC)
         return out_BLND, lse_BNL
 
-    def prepared(self, q_BLND: Tensor, k_BLKD: Tensor, value_dim: int | None = None) -> PreparedAttention:
-        """Attention for tensors like these, with every choice made; their values are not read. `value_dim` is the head
-        dim of V, where it is another one than that of K."""
-        key = (q_BLND.shape, k_BLKD.shape, value_dim, q_BLND.dtype, q_BLND.device)
+    def prepared(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor | None = None, expand_NXC: Tensor | None = None
+    ) -> PreparedAttention:
+        """Attention for tensors like these, with every choice made; their values are not read. V is as K when None."""
+        v_BLKD = k_BLKD if v_BLKD is None else v_BLKD
+        key = (q_BLND.shape, k_BLKD.shape, v_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._prepared:
             self._prepared[key] = PreparedAttention(
-                q_BLND, k_BLKD, "BSHD", self._mask, self._cp, self._choices, True, value_dim
+                q_BLND, k_BLKD, v_BLKD, expand_NXC, "BSHD", self._mask, self._cp, self._choices, return_lse=True
             )
             self._last[:] = [self._prepared[key].plan]
         return self._prepared[key]

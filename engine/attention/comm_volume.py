@@ -139,6 +139,7 @@ class Shards:
     inter_node: GradientWidths  # and between nodes
     later_rings: GradientWidths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
     value_dim: int = 0  # of V and O; 0: as `head_dim`
+    latent_dims: int = 0  # of a latent and a shared key, which are sent in place of K and V; 0: there is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
@@ -159,6 +160,7 @@ class Shards:
             inter_node=across,
             later_rings=later,
             value_dim=problem.value_dim,
+            latent_dims=problem.latent_dim + problem.shared_key_dim,
         )
 
     def inside(self, outer_step: int) -> GradientWidths:
@@ -177,8 +179,14 @@ class Shards:
 
     @property
     def key_side(self) -> int:
-        """Of K and V, and so of the dK and dV that are returned."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.input_bytes
+        """Of K and V, or of the latent and the shared key that they are formed from; so of the gradients returned."""
+        dims = self.latent_dims or self.kv_heads * (self.head_dim + self.value_dim)
+        return self.batch * dims * self.input_bytes
+
+    @property
+    def exchanged_key_gradient(self) -> int:
+        """Of the gradients of the key side that an all-to-all returns: of a latent as sums, which are added."""
+        return self.gradient(False, self.row_bytes if self.latent_dims else self.input_bytes)
 
     @property
     def row(self) -> int:
@@ -296,7 +304,8 @@ def all_to_all_bytes(
     def message(nbytes: int, widest: int) -> int:
         return -(-nbytes // widest) * widest if packed else nbytes
 
-    inputs, gradients = query + keys, message(query + keys, part.input_bytes)
+    inputs, keys_back = query + keys, tokens * part.exchanged_key_gradient
+    gradients = message(query + keys_back, part.row_bytes if part.latent_dims else part.input_bytes)
     forward = message(inputs, part.input_bytes) + message(output + row, part.row_bytes)
     backward = message(output + row if gathered else inputs + output + 2 * row, part.row_bytes) + gradients
     near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
@@ -321,8 +330,9 @@ def head_slot_bytes(part: Shards, recompute: bool) -> int:
     again what it has not saved, with dout and rows of LSE and delta."""
     tokens = part.tokens
     inputs, output, row = (each * tokens for each in (part.query + part.key_side, part.output, part.row))
+    gradients = (part.query + part.exchanged_key_gradient) * tokens
     outbound = inputs + output + 2 * row if recompute else max(inputs, output + row)
-    return HEAD_SLOTS * (outbound + max(inputs, output + row))
+    return HEAD_SLOTS * (outbound + max(gradients, output + row))
 
 
 def ring_slot_bytes(mask: Mask, layout: Layout, ring: Ring, seq_len: int, shards: Shards, sends_queries: bool) -> int:

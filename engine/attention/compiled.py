@@ -61,26 +61,34 @@ def compiled_attention(
     name: str,
     saved: SavedOutput | None,
     cu_seqlens: Tensor | None = None,
+    expand_NXC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL), both differentiable; `sinks_N`, `saved` and `cu_seqlens` as of `burst_attention`."""
+    """(out_BLND, lse_BNL), both differentiable; `sinks_N`, `saved`, `cu_seqlens` and `expand_NXC` as of
+    `burst_attention`."""
+    tensors = q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, name, cu_seqlens
     out_BLND: Tensor
     lse_BNL: Tensor
     if saved is None:
-        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, cu_seqlens, None, None, 0)
+        out_BLND, lse_BNL = torch.ops.burst.attention(*tensors, None, None, 0)
     else:
-        out_BLND, lse_BNL = torch.ops.burst.attention(
-            q_BLND, k_BLKD, v_BLKD, sinks_N, name, cu_seqlens, saved.out_BLND, saved.lse_BNL, saved.cut
-        )
+        out_BLND, lse_BNL = torch.ops.burst.attention(*tensors, saved.out_BLND, saved.lse_BNL, saved.cut)
     return out_BLND, lse_BNL
 
 
-def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, cu_seqlens: Tensor | None) -> AttentionPlan:
+def _plan(
+    name: str,
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    expand_NXC: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> AttentionPlan:
     call = _calls[name]
     cp, mask = context_named(call.context), call.mask
     if cu_seqlens is not None:
         with cp.comms.refusals_told():
             mask = mask_of(None, cu_seqlens, call.max_seqlen) or mask
-    return cached_plan(q_BLND, k_BLKD, v_BLKD.shape[-1], mask, cp, call.choices)
+    return cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, call.choices)
 
 
 @torch.library.custom_op("burst::attention", mutates_args=())
@@ -89,6 +97,7 @@ def _attention(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     name: str,
     cu_seqlens: Tensor | None,
     saved_out_BLND: Tensor | None,
@@ -98,20 +107,29 @@ def _attention(
     saved = None
     if saved_out_BLND is not None and saved_lse_BNL is not None:
         saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
-    out_BLND, lse_BNL = attention_forward(
-        _plan(name, q_BLND, k_BLKD, v_BLKD, cu_seqlens), q_BLND, k_BLKD, v_BLKD, sinks_N, saved
-    )
+    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens)
+    out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved)
     if saved is not None and cut == 0:
         return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
     return out_BLND, lse_BNL
 
 
 @_attention.register_fake
-def _attention_fake(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
-    check_inputs(q_BLND, k_BLKD, v_BLKD)
-    batch, tokens, heads, _ = q_BLND.shape
+def _attention_fake(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    _sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
+    *_others: object,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
+    batch, tokens, heads, head_dim = q_BLND.shape
+    value_dim = v_BLKD.shape[3]
+    if expand_NXC is not None:
+        value_dim = expand_NXC.shape[1] - (head_dim - k_BLKD.shape[3])
     lse_BNL = q_BLND.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q_BLND.dtype))
-    return q_BLND.new_empty(batch, tokens, heads, v_BLKD.shape[-1]), lse_BNL
+    return q_BLND.new_empty(batch, tokens, heads, value_dim), lse_BNL
 
 
 @torch.library.custom_op("burst::attention_backward", mutates_args=())
@@ -122,16 +140,18 @@ def _attention_backward(
     out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
     name: str,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, cu_seqlens)
-    shards = q_BLND, k_BLKD, v_BLKD
-    dq, dk, dv, dsinks = attention_backward(plan, shards, out_BLND, lse_BNL, sinks_N, dout_BLND, dlse_BNL)
-    # An operation returns tensors only: where there are no sinks, their gradient is empty.
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), lse_BNL.new_empty(0) if dsinks is None else dsinks
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens)
+    shards, rows = (q_BLND, k_BLKD, v_BLKD), (lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL)
+    dq, dk, dv, *others = attention_backward(plan, shards, out_BLND, *rows)
+    # An operation returns tensors only: where there are no sinks, or no matrix, their gradient is empty.
+    dsinks, dexpand = (lse_BNL.new_empty(0) if each is None else each for each in others)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks, dexpand
 
 
 @_attention_backward.register_fake
@@ -142,24 +162,31 @@ def _attention_backward_fake(
     _out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     *_others: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BLKD, v_BLKD))
-    return dq, dk, dv, lse_BNL.new_empty(0) if sinks_N is None else torch.empty_like(sinks_N)
+    dsinks, dexpand = (
+        lse_BNL.new_empty(0) if each is None else torch.empty_like(each) for each in (sinks_N, expand_NXC)
+    )
+    return dq, dk, dv, dsinks, dexpand
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BLND, k_BLKD, v_BLKD, sinks_N, ctx.name, cu_seqlens, *_ = inputs
+    q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, ctx.name, cu_seqlens, *_ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output, sinks_N, cu_seqlens)
+    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output, sinks_N, expand_NXC, cu_seqlens)
 
 
 def _differentiate(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, sinks_N, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.burst.attention_backward(
-        *tensors, sinks_N, dout_BLND, dlse_BNL, ctx.name, cu_seqlens
+    *tensors, sinks_N, expand_NXC, cu_seqlens = ctx.saved_tensors
+    dq, dk, dv, *found = torch.ops.burst.attention_backward(
+        *tensors, sinks_N, expand_NXC, dout_BLND, dlse_BNL, ctx.name, cu_seqlens
     )
-    return dq, dk, dv, None if sinks_N is None else dsinks, None, None, None, None, None
+    dsinks, dexpand = (
+        None if given is None else each for given, each in zip((sinks_N, expand_NXC), found, strict=True)
+    )
+    return dq, dk, dv, dsinks, dexpand, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -86,12 +86,13 @@ class Workload(HeadsAndRanks):
 
     query_bytes: int  # of Q on one rank, and of dQ
     output_bytes: int  # of O, and of dO
-    key_side_bytes: int  # of K and V together, and of their gradients
+    key_side_bytes: int  # of K and V together, and of their gradients; of the latent that they are formed from
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
     backward_flops: float  # five products of a tile, where forward has two
     rows: int  # query rows of one rank: batch x tokens
     left: RingTraffic = field(default_factory=RingTraffic)  # steps and bytes of a ring that the mask leaves
+    expansion_flops: float = 0.0  # of one rank's latent to K and V of all heads; 0 without one
     recompute: bool = False  # checkpointing calls attention twice, and what an all-to-all received is not saved
 
     @classmethod
@@ -113,6 +114,7 @@ class Workload(HeadsAndRanks):
         queries, keys, values = problem.head_dim, problem.head_dim, problem.value_dim
         row_bytes, flops = rows * problem.input_bytes, problem.pair_flops / (queries + values)
         pairs = problem.mask.area(problem.seq_len) / problem.cp_size
+        latent = problem.latent_dim + problem.shared_key_dim
         if counts_traffic:
             left = traffic_left(problem.mask, problem.layout, problem.cp_size, problem.node_size, problem.seq_len)
         return cls(
@@ -122,12 +124,13 @@ class Workload(HeadsAndRanks):
             kv_heads=problem.kv_heads,
             query_bytes=row_bytes * problem.heads * queries,
             output_bytes=row_bytes * problem.heads * values,
-            key_side_bytes=row_bytes * problem.kv_heads * (keys + values),
+            key_side_bytes=row_bytes * (latent or problem.kv_heads * (keys + values)),
             gradient_factor=1.0 if narrow else max(4, problem.input_bytes) / problem.input_bytes,
             forward_flops=problem.pair_flops * pairs,
             backward_flops=flops * (3 * queries + 2 * values) * pairs,
             rows=rows,
             left=left,
+            expansion_flops=problem.expansion_flops * (problem.seq_len // problem.cp_size),
             recompute=recompute,
         )
 
@@ -159,11 +162,20 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
     # shorter; a head chunk has fewer.
     tile_share = hardware.processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
 
+    # A latent is expanded by each rank of a ring for all heads, in backward again, where two more products contract
+    # the gradients of K and V; in a ring that sends queries only once, which is not counted apart.
+    expanding = workload.expansion_flops / hardware.forward_tflops / 1e12
+    rings = {"ulysses": 1, "usp": nodes, "usp_transposed": workload.node_size}
+    forward += expanding * rings.get(schedule, workload.cp_size)
+    backward += 3 * expanding * rings.get(schedule, workload.cp_size)
+
     def all_to_all(ranks: int, far: float, inner: float, kernels: int = 1) -> float:
         """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
         recompute; a fraction `far` of the bytes leaves the node. `kernels`: into which a head chunk's compute is
         divided, each with tiles so many times shorter."""
-        nbytes = 2 * (query + output + keys) + (query + keys if workload.recompute else 0)
+        # A latent is sent whole to each rank with each of its head chunks.
+        sent = keys * ranks * chunks if workload.expansion_flops else keys
+        nbytes = 2 * (query + output + sent) + (query + sent if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
         inner *= _tail_factor(tile_share)

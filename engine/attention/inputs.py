@@ -77,9 +77,9 @@ def check_tensors(*tensors: object) -> None:
         raise ValueError(f"{names} are {', '.join(layouts)}; pass dense tensors")
 
 
-def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
+def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expand_NXC: Tensor | None = None) -> None:
     """Raise ValueError unless these are shards of the same positions, with heads that fit, of one kind. The head dim
-    of V may be its own."""
+    of V may be its own. With `expand_NXC` K and V are a shared key and a latent of one head."""
     check_tensors(q_BLND, k_BLKD, v_BLKD)
     if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape[:-1] != v_BLKD.shape[:-1]:
         raise ValueError(
@@ -92,6 +92,9 @@ def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
             "sequence, token and head"
         )
     batch, tokens, heads, head_dim = q_BLND.shape
+    if expand_NXC is not None:
+        _check_latent(q_BLND, k_BLKD, v_BLKD, expand_NXC)
+        head_dim = k_BLKD.shape[3]
     if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):
         raise ValueError(
             f"q {tuple(q_BLND.shape)} and k {tuple(k_BLKD.shape)} differ in batch, tokens or head_dim; pass shards of "
@@ -105,6 +108,34 @@ def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
         raise ValueError(f"q, k, v are {q_BLND.dtype}; pass a floating-point dtype")
     if not q_BLND.device == k_BLKD.device == v_BLKD.device:
         raise ValueError(f"q, k, v are on {q_BLND.device}, {k_BLKD.device}, {v_BLKD.device}; move them to one device")
+
+
+def _check_latent(q_BLND: Tensor, shared_BLKR: Tensor, latent_BLKC: Tensor, expand_NXC: Tensor) -> None:
+    """Raise ValueError unless these form K and V of q's heads: see `engine.attention.algorithms.latent`."""
+    check_tensors(q_BLND, shared_BLKR, latent_BLKC)
+    if not isinstance(expand_NXC, Tensor) or expand_NXC.ndim != 3:
+        found = tuple(expand_NXC.shape) if isinstance(expand_NXC, Tensor) else type(expand_NXC).__name__
+        raise ValueError(
+            f"expand_NXC is {found}; pass a torch tensor [query heads, dims of K and V, dims of the latent]"
+        )
+    (heads, head_dim), (_, width, latent) = q_BLND.shape[2:], expand_NXC.shape
+    formed = head_dim - shared_BLKR.shape[-1]
+    if shared_BLKR.shape[2] != 1 or expand_NXC.shape[0] != heads or latent != latent_BLKC.shape[-1]:
+        raise ValueError(
+            f"expand_NXC {tuple(expand_NXC.shape)} does not form K and V of {heads} query heads from shared key "
+            f"{tuple(shared_BLKR.shape)} and latent {tuple(latent_BLKC.shape)}; pass both with one head, and a matrix "
+            f"[{heads}, dims of K and V, {latent_BLKC.shape[-1]}]"
+        )
+    if not 0 < formed < width:
+        raise ValueError(
+            f"q has head_dim {head_dim}, the shared key {shared_BLKR.shape[-1]} and expand_NXC {width} dims a head; "
+            "pass a shared key narrower than q, and a matrix with more dims than the rest of q"
+        )
+    if expand_NXC.dtype != q_BLND.dtype or expand_NXC.device != q_BLND.device:
+        raise ValueError(
+            f"expand_NXC is {expand_NXC.dtype} on {expand_NXC.device} and q {q_BLND.dtype} on {q_BLND.device}; "
+            "make them alike"
+        )
 
 
 def check_sinks(sinks_N: object, q_BLND: Tensor) -> None:

@@ -9,6 +9,8 @@ A sink is one more key of every query, without a value: a logit of its own per h
 a plan's forward: lse' = logaddexp(lse, sink) and out' = out * exp(lse - lse'). Backward is then that of any attention
 with more keys elsewhere, from lse' and delta = rowsum(dO * out'), so no kernel and no schedule knows of sinks.
 
+A latent in place of K and V is expanded by the plan (`engine.attention.algorithms.latent`).
+
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim, which V, O and
 dO may have as one of their own.
 """
@@ -16,12 +18,14 @@ dO may have as one of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import row_dot
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
 from engine.attention.inputs import Result
 from engine.attention.kernels import WholeInputs
@@ -43,17 +47,18 @@ class _BurstAttention(torch.autograd.Function):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         sinks_N: Tensor | None,
+        expand_NXC: Tensor | None,
         plan: AttentionPlan,
         saved_output: SavedOutput | None,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
         ctx.call = plan.cp.comms.begin_call()
-        out_BLND, lse_BNL, saved = _forward(
-            plan, (q_BLND, k_BLKD, v_BLKD), sinks_N, saved_output, ctx.call, save=not recompute
-        )
-        ctx.plan, ctx.gathered = plan, saved.gathered
-        ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, *saved.tensors)
+        ctx.plan, shards = plan, (q_BLND, k_BLKD, v_BLKD)
+        plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
+        out_BLND, lse_BNL, saved = _forward(plan, shards, sinks_N, saved_output, ctx.call, save=not recompute)
+        ctx.gathered = saved.gathered
+        ctx.save_for_backward(out_BLND, lse_BNL, sinks_N, expand_NXC, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         if saved_output is not None:
             return out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)
@@ -63,10 +68,12 @@ class _BurstAttention(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
-        out_BLND, lse_BNL, sinks_N, *tensors = ctx.saved_tensors
+        out_BLND, lse_BNL, sinks_N, expand_NXC, *tensors = ctx.saved_tensors
+        plan = ctx.plan if expand_NXC is None else _expanding(ctx.plan, tensors[0], tensors[1], expand_NXC)
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
-        return *_gradients(ctx.plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call), None, None, None
+        found = _gradients(plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call)
+        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC), None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -147,6 +154,17 @@ def _gradients(
         return *plan.backward(saved, dout_BLND, lse_BNL, delta_BNL), dsinks_N
 
 
+def _expanding(plan: AttentionPlan, q_BLND: Tensor, shared_BL1R: Tensor, expand_NXC: Tensor) -> AttentionPlan:
+    """The plan of one pass in which a matrix forms K and V."""
+    return replace(plan, expansion=Expansion.of(q_BLND, shared_BL1R, expand_NXC))
+
+
+def _matrix_gradient(plan: AttentionPlan, expand_NXC: Tensor) -> Tensor:
+    """dexpand_NXC of a pass that is over."""
+    assert plan.expansion is not None, "a pass with a matrix has one"
+    return plan.expansion.gradient().to(expand_NXC.dtype)
+
+
 def _with_sinks(out_BLND: Tensor, lse_BNL: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
     """(out_BLND, in place, and lse_BNL) of rows that see a sink as well. A sink of -inf is none."""
     final_BNL = torch.logaddexp(lse_BNL, sinks_N.to(lse_BNL.dtype)[:, None])
@@ -168,11 +186,13 @@ def attention_forward(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     saved: SavedOutput | None,
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
+        plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
         out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
     return out_BLND, lse_BNL
 
@@ -184,14 +204,18 @@ def attention_backward(
     out_BLND: Tensor,
     lse_BNL: Tensor,
     sinks_N: Tensor | None,
+    expand_NXC: Tensor | None,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N) of `run_attention`, outside autograd, from its inputs and results."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(dq_BLND, dk_BLKD, dv_BLKD, dsinks_N, dexpand_NXC) of `run_attention`, outside autograd, from its inputs and
+    results."""
     with torch.no_grad():
         saved = Saved(tuple(laid_out(shard) for shard in shards))
         # A compiled program holds no number of its calls: their backwards are told apart by their order alone.
-        return _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, dout_BLND, dlse_BNL, call=0)
+        plan = plan if expand_NXC is None else _expanding(plan, shards[0], shards[1], expand_NXC)
+        found = _gradients(plan, saved, [out_BLND], lse_BNL, sinks_N, dout_BLND, dlse_BNL, call=0)
+        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC)
 
 
 def _forward(
@@ -236,6 +260,7 @@ def run_attention(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     sinks_N: Tensor | None = None,
+    expand_NXC: Tensor | None = None,
     *,
     saved: SavedOutput | None = None,
     recompute: bool = False,
@@ -244,8 +269,8 @@ def run_attention(
     """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
     differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
-    if sinks_N is not None:
-        differentiable = differentiable or sinks_N.requires_grad
+    for parameter in (sinks_N, expand_NXC):
+        differentiable = differentiable or (parameter is not None and parameter.requires_grad)
     differentiable = differentiable and torch.is_grad_enabled()
     if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:
@@ -253,9 +278,9 @@ def run_attention(
             return out_BLND
         return _whole_forward(plan, q_BLND, k_BLKD, v_BLKD)[0]
     if differentiable:
-        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, plan, saved, recompute)
+        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, plan, saved, recompute)
     else:
-        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved)
+        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
 
 

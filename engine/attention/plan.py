@@ -37,32 +37,38 @@ Bounds: TypeAlias = Tensor | Sequence[int]  # cu_seqlens: where documents start,
 
 
 def cached_plan(
-    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    expand_NXC: Tensor | None,
+    mask: Mask,
+    cp: ContextParallel,
+    choices: Choices,
 ) -> AttentionPlan:
     """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
 
-    `q_BLND` and `k_BLKD` are of one dtype and device; `value_dim` is the head dim of V. A new plan may be collective,
-    on all ranks alike. Raises ValueError when nothing fits.
+    The tensors are of one dtype and device. A new plan may be collective, on all ranks alike. Raises ValueError when
+    nothing fits.
     """
     try:  # no context manager, which would take host time in every call
         check_mask(mask)
     except ValueError as error:
         cp.comms.refuse(error)
         raise
-    key = (q_BLND.shape, k_BLKD.shape, value_dim, q_BLND.dtype, q_BLND.device, mask, choices)
+    shapes = q_BLND.shape, k_BLKD.shape, v_BLKD.shape[-1], None if expand_NXC is None else expand_NXC.shape
+    key = (shapes, q_BLND.dtype, q_BLND.device, mask, choices)
     plan: AttentionPlan | None = cp.plans.get(key)
     if plan is None:
         with cp.comms.refusals_told():
-            check_inputs(q_BLND, k_BLKD, k_BLKD)
-            if value_dim < 1:
-                raise ValueError(f"the head dim of v is {value_dim}, so v is empty; give a number of at least 1")
+            check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
             check_choices(choices)
 
         def said() -> dict[str, object]:
             return {
                 "q": tuple(q_BLND.shape),
                 "k": tuple(k_BLKD.shape),
-                "value_dim": value_dim,
+                "v": tuple(v_BLKD.shape),
+                "expand": None if expand_NXC is None else tuple(expand_NXC.shape),
                 "dtype": str(q_BLND.dtype),
                 "device": q_BLND.device.type,
                 "mask": _described(mask),
@@ -70,7 +76,9 @@ def cached_plan(
             }
 
         number = cp.agree(key, said)
-        plan = cp.plans.put(key, plan_attention(q_BLND, k_BLKD, value_dim, mask, cp.without_plans(number), choices))
+        plan = cp.plans.put(
+            key, plan_attention(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp.without_plans(number), choices)
+        )
     return plan
 
 
@@ -81,7 +89,13 @@ def _described(mask: Mask) -> str:
 
 
 def plan_attention(
-    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    expand_NXC: Tensor | None,
+    mask: Mask,
+    cp: ContextParallel,
+    choices: Choices,
 ) -> AttentionPlan:
     """Everything about attention on shards of this shape, dtype and device but its tensors. Collective where it makes
     communicators. Raises ValueError when nothing fits.
@@ -89,7 +103,7 @@ def plan_attention(
     Without `lse_gradient`, kernels that form delta from O need no check that makes the host wait for the GPU, and a
     gradient of the LSE is an error with them.
     """
-    problem = _problem(q_BLND, k_BLKD, value_dim, mask, cp, choices)
+    problem = _problem(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, choices)
     link = _link(problem, cp, choices, q_BLND.device)
     hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
     choice = resolve(problem, hardware, choices)
@@ -137,7 +151,13 @@ def plan_attention(
 
 
 def _problem(
-    q_BLND: Tensor, k_BLKD: Tensor, value_dim: int, mask: Mask, cp: ContextParallel, choices: Choices
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    expand_NXC: Tensor | None,
+    mask: Mask,
+    cp: ContextParallel,
+    choices: Choices,
 ) -> Problem:
     """What the tensors ask for. Raises ValueError for a length that the layout cannot split."""
     batch, tokens, heads, head_dim = q_BLND.shape
@@ -150,16 +170,22 @@ def _problem(
         )
     # Ranks ask each other whether they can copy, which is collective, only where that may decide something.
     copies = choices.exchange in ("auto", "copy_engine") and choices.schedule != ALL_GATHER
+    kv_heads, value_dim, latent_dims = k_BLKD.shape[2], v_BLKD.shape[3], (0, 0)
+    if expand_NXC is not None:
+        latent_dims = v_BLKD.shape[3], k_BLKD.shape[3]
+        kv_heads, value_dim = heads, expand_NXC.shape[1] - (head_dim - latent_dims[1])
     return Problem(
         mask=mask,
         layout=cp.layout,
         seq_len=tokens * cp.size,
         batch=batch,
         heads=heads,
-        kv_heads=k_BLKD.shape[2],
+        kv_heads=kv_heads,
         head_dim=head_dim,
         input_bytes=q_BLND.itemsize,
         value_dim=value_dim,
+        latent_dim=latent_dims[0],
+        shared_key_dim=latent_dims[1],
         cp_size=cp.size,
         node_size=cp.node_size,
         on_gpu=q_BLND.is_cuda,

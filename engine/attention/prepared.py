@@ -74,6 +74,7 @@ def burst_attention(
     grad_comm_dtype: str = "fp32",
     num_head_chunks: int | None = None,
     sinks_N: Tensor | None = None,
+    expand_NXC: Tensor | None = None,
     saved: SavedOutput | None = None,
     recompute: bool = False,
     return_lse: bool = False,
@@ -117,6 +118,11 @@ def burst_attention(
         sinks_N: one learned logit per query head, [query heads], the same on every rank, in any floating-point dtype:
             every query sees one more key of this score (which is neither scaled nor capped), whose value is 0. Its
             gradient is the sum over this rank's tokens; add those of the ranks, as of any replicated parameter.
+        expand_NXC: where K and V are formed from a latent (multi-head latent attention), the matrix that forms them,
+            [query heads, dims of K and V, dims of the latent], the same on every rank; `k_BLKD` is then the key that
+            all heads share and `v_BLKD` the latent, each with one head. K of a head has the first dims from the latent
+            and the shared key behind them. Ranks send the latent (`engine.attention.algorithms.latent`). Its gradient
+            is a sum as that of the sinks.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
             the other rows are computed again.
         recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
@@ -158,13 +164,13 @@ def burst_attention(
                 refuse_unnamed_layout(q_BLND)
         elif tensor_layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), tensor_layout)
-        if not (
+        if expand_NXC is not None or not (
             q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device
             and k_BLKD.shape[:-1] == v_BLKD.shape[:-1]
             and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
         ):
-            check_inputs(q_BLND, k_BLKD, v_BLKD)
+            check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
         if sinks_N is not None:
             check_sinks(sinks_N, q_BLND)
         if (cu_seqlens is not None or max_seqlen is not None) and not torch.compiler.is_compiling():
@@ -175,13 +181,13 @@ def burst_attention(
         bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
         context = None if cp is None else cp.name
         name = _traced(_constant(mask), known, bounds is not None, max_seqlen, context, *choices)
-        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
+        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds, expand_NXC)
         found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
     mask = _CAUSAL if mask is None else mask
-    plan = cached_plan(q_BLND, k_BLKD, v_BLKD.shape[-1], mask, cp or _alone(), Choices(*choices))
+    plan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp or _alone(), Choices(*choices))
     found = run_attention(
-        plan, q_BLND, k_BLKD, v_BLKD, sinks_N, saved=saved, recompute=recompute, return_lse=return_lse
+        plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved=saved, recompute=recompute, return_lse=return_lse
     )
     return found if tensor_layout is None else from_bshd(found, tensor_layout)
 
@@ -204,12 +210,13 @@ class PreparedAttention:
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
+        expand_NXC: Tensor | None,
         layout: str | None,
         mask: Mask,
         cp: ContextParallel,
         choices: Choices,
         return_lse: bool,
-        value_dim: int | None = None,
     ) -> None:
         if not isinstance(cp, ContextParallel):
             raise ValueError(
@@ -221,15 +228,14 @@ class PreparedAttention:
         try:
             if layout is None and looks_transposed(q):
                 refuse_unnamed_layout(q)
-            q_BLND, k_BLKD = to_bshd((q, k), self._layout)
-            check_inputs(q_BLND, k_BLKD, k_BLKD)
+            q_BLND, k_BLKD, v_BLKD = to_bshd((q, k, v), self._layout)
+            check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
         except (AttributeError, ValueError) as error:
-            _refuse(error, cp, q, k)
-        self._q_shape, self._k_shape = q.shape, k.shape
-        self._value_dim = k.shape[-1] if value_dim is None else value_dim
-        self._v_shape = torch.Size((*k.shape[:-1], self._value_dim))
+            _refuse(error, cp, q, k, v)
+        self._q_shape, self._k_shape, self._v_shape = q.shape, k.shape, v.shape
+        self._expands = None if expand_NXC is None else (expand_NXC.shape, expand_NXC.dtype, expand_NXC.device)
         self._dtype, self._device = q.dtype, q.device
-        self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, self._value_dim, mask, cp, choices)
+        self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, choices)
 
     def __call__(
         self,
@@ -241,6 +247,7 @@ class PreparedAttention:
         cu_seqlens: Bounds | None = None,
         max_seqlen: int | None = None,
         sinks_N: Tensor | None = None,
+        expand_NXC: Tensor | None = None,
         saved: SavedOutput | None = None,
     ) -> Result:
         """`burst_attention` of these tensors. Collective over `cp`.
@@ -250,7 +257,7 @@ class PreparedAttention:
             mask: replaces the prepared mask in this call, the same one on every rank. Its plan is taken from those that
                 `cp` keeps, or made.
             cu_seqlens, max_seqlen: replace the prepared mask as well.
-            sinks_N, saved: as of `burst_attention`.
+            sinks_N, expand_NXC, saved: as of `burst_attention`.
 
         Raises:
             ValueError: other shapes, another dtype or device than prepared, or a mask that does not fit.
@@ -276,26 +283,34 @@ class PreparedAttention:
             raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
+        if (None if expand_NXC is None else (expand_NXC.shape, expand_NXC.dtype, expand_NXC.device)) != self._expands:
+            found_expand = None if expand_NXC is None else (tuple(expand_NXC.shape), expand_NXC.dtype)
+            error = ValueError(
+                f"attention was prepared for expand_NXC {self._expands}, found {found_expand}; give that one"
+            )
+            self.cp.comms.refuse(error)
+            raise error
         if sinks_N is not None:
             with self.cp.comms.refusals_told():
                 check_sinks(sinks_N, q_BLND)
         if torch.compiler.is_compiling():
             bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
             name = self._traced(id(self), _constant(mask), known, bounds is not None, max_seqlen)
-            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds)
+            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds, expand_NXC)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
         if cu_seqlens is not None or max_seqlen is not None:
             with self.cp.comms.refusals_told():
                 mask = mask_of(mask, cu_seqlens, max_seqlen)
         plan = self.plan
         if mask is not None:
-            plan = cached_plan(q_BLND, k_BLKD, self._value_dim, mask, self.cp, self._choices)
+            plan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, self.cp, self._choices)
         found = run_attention(
             plan,
             q_BLND,
             k_BLKD,
             v_BLKD,
             sinks_N,
+            expand_NXC,
             saved=saved,
             recompute=self._choices.recompute,
             return_lse=self._return_lse,
@@ -327,7 +342,9 @@ class PreparedAttention:
 def prepare_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
+    v_BLKD: Tensor | None = None,
     *,
+    expand_NXC: Tensor | None = None,
     mask: Mask | None = None,
     cu_seqlens: Bounds | None = None,
     max_seqlen: int | None = None,
@@ -345,17 +362,16 @@ def prepare_attention(
     return_lse: bool = False,
     lse_gradient: bool | None = None,
     tensor_layout: str | None = None,
-    value_dim: int | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
 
     The result's bits are those of `burst_attention` with the same arguments. Collective over `cp`.
 
     Args:
-        q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
+        q_BLND, k_BLKD, v_BLKD, expand_NXC: tensors like those of a call; their shapes, dtype and device are read, not
+            their values. V is as K when None.
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
-        value_dim: head dim of V; that of K when None.
         mask, cu_seqlens, cp, tensor_layout, softcap and the others: as of `burst_attention`.
 
     Raises:
@@ -379,8 +395,10 @@ def prepare_attention(
             mask = mask_of(mask, cu_seqlens, max_seqlen)
         except ValueError as error:
             _refuse(error, cp, q_BLND, k_BLKD)
+    v_BLKD = k_BLKD if v_BLKD is None else v_BLKD
     mask = _CAUSAL if mask is None else mask
-    return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse, value_dim)
+    group = cp or _alone()
+    return PreparedAttention(q_BLND, k_BLKD, v_BLKD, expand_NXC, tensor_layout, mask, group, choices, return_lse)
 
 
 def _constant(mask: Mask | None) -> _Constant | None:

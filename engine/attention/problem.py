@@ -55,6 +55,10 @@ class Problem(HeadsAndRanks):
     head_dim: int  # of Q and K
     input_bytes: int  # per element of Q, K and V
     value_dim: int = 0  # of V and O; 0: as `head_dim`
+    # Where K and V are formed from a latent and a key that all heads share (`engine.attention.algorithms.latent`), the
+    # numbers of each for a token; 0 and 0: there is none. KV heads are then as many as query heads.
+    latent_dim: int = 0
+    shared_key_dim: int = 0
     on_gpu: bool = True
     copies_unsupported_reason: str | None = None  # why ranks of a node cannot copy into each other's memory
 
@@ -68,6 +72,12 @@ class Problem(HeadsAndRanks):
     def pair_flops(self) -> float:
         """Of one visible (query, key) pair in forward, over batch and heads."""
         return 2.0 * self.batch * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def expansion_flops(self) -> float:
+        """Of the latent of one token to K and V, over batch and heads; 0 without one."""
+        width = self.head_dim - self.shared_key_dim + self.value_dim
+        return 2.0 * self.batch * self.heads * width * self.latent_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +176,9 @@ def problem_of_trial(settings: TrialSettings, layout: Layout, node_size: int, ma
         kv_heads=max(1, shape.kv_heads // settings.tp_size),
         head_dim=shape.head_dim,
         input_bytes=BYTES_OF[settings.dtype],
+        value_dim=shape.output_dim,
+        latent_dim=shape.kv_latent,
+        shared_key_dim=shape.rope_dim,
         cp_size=settings.cp_size,
         node_size=node_size,
     )

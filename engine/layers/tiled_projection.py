@@ -67,7 +67,7 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
 
 def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
     """Queries, keys and values of any form, and attention's gate, in runs of tokens that are recomputed."""
-    parts = (norm, attention.q, attention.k, attention.v, attention.gate, attention.q_norm, attention.k_norm)
+    parts = (norm, *attention.projections())
     parameters = [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def compute(run_BTE: Tensor, tokens: slice) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
-SHARED = ("architecture", "decoder", "linear", "matrices")  # files of this folder that are no architecture
+SHARED = ("architecture", "decoder", "latent", "linear", "matrices")  # files of this folder that are no architecture
 
 # Kinds of layers in `layer_types`.
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.linear.shard import LinearShard, Mix, Mixer
@@ -56,10 +57,17 @@ class AddMLP(Protocol):
 
 
 class AttendCall(Protocol):
-    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks."""
+    """Attention over the whole sequence: (out_BLND, lse_BNL). `sinks_N` is given where the shape has sinks,
+    `expand_NXC` where it has a latent."""
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, sinks_N: Tensor | None = None
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        sinks_N: Tensor | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,7 +85,7 @@ def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: tor
     base, scaling = shape.rope_base, shape.rope_scaling
     if windowed and shape.rope_base_window:
         base, scaling = shape.rope_base_window, "none"
-    tables = rotary_tables(positions_L, shape.head_dim, base, dtype, scaling, seq_len)
+    tables = rotary_tables(positions_L, shape.rotated_dim, base, dtype, scaling, seq_len)
     if not shape.attention_scale:
         return tables
     factor = math.sqrt(shape.attention_scale * math.sqrt(shape.head_dim))
@@ -109,6 +117,14 @@ class Attention(nn.Module):
         out_BLF = out_BLND.flatten(-2)
         return normed(self.post_norm, self.output(out_BLF if gate_BLF is None else out_BLF * gate_BLF.sigmoid()))
 
+    def projections(self) -> tuple[nn.Module | None, ...]:
+        """The modules whose parameters `project` reads."""
+        return self.q, self.k, self.v, self.gate, self.q_norm, self.k_norm
+
+    def given(self) -> dict[str, Tensor]:
+        """Parameters that attention itself is called with."""
+        return {} if self.sinks is None else {"sinks_N": computed(self.sinks)}
+
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated; and the
         gate's input where there is one."""
@@ -133,6 +149,15 @@ class Attention(nn.Module):
         if rotated == self.head_dim:
             return rotate(heads, rotary)
         return torch.cat((rotate(heads[..., :rotated], rotary), heads[..., rotated:]), -1)
+
+
+def attention_of(shape: ModelShape) -> Attention:
+    """The attention of a layer."""
+    if not shape.kv_latent:
+        return Attention(shape)
+    from engine.models.latent import LatentAttention  # is put together from modules of this file
+
+    return LatentAttention(shape)
 
 
 class MLP(nn.Module):
@@ -190,7 +215,10 @@ class DenseAttention:
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if expand_NXC is not None:
+            k_BLKD, v_BLKD = Expansion.of(q_BLND, k_BLKD, expand_NXC).keys(k_BLKD, v_BLKD)
         return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask, sinks_N=sinks_N)
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:
@@ -232,7 +260,7 @@ class Block(nn.Module):
             self.mixer = mixer_of(shape)
         else:
             self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
-            self.attention = Attention(shape)
+            self.attention = attention_of(shape)
         self.linear = linear
         self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
         self.mlp = MLP(shape)
@@ -262,8 +290,7 @@ class Block(nn.Module):
         *projected, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
         qkv, gate = projected[:3], projected[3:]
         del projected
-        sinks_N = self.attention.sinks
-        out_BLND, _lse = attend(*qkv) if sinks_N is None else attend(*qkv, sinks_N=computed(sinks_N))
+        out_BLND, _lse = attend(*qkv, **self.attention.given())
         del qkv
         return self.attention(out_BLND, *gate), x_BLE
 

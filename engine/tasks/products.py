@@ -36,10 +36,15 @@ def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
     linear_keys, linear_values = (
         model.linear_key_heads * model.linear_key_dim, model.linear_heads * model.linear_value_dim
     )  # fmt: skip
-    shapes = (
+    projections: tuple[tuple[str, int, int, int], ...] = (
         ("query", model.hidden, queries, (2 if model.attention_gate else 1) * attention),
         ("key_value", model.hidden, keys, 2 * attention),
-        ("out", queries, model.hidden, attention),
+    )
+    if model.kv_latent:
+        projections = tuple((name, inputs, outputs, attention) for name, inputs, outputs, _ in model.latent_matrices())
+    shapes = (
+        *projections,
+        ("out", model.heads * model.output_dim, model.hidden, attention),
         # Of linear layers; products for one number a head are left out.
         ("linear_query_key", model.hidden, linear_keys, 2 * mixers),
         ("linear_value_gate", model.hidden, linear_values, 2 * mixers),

@@ -219,7 +219,7 @@ class TrainTask:
             torch.empty(settings.batch_size, *dims, dtype=kind, device="meta")
             for dims, kind in (
                 ((settings.seq_len // self.cp.size, model.hidden), dtype),
-                ((attended, heads, model.head_dim), dtype),
+                ((attended, heads, model.output_dim), dtype),
                 ((heads, attended), torch.promote_types(dtype, torch.float32)),
             )
         )

@@ -91,13 +91,16 @@ def counted_flops(settings: TrialSettings, work: StepFlops) -> float:
 
 
 def attention_forward(settings: TrialSettings) -> float:
-    """FLOPs of one attention forward over all replicas: 4 x N x D x visible pairs x sequences, whatever K is."""
+    """FLOPs of one attention forward over all replicas: 2 x N x (D of K + D of V) x visible pairs x sequences, whatever
+    K is. Where K and V are formed from a latent, their matrix counts once a token among those of the layer, however
+    often ranks expand what they receive."""
     return _attention_flops(settings, visible_pairs(settings.mask, settings.seq_len))
 
 
 def _attention_flops(settings: TrialSettings, pairs: float) -> float:
     """Of one layer whose mask shows so many pairs of a sequence."""
-    return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences_per_step(settings)
+    model = settings.model
+    return 2.0 * model.heads * (model.head_dim + model.output_dim) * pairs * sequences_per_step(settings)
 
 
 def work_of(settings: TrialSettings) -> StepFlops:

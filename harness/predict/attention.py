@@ -139,6 +139,27 @@ def step_areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, 
 
 def attention_passes(attention: LayerAttention, speeds: HardwareSpeeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention."""
+    found, passes = attention.resolved, _passes(attention, speeds)
+    added = expansion_flops(found)
+    forward, backward = (
+        replace(one, kernels=one.kernels + flops / (speeds.gemm_tflops * TERA))
+        for one, flops in zip(passes, added, strict=True)
+    )
+    return forward, backward
+
+
+def expansion_flops(found: Resolved) -> tuple[float, float]:
+    """FLOPs of one rank, forward and backward, that expand a latent beyond those of its own tokens once, which are
+    among the products of a layer: other ranks' chunks, and in backward all that are used, once more."""
+    problem, size = found.problem, found.division.ring.cp_size
+    rings = problem.cp_size if found.schedule == ALL_GATHER else size
+    once = problem.expansion_flops * (problem.seq_len // problem.cp_size)
+    used = 1 if found.sends_queries else rings
+    return once * (rings - 1), once * (3 * used - 2)
+
+
+def _passes(attention: LayerAttention, speeds: HardwareSpeeds) -> tuple[Pass, Pass]:
+    """The same without the expansion of a latent."""
     found, across = attention.resolved, attention.across_gib(speeds)
     problem, division = found.problem, found.division
     if problem.cp_size == 1:

@@ -177,7 +177,7 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     """Bytes that a rank's elementwise passes read and write in a step."""
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
-    rotary = _ROTARY * (model.heads + model.kv_heads) * model.head_dim
+    rotary = _ROTARY * (model.heads + (1 if model.kv_latent else model.kv_heads)) * model.rotated_dim
     of_adapters = adapter_passes(model, settings.lora)
     forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary + of_adapters[0]
     backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary + of_adapters[1]
@@ -230,5 +230,5 @@ def _offload_bytes(settings: TrialSettings) -> float:
     tokens = settings.seq_len * settings.batch_size / _sharing(settings)
     elements = model.hidden / checkpoint.every
     if checkpoint.offload == "all":
-        elements += checkpoint.tail * model.heads * model.head_dim
+        elements += checkpoint.tail * model.heads * model.output_dim
     return BYTES_OF[settings.dtype] * tokens * elements

@@ -23,6 +23,11 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": False,  # with a cache, transformers does not look for packed documents
 }  # fmt: skip
+LATENT: dict[str, Any] = {  # keys and values of all heads, with dims of their own; the second layer has experts
+    "num_key_value_heads": 4, "head_dim": 6, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6, "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1": ("LlamaConfig", {}),
     "qwen 2.5": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -31,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 2": ("Gemma2Config", {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
     "gemma 3": ("Gemma3TextConfig", {"sliding_window": 7, "query_pre_attn_scalar": 8}),
     "gpt-oss": ("GptOssConfig", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 2}),
+    "deepseek v3": ("DeepseekV3Config", LATENT),
 }
 
 

@@ -15,6 +15,8 @@ from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
+from engine.checkpoint.planning.memory import MemoryModel
+from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -33,7 +35,8 @@ class Allocating(CpuKernel):
     takes_output = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+        batch, tokens, heads, _ = q.shape
+        return q.new_zeros(batch, tokens, heads, v.shape[-1]), torch.zeros(batch, heads, tokens)
 
     def backward(self, given: BackwardInputs, band: Any, scale: float, deterministic: bool) -> Gradients:
         dq, dk, dv = (torch.zeros_like(t) for t in (given.q_BLND, given.k_BMKD, given.v_BMKD))
@@ -61,14 +64,22 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight))
 
 
-def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
-    """Bytes that live at once in the backward of a few layers, over those of one hidden state of all tokens."""
-    layers = max(3, checkpoint.every + 1)
-    shape = ModelShape(name="s", layers=layers, hidden=64, ffn=8, heads=4, kv_heads=kv_heads, head_dim=16, vocab=32)
-    settings = TrialSettings(
+def trial(checkpoint: Checkpoint, projection_tiles: int = TILES, **changes: Any) -> TrialSettings:
+    sizes = {"hidden": 64, "ffn": 8, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 32}
+    shape = ModelShape(name="s", layers=max(3, checkpoint.every + 1), **sizes | changes)
+    return TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16", checkpoint=checkpoint,
         mlp_tiles=TILES, projection_tiles=projection_tiles,
     )  # fmt: skip
+
+
+def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
+    return peak_of(trial(checkpoint, projection_tiles, kv_heads=kv_heads))
+
+
+def peak_of(settings: TrialSettings) -> float:
+    """Bytes that live at once in the backward of a few layers, over those of one hidden state of all tokens."""
+    shape = settings.model
     model = Decoder(shape).bfloat16()
     keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
     for parameter in model.parameters():
@@ -76,7 +87,7 @@ def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -
     tokens = torch.randint(shape.vocab, (1, TOKENS))
     with LiveBytes() as live:
         x_BLE = model.embedding(tokens)
-        rotary = torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)
+        rotary = torch.ones(TOKENS, shape.rotated_dim // 2), torch.zeros(TOKENS, shape.rotated_dim // 2)
         for block in model.blocks:
             x_BLE = block(x_BLE, rotary)
         gradient = torch.zeros_like(x_BLE)
@@ -98,3 +109,14 @@ def test_a_layers_backward_holds_few_hidden_states(kv_heads: int, states: float,
 def test_a_held_recomputation_holds_its_inputs_and_outputs_besides() -> None:
     held, bisected = (Checkpoint(every=4, tail=0, offload="inputs", replay=replay) for replay in ("hold", "bisect"))
     assert peak(1, held) > peak(1, bisected) + 4
+
+
+LATENT = {"head_dim": 24, "kv_latent": 24, "rope_dim": 8, "value_dim": 16}
+
+
+def test_a_layer_of_a_latent_holds_what_the_planner_counts() -> None:
+    """Keys and values of all heads, and their gradients, are there once, while they are used."""
+    settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), **LATENT)
+    model = MemoryModel(settings)
+    counted = model._layer(memory_settings_of(settings), 0.0) - model._attention_sums  # a kernel's own, not made here
+    assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), abs=0.5)

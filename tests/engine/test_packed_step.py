@@ -30,6 +30,9 @@ MODELS = {
     "llama": LLAMA,
     "qwen3": replace(LLAMA, name="qwen3", architecture="qwen3", qk_norm=True, tied=True),
     "sinks": replace(LLAMA, name="sinks", sinks=True, qkv_bias=True, rope_scaling="dynamic:factor=2,original=16"),
+    "latents": replace(
+        LLAMA, name="latents", kv_heads=6, kv_latent=10, q_latent=9, rope_dim=2, value_dim=5, rope_interleaved=True
+    ),
 }
 AGAIN = Checkpoint(every=2, tail=0.4)
 # 45 tokens divide by no number of ranks; documents of 1, 2 and 46 and more tokens are among those below.

@@ -111,8 +111,21 @@ def _sequences(settings: TrialSettings) -> int:
 
 def _layer_weights(model: ModelShape) -> tuple[int, int]:
     """Weights of one layer in matrix products: of queries, keys, values and output; of one matrix of the MLP."""
+    if model.kv_latent:
+        return _formed_weights(model) + model.hidden * model.heads * model.value_dim, model.hidden * model.ffn
     width = (model.heads + model.kv_heads) * model.head_dim
     return 2 * model.hidden * width, model.hidden * model.ffn
+
+
+def _formed_weights(model: ModelShape) -> int:
+    """Weights of one layer that form queries, keys and values."""
+    if not model.kv_latent:
+        return model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+    queries = model.hidden * model.heads * model.head_dim
+    if model.q_latent:
+        queries = model.q_latent * (model.hidden + model.heads * model.head_dim)
+    own = model.head_dim - model.rope_dim + model.value_dim  # of a head, from the latent
+    return queries + model.hidden * (model.kv_latent + model.rope_dim) + model.kv_latent * model.heads * own
 
 
 def _forward_flops(settings: TrialSettings) -> float:
@@ -143,7 +156,7 @@ def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
             inside if model.window and model.layer_pattern[layer % len(model.layer_pattern)] == "w" else pairs
             for layer in range(model.layers)
         )
-    return 4.0 * pairs * model.heads * model.head_dim * _sequences(settings)
+    return 2.0 * pairs * model.heads * (model.head_dim + (model.value_dim or model.head_dim)) * _sequences(settings)
 
 
 def _repeated_flops(settings: TrialSettings) -> float:
@@ -169,7 +182,7 @@ def _repeated_flops(settings: TrialSettings) -> float:
     first = matrices - 1 if model.plain_mlp else matrices
     repeated += per_weight * whole * first * matrix * not_kept / tokens
     if settings.projection_tiles > 1 and not model.plain_projection:
-        repeated += per_weight * model.layers * model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+        repeated += per_weight * model.layers * _formed_weights(model)
     elif settings.projection_tiles > 1 and model.qk_norm:
         repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return repeated

@@ -123,7 +123,7 @@ class OutputAccumulator:
 
     def __init__(self, q_BLND: Tensor, streams: StreamPass = ONE_STREAM, value_dim: int | None = None) -> None:
         """`streams`: those that parts are computed on, in turn; parts are merged on the one that is current then.
-        `value_dim`: of V and O, where it is another one than that of Q."""
+        `value_dim`: that of O, where it is not that of Q."""
         self._like_BLND, self._streams = q_BLND, streams
         self._shape = (*q_BLND.shape[:-1], value_dim or q_BLND.shape[-1])
         self._parts: list[_OutputPart] = []

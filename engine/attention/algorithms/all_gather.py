@@ -42,6 +42,8 @@ class AllGatherPlan(AttentionPlan):
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         saved = Saved((q_BLND, k_BLKD, v_BLKD))
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
+        if self.expansion is not None:
+            k_BSKD, v_BSKD = self.expansion.keys(k_BSKD, v_BSKD)
         if self.cut is not None:
             q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.choice.problem.seq_len)]
         with self.streams.begin() as streams:
@@ -60,7 +62,9 @@ class AllGatherPlan(AttentionPlan):
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BLND, k_BLKD, v_BLKD = saved.tensors
-        k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
+        k_BSKD, v_BSKD = gathered = self._gathered(k_BLKD, v_BLKD)
+        if self.expansion is not None:
+            k_BSKD, v_BSKD = self.expansion.keys(k_BSKD, v_BSKD)
         dtype, deterministic = q_BLND.dtype, self.choice.choices.deterministic
         part_dtype = dtype if self.kernel.writes_input_dtype else accumulation_dtype(dtype)
         dq, dk, dv = (GradAccumulator(tensor, part_dtype) for tensor in (q_BLND, k_BSKD, v_BSKD))
@@ -74,7 +78,13 @@ class AllGatherPlan(AttentionPlan):
             del inputs, rows, dq_part, dk_part, dv_part
         del k_BSKD, v_BSKD
         sent = dtype if self.choice.narrow_grads.across else accumulation_dtype(dtype)
-        dk_BLKD, dv_BLKD = self.gather.reduced(tuple(self._by_owner(total.final(sent)) for total in (dk, dv)))
+        if self.expansion is None:
+            totals: tuple[Tensor, ...] = dk.final(sent), dv.final(sent)
+        else:
+            found = self.expansion.contracted(dk.final(part_dtype), dv.final(part_dtype), gathered[1])
+            totals = tuple(each.to(sent) for each in found)
+        del gathered
+        dk_BLKD, dv_BLKD = self.gather.reduced(tuple(map(self._by_owner, totals)))
         return dq.final(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)
 
     def _gathered(self, *shards: Tensor) -> list[Tensor]:

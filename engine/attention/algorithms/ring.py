@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
+from engine.attention.algorithms.latent import ExpandedChunk, Expansion
 from engine.attention.algorithms.saved import AttentionPlan, Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm_plan import CommPlan, RingStep, comm_plan, reach
@@ -53,6 +54,8 @@ class RingPlan(AttentionPlan):
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.expansion is not None and self.choice.backward == "query":
+            return _backward_at_home(self, self.expansion, saved, dout_BLND, lse_BNL, delta_BNL)
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
 
@@ -75,7 +78,7 @@ class RingPlan(AttentionPlan):
     @cached_property
     def one_call(self) -> Visible | None:
         """Of a single rank with every query and key in one call."""
-        if self.cp.size > 1 or self.cut is not None:
+        if self.cp.size > 1 or self.cut is not None or self.choice.problem.latent_dim:
             return None
         calls, every = self.comm_plan(False).steps[0].calls, slice(0, self.choice.problem.seq_len)
         return calls[0].visible if len(calls) == 1 and calls[0][:2] == (every, every) else None
@@ -100,6 +103,8 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
                 step, chunk = found
                 if index:
                     streams.share(chunk.tensors)
+                if plan.expansion is not None:
+                    chunk = plan.expansion.keys_of(chunk, step.calls)
                 for queries, keys, visible in step.calls:
                     q_BRND, (k_BMKD, v_BMKD) = q_BLND[:, queries], chunk.tokens(keys)
                     part_BLND, part_lse_BNL = plan.kernel.forward(q_BRND, k_BMKD, v_BMKD, visible, plan.scale)
@@ -135,6 +140,10 @@ def _ring_backward(
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
+        expanded = None
+        if plan.expansion is not None and step.calls:
+            expanded = ExpandedChunk(plan.expansion, chunk, step.calls, part_dtype)
+            keys, (dk, dv) = expanded.keys, expanded.gradients
         for q_tokens, k_tokens, visible in step.calls:
             inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
             dq_part, dk_part, dv_part = plan.kernel.backward(inputs, visible, plan.scale, deterministic)
@@ -142,18 +151,35 @@ def _ring_backward(
             dk.add(k_tokens, dk_part)
             dv.add(k_tokens, dv_part)
             del inputs, dq_part, dk_part, dv_part
+        if expanded is not None:
+            expanded.contract_into(chunk_grads)
         if step.inner_step == 0:
             intra_dtype = later_dtype if step.outer_step else first_dtype
             grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
         grad_return.add(step.inner_step, chunk_grads)
         if step.inner_step + 1 == node_size:
             reduce.add(step.outer_step, grad_return.finish())
-        del chunk, queries, keys
+        del chunk, queries, keys, expanded, dk, dv
 
     own_grads = reduce.finish()  # on one node, what `grad_return` has returned
     sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
-    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
+    dtypes = q_BLND.dtype, *(plan.key_gradient_dtype or q_BLND.dtype,) * 2
+    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(dtype) for gradient, dtype in zip(sums, dtypes, strict=True))
     return dq_BLND, dk_BLKD, dv_BLKD
+
+
+def _backward_at_home(
+    plan: RingPlan, expansion: Expansion, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward that sends the query side, of a latent: K and V stay on this rank, and so do their gradients. One
+    expansion and one contraction of this rank's own tokens."""
+    q_BLND, shared_BL1R, latent_BL1C = saved.tensors
+    k_BLND, v_BLND = expansion.keys(shared_BL1R, latent_BL1C)
+    plain, dtype = replace(plan, expansion=None, key_gradient_dtype=None), plan.key_gradient_dtype
+    dq_BLND, dk_BLND, dv_BLND = _ring_backward(plain, q_BLND, k_BLND, v_BLND, dout_BLND, lse_BNL, delta_BNL)
+    del k_BLND, v_BLND  # the contraction needs their memory
+    dshared_BL1R, dlatent_BL1C = expansion.contracted(dk_BLND, dv_BLND, latent_BL1C)
+    return dq_BLND, dshared_BL1R.to(dtype or q_BLND.dtype), dlatent_BL1C.to(dtype or q_BLND.dtype)
 
 
 def ring_steps(

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from engine.attention.algorithms.latent import Expansion
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
@@ -53,6 +54,9 @@ class AttentionPlan:
     scale: float  # of the scores
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
+    # Of one pass where K and V are a shared key and a latent: forms K and V of all heads, and sums its gradient.
+    expansion: Expansion | None = None
+    key_gradient_dtype: torch.dtype | None = None  # of the dK and dV that are returned; None: that of the inputs
 
     @property
     def one_call(self) -> Visible | None:
@@ -135,10 +139,12 @@ class Attend(Protocol):
         *,
         sinks_N: Tensor | None = None,
         saved: SavedOutput | None = None,
+        expand_NXC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL), out differentiable in q, k, v and the sinks; the LSE is for `keep` alone.
 
-        `sinks_N` is a learned logit per query head, given where the model has them.
+        `sinks_N` is a learned logit per query head, given where the model has them; `expand_NXC` the matrix that K and
+        V are formed with, where it has a latent.
 
         `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
         the other rows, which is how checkpointing avoids computing attention again.
@@ -151,7 +157,8 @@ class Attend(Protocol):
 
 
 class AttentionFn(Attend, Protocol):
-    """Attention among the ranks of a trial. A method that refuses models with sinks need not take `sinks_N`."""
+    """Attention among the ranks of a trial. A method that refuses models with sinks, or a latent, asserts that there
+    are none."""
 
     def resolved(self) -> dict[str, str]:
         """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""

@@ -52,6 +52,8 @@ class UlyssesPlan(AttentionPlan):
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """With `save`, Q, K and V are saved as they were received, so that backward receives only dO and delta."""
+        saved = Saved((q_BLND, k_BLKD, v_BLKD))
+        k_BLKD, v_BLKD = self._for_each_rank(k_BLKD, v_BLKD)
         shards, runs, rows = (q_BLND, k_BLKD, v_BLKD), self.token_runs, None
         if self.cut is not None:
             rows = self.cp.rows_before(self.cut, self.choice.problem.seq_len)
@@ -63,7 +65,7 @@ class UlyssesPlan(AttentionPlan):
             if save:
                 gathered.extend(chunk.save())
             tokens = chunk.tensors[0].shape[1]
-            out_BTHD, lse_BHT, _ = self.inner.forward(*chunk.tensors, save=False)
+            out_BTHD, lse_BHT, _ = self._inner_of(index).forward(*chunk.tensors, save=False)
             if save:
                 gathered.append(lse_BHT)
             if (others := tokens - out_BTHD.shape[1]) > 0:  # rows that are not computed are sent as zeros
@@ -74,30 +76,51 @@ class UlyssesPlan(AttentionPlan):
         out_BLND, lse_BNL = out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous()
         if rows is not None:
             out_BLND, lse_BNL = out_BLND[:, :rows], lse_BNL[:, :, :rows]
-        saved = Saved(tuple(gathered), gathered=True, heads=self._chunk_heads) if save else Saved(shards)
+        if save:
+            saved = Saved(tuple(gathered), gathered=True, heads=self._chunk_heads)
         return out_BLND, lse_BNL, saved
 
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The all-to-all returns complete sums, without adding to them."""
+        """The all-to-all returns complete sums, without adding to them; of a latent a sum over each rank's heads, and
+        these are added here."""
 
         def from_gathered(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
             dout, delta_BTH = chunk.tensors
             *qkv, lse_BHT = saved.tensors[SAVED_PER_CHUNK * index : SAVED_PER_CHUNK * (index + 1)]
-            return self.inner.backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
+            delta_BHT = delta_BTH.transpose(1, 2).contiguous()
+            return self._inner_of(index).backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BHT)
 
         def from_shards(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
             *qkv, dout, rows_BTH2 = chunk.tensors
             lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
-            return self.inner.backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BHT)
+            return self._inner_of(index).backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BHT)
 
         if saved.gathered:
             dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), from_gathered, self.token_runs)
         else:
             rows_BLN2 = torch.stack((lse_BNL, delta_BNL), dim=-1).transpose(1, 2)
-            dq, dk, dv = self._exchanged((*saved.tensors, dout_BLND, rows_BLN2), from_shards, self.token_runs)
+            q_BLND, k_BLKD, v_BLKD = saved.tensors
+            tensors = q_BLND, *self._for_each_rank(k_BLKD, v_BLKD), dout_BLND, rows_BLN2
+            dq, dk, dv = self._exchanged(tensors, from_shards, self.token_runs)
+        if self.expansion is not None:
+            dk, dv = (each.sum(2, keepdim=True).to(dq.dtype) for each in (dk, dv))
         return dq, dk, dv
+
+    def _for_each_rank(self, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values whose heads the all-to-all divides; a latent is the same for every part of the heads."""
+        if self.expansion is None:
+            return k_BLKD, v_BLKD
+        parts = self.all_to_all.size * self.choice.num_head_chunks
+        return k_BLKD.expand(-1, -1, parts, -1), v_BLKD.expand(-1, -1, parts, -1)
+
+    def _inner_of(self, index: int) -> RingPlan:
+        """The ring of a chunk of this rank's heads, which expands a latent for these alone."""
+        if self.expansion is None:
+            return self.inner
+        expansion = self.expansion.of_heads(self._chunk_heads[index])
+        return replace(self.inner, expansion=expansion, key_gradient_dtype=expansion.gradient().dtype)
 
     def _exchanged(
         self,

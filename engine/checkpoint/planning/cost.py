@@ -49,11 +49,12 @@ class CostModel:
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
         self._tokens = self._rank_tokens * micro
         pairs = layer_pairs(settings) * settings.batch_size * micro / settings.cp_size
-        self._attention = 4.0 * model.heads * model.head_dim * pairs / speeds.attention  # of one layer's forward
+        dims = model.head_dim + model.output_dim
+        self._attention = 2.0 * model.heads * dims * pairs / speeds.attention  # of one layer's forward
         item = BYTES_OF[settings.dtype]
         wide = max(4, item)
         self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
-        row = item * model.head_dim + 4  # of output and LSE, of one token and head
+        row = item * model.output_dim + 4  # of output and LSE, of one token and head
         attending = model.attention_layers / model.layers
         self._copy_attention = attending * self._tokens * model.heads * row / speeds.host_link  # of a layer, on average
         elements = PASSES_AGAIN * model.hidden + adapter_passes(model, settings.lora)[0]

@@ -138,8 +138,12 @@ class MemoryModel:
         self._by_autograd = _TORCH_MLP[self._gates] if shape.plain_mlp else _AUTOGRAD_MLP * self._gates
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
-        self._query = item * tokens * shape.heads * shape.head_dim  # queries, attention's output, their gradients
-        self._keys = 2 * item * tokens * shape.kv_heads * shape.head_dim  # keys and values
+        self._query = item * tokens * shape.heads * shape.head_dim  # queries, their gradients
+        self._output = item * tokens * shape.heads * shape.output_dim  # attention's output, its gradient
+        self._keys = item * tokens * shape.sent_key_dims  # keys and values, or what they are formed from
+        # Keys and values formed from a latent, and their gradients, of one chunk.
+        dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
+        self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
         self._mixer = _Mixer.of(settings)
         self._attending = shape.attention_layers / shape.layers
@@ -199,7 +203,8 @@ class MemoryModel:
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
             used = min(1.0, parse_mask(settings.masks[0]).area(settings.seq_len) / Causal().area(settings.seq_len))
-            self._received = used * (4 * self._query + 2 * self._keys)
+            queries = 0 if shape.kv_latent else 2 * (self._query + self._output)  # a latent is sent in backward too
+            self._received = used * (queries + (6 if shape.kv_latent else 2) * self._keys)
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
@@ -295,7 +300,7 @@ class MemoryModel:
         if not again:
             return 0.0, 0.0, 0.0
         inputs = group_starts(checkpoint, again) * self._state
-        attention = self._attention_of(again) * checkpoint.tail * (self._query + self._lse)
+        attention = self._attention_of(again) * checkpoint.tail * (self._output + self._lse)
         host = 0.0
         if checkpoint.offload != "none":
             inputs, host = 0.0, inputs_in_store(checkpoint, again) * self._state
@@ -311,7 +316,7 @@ class MemoryModel:
         """Saved tensors of a layer that is not computed again, on average: its input and the MLP's, queries, keys and
         values and attention's results, or those of a linear layer's mixer, and the kept products of the MLP's first
         matrices."""
-        kept = 2 * self._query + self._keys + self._lse
+        kept = self._query + self._output + self._keys + self._lse
         shape = self._shape
         by_torch = shape.qk_norm or not shape.plain_projection
         if self._settings.lora is not None:
@@ -347,8 +352,8 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        in_attention = self._state + 2 * self._query + self._keys + self._attention_sums
-        in_attention += self._received_beside(choice.checkpoint)
+        in_attention = self._state + self._query + self._output + self._keys + self._expanded
+        in_attention += self._attention_sums + self._received_beside(choice.checkpoint)
         return max(4 * self._state + held, in_attention, self._state + self._mixer.gradients)
 
     def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
@@ -362,7 +367,7 @@ class MemoryModel:
         if checkpoint.every > 1 or checkpoint.offload != "none":
             held += self._state  # the input is not among the saved tensors
         if checkpoint.replay == "hold" and checkpoint.every > 1:
-            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
+            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._output
             held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
         if self._shape.norms != "before":
             held += 2 * self._state  # the branches before their norms
@@ -373,9 +378,10 @@ class MemoryModel:
             mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
-        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
+        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
-        in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
+        # Gradients: residual, out, q, k, v.
+        in_attention = held + self._state + self._query + self._output + self._keys + self._expanded
         in_attention += self._attention_sums + self._received_beside(checkpoint)
         return max(in_mlp, in_attention, held + self._state + self._mixer.gradients)
 

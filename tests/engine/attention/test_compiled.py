@@ -180,14 +180,15 @@ def test_the_operations_agree_with_their_fakes(operation: str) -> None:
     cp = ContextParallel.single()
     q, k, v = (t.detach() for t in leaves(cp))
     name = compiled.registered(Causal(), cp, compiled.Choices())
-    if operation == "attention":
-        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-        for sinks in (None, torch.randn(4).requires_grad_()):
-            torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, sinks, name, None, None, None, 0))
-        return
-    out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
-    for sinks in (None, torch.randn(4)):
-        arguments = (q, k, v, out, lse, sinks, torch.ones_like(out), None, name, None)
+    shared, latent, sinks = k[:, :, :1, :4].contiguous(), v[:, :, :1].contiguous(), torch.randn(4)
+    expand = torch.randn(4, q.shape[-1] - 4 + 6, latent.shape[-1])  # values of 6 dims
+    for keys, sinks_N, expand_NXC in (((k, v), None, None), ((k, v), sinks, None), ((shared, latent), None, expand)):
+        if operation == "attention":
+            given = [None if t is None else t.clone().requires_grad_() for t in (q, *keys, sinks_N, expand_NXC)]
+            torch.library.opcheck(torch.ops.burst.attention.default, (*given, name, None, None, None, 0))
+            continue
+        out, lse = burst_attention(q, *keys, cp=cp, return_lse=True, expand_NXC=expand_NXC)
+        arguments = (q, *keys, out, lse, sinks_N, expand_NXC, torch.ones_like(out), None, name, None)
         torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
 
 
@@ -199,7 +200,7 @@ def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> No
     del cp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.burst.attention(q, k, v, None, name, None, None, None, 0)
+        torch.ops.burst.attention(q, k, v, None, None, name, None, None, None, 0)
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:

@@ -248,7 +248,7 @@ def test_first_calls_that_differ_between_ranks_are_refused_on_all_before_any_mes
             else:
                 assert words.startswith("ranks do not agree on this call: rank 0 has "), (case, words)
                 assert "make it with the same shapes, mask and choices on all ranks of the context" in words
-    assert "q [1, 12, 6, 8], k [1, 12, 6, 8], rank 1 has q [1, 16, 6, 8]" in results[0]["lengths"][1]
+    assert "q [1, 12, 6, 8], k [1, 12, 6, 8], v [1, 12, 6, 8], rank 1 has q [1, 16, 6, 8]" in results[0]["lengths"][1]
 
 
 def test_a_rank_that_does_not_come_to_a_first_call_is_named() -> None:

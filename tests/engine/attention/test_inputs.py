@@ -112,7 +112,7 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
         (lambda: burst_attention(Q, Q, Q, scale=torch.tensor(0.5)), r"scale is tensor\(0.5000\); give a finite factor"),
         (lambda: burst_attention(Q.numpy(), Q, Q), "q, k, v are ndarray, Tensor, Tensor; pass torch tensors"),
         (lambda: burst_attention(Q, Q, None), "q, k, v are Tensor, Tensor, NoneType; pass torch tensors"),
-        (lambda: prepare_attention([Q], Q), "q, k are list, Tensor; pass torch tensors"),
+        (lambda: prepare_attention([Q], Q), "q, k, v are list, Tensor, Tensor; pass torch tensors"),
         (lambda: burst_attention(Q.to_sparse(), Q, Q), "q, k, v are torch.sparse_coo, .*; pass dense tensors"),
         (lambda: burst_attention(Q, Q, Q, saved=Q), "saved is a Tensor; pass what save_suffix returned"),
         (lambda: ContextParallel([0, 1]), "group is a list; pass a process group"),

@@ -89,9 +89,9 @@ def test_every_case_equals_dense_float64(world_size, node_size, layout, choices)
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
 
 
-def test_a_prepared_call_is_told_the_dim_of_v_and_refuses_another() -> None:
+def test_a_prepared_call_refuses_another_dim_of_v() -> None:
     q, k, v, _ = whole_problem(4, 4, 12, 8)
-    attend = prepare_attention(q, k, value_dim=8)
+    attend = prepare_attention(q, k, v)
     assert torch.equal(attend(q, k, v), burst_attention(q, k, v))
     with pytest.raises(ValueError, match=r"v \(2, 48, 4, 8\).*found.*v \(2, 48, 4, 12\)"):
         attend(q, k, k)

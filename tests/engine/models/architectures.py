@@ -153,6 +153,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": None, "first_k_dense_replace": 3, "kv_lora_rank": 10, "q_lora_rank": 14,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10,
+}  # fmt: skip
+CASES |= {
+    "deepseek v3": (
+        "deepseek_v3",
+        LATENT
+        | {"rope_parameters": rope(150.0, **YARN, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=16)},
+    ),
+    "deepseek v3, biases, halves, no latent of q": (
+        "deepseek_v3",
+        LATENT
+        | {"attention_bias": True, "rope_interleave": False, "q_lora_rank": None, "rope_parameters": rope(150.0)},
+    ),
+    "deepseek v2": ("deepseek_v2", LATENT | {"attention_bias": True, "rope_parameters": rope(150.0)}),
+}
+
+
 def configuration(name: str) -> dict[str, Any]:
     """The content of a case's config.json, as transformers makes it of the keys given here."""
     from transformers import AutoConfig, AutoModelForCausalLM

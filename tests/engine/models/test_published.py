@@ -56,6 +56,16 @@ GPT_OSS = {
     "truncate": False}, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "vocab_size": 256,
 }  # fmt: skip
+# Of DeepSeek-V3, at the sizes of tiny_deepseek_v3 and with dense layers alone.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 2,
+    "hidden_act": "silu", "hidden_size": 96, "intermediate_size": 256, "kv_lora_rank": 32, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_attention_heads": 8, "num_hidden_layers": 2,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "q_lora_rank": 48, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "tie_word_embeddings": False, "v_head_dim": 16, "vocab_size": 256,
+}  # fmt: skip
 PUBLISHED = {
     "llama3_8b": LLAMA_3_8B,
     "llama3_2_1b": LLAMA_3_2_1B,
@@ -64,6 +74,7 @@ PUBLISHED = {
     "gemma3_4b": GEMMA_3_4B,
     "olmo2_7b": OLMO_2_7B,
     "tiny_gpt_oss": GPT_OSS,
+    "tiny_deepseek_v3": DEEPSEEK_V3,
 }
 
 
@@ -93,6 +104,10 @@ def test_shapes_have_as_many_parameters_as_transformers_builds(name: str) -> Non
         ),
         ("tiny_gpt_oss", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, .*; expected 1"),
         ("tiny_gpt_oss", {"num_local_experts": None}, "num_local_experts is None, .*; expected 1"),
+        ("tiny_deepseek_v3", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; expected 2, .* have experts"),
+        ("tiny_deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace is None; expected 2"),
+        ("tiny_deepseek_v3", {"num_key_value_heads": 4}, "with 4 KV heads of 8; with kv_latent give"),
+        ("tiny_deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing; expected a whole number"),
         ("gemma3_4b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, .*; expected missing"),
         ("gemma3_4b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, .*; expected missing"),
         (

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.checkpoint.planning.memory import memory_of
+from engine.lora import Lora
 from engine.method import method_unsupported_reason
 from engine.models.architecture import shortest_pattern
 from engine.models.decoder import Decoder
@@ -26,6 +27,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "not gated, biased": {"gated": False, "mlp_bias": True},
     "norms after": {"norms": "after", "qk_norm": True, "qk_norm_whole": True},
     "norms on both sides": {"norms": "both", "qk_norm": True},
+    "latents": {"kv_heads": 4, "kv_latent": 7, "q_latent": 9, "rope_dim": 2, "value_dim": 8, "qkv_bias": True},
+    "a latent of keys": {"kv_heads": 4, "kv_latent": 7, "rope_dim": 4, "value_dim": 5, "sinks": True},
 }
 
 
@@ -62,6 +65,14 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"attention_scale": -1.0}, "attention_scale is -1"),
         ({"attention_scale": float("nan")}, "attention_scale is nan; give a finite number"),
         ({"rope_base": float("inf")}, "rope_base is inf; give a finite number above 0"),
+        ({"value_dim": 4}, "value_dim is given without kv_latent"),
+        ({"kv_latent": 7, "rope_dim": 2}, "2 KV heads of 4; with kv_latent give"),
+        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 6}, "rope_dim is 6 of head_dim 6"),
+        ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
+        (
+            {"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True},
+            "norms and a scale of its own and no gate; leave it out",
+        ),
     ],
 )
 def test_a_feature_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -128,6 +139,15 @@ def test_methods_refuse_layers_and_features_that_they_lack() -> None:
     assert "sliding_window:7" in (
         method_unsupported_reason(method_named("torch_cp"), replace(mixed, method="torch_cp")) or ""
     )
+    latent = replace(LLAMA, **FEATURES["latents"])
+    for method, task, words in (
+        ("torch_cp", "train", "has no latent attention"), ("burst", "attention", "has a latent of them; choose task"),
+    ):  # fmt: skip
+        settings = trial(latent, method=method, task=task, cp_size=2)
+        assert words in (method_unsupported_reason(method_named(method), settings) or "")
+    adapted = trial(latent, lora=Lora(rank=2, alpha=1.0, targets=("k", "output")))
+    reason = method_unsupported_reason(method_named("burst"), adapted)
+    assert reason == "lora.targets has k, but model m forms it from a latent; leave it out"
     biased = trial(replace(LLAMA, qkv_bias=True), method="trl_upstream")
     assert "trl_upstream trains Llama's decoder, and model m has qkv_bias True" in (
         method_unsupported_reason(method_named("trl_upstream"), biased) or ""

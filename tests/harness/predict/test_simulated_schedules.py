@@ -48,6 +48,21 @@ def test_with_links_of_no_cost_every_schedule_takes_the_kernels_time(schedule: s
     assert backward.seconds == pytest.approx(2.5 * flops / (180 * TERA), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "side", "expected"),
+    [("ring", "query", (7, 1)), ("ring", "key_value", (7, 22)), ("ulysses", "query", (0, 1)), ("usp", "query", (1, 1))],
+)
+def test_expanding_what_others_sent_of_a_latent_takes_the_time_of_its_products(schedule, side, expected) -> None:
+    """Once for one's own tokens is among the layer's products, and so are the two products of its gradients."""
+    one = problem(value_dim=32)
+    latent = dataclasses.replace(one, latent_dim=128, shared_key_dim=16)
+    once = 2 * 16 * (64 - 16 + 32) * 128 * one.seq_len / 8 / (200 * TERA)
+    for times, plain, found in zip(
+        expected, *(attention_passes(attention(each, schedule, side), FAST) for each in (one, latent)), strict=True
+    ):
+        assert found.kernels - plain.kernels == pytest.approx(times * once)
+
+
 @pytest.mark.parametrize("side", ["query", "key_value"])
 def test_with_a_slow_link_between_nodes_a_double_ring_takes_the_time_of_the_bytes_that_cross(side: str) -> None:
     one, slow = problem(), dataclasses.replace(FAST, across_gib=1e-4)

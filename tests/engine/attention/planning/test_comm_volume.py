@@ -99,30 +99,32 @@ def differing(
     for (heads, kv_heads), mask, choice in chance.sample(cases, min(most, len(cases))):
         dtype, comm_dtype = chance.choice(widths)
         recompute, chunks = chance.choice((False, True)), chance.choice((1, 2))
-        value_dim = chance.choice((3, 5))
-        shapes = ((heads, 3), (kv_heads, 3), (kv_heads, value_dim))
+        value_dim, latent = chance.choice((3, 5)), chance.choice((False, False, True))
+        shapes = ((heads, 3), (1, 2), (1, 7)) if latent else ((heads, 3), (kv_heads, 3), (kv_heads, value_dim))
         q, k, v = (torch.ones(2, TOKENS, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
+        expand = torch.ones(heads, 1 + value_dim, 7, dtype=dtype) if latent else None
         with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             plan = plan_attention(
                 q,
                 k,
+                v,
                 mask=mask,
                 cp=cp,
                 grad_comm_dtype=comm_dtype,
                 num_head_chunks=chunks,
-                value_dim=value_dim,
+                expand_NXC=expand,
                 **choice,
             )
         cp.traffic.reset()
         with Posted(cp) as forward:
-            out = run_attention(plan, q, k, v, recompute=recompute)
+            out = run_attention(plan, q, k, v, expand_NXC=expand, recompute=recompute)
         computed = plan.choice.sent(plan.cp.rank, gathered=not recompute)
         with Posted(cp) as backward:
             out.sum().backward()
         posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
         count += 1
         if computed != posted or computed.total != counted:
-            case = f"{heads}:{kv_heads} {mask} {dtype} {comm_dtype} {recompute} {chunks} {choice}"
+            case = f"{heads}:{kv_heads}:{value_dim} {latent} {mask} {dtype} {comm_dtype} {recompute} {chunks} {choice}"
             found[case] = computed, posted, counted
     return count, found
 

@@ -42,13 +42,22 @@ CASES = [
 ]
 CASES += [{"schedule": "ulysses", "checkpoint": checkpoint} for checkpoint in (Checkpoint(every=0), Checkpoint())]
 CASES += [{"schedule": schedule, "batch_size": 2} for schedule in ("ring", "ulysses")]
-FEW = CASES[:-4:5] + CASES[-4:]  # each value of each setting
+# 40 numbers of a token in place of keys and values of all heads.
+LATENT = replace(SHAPE, kv_heads=HEADS, kv_latent=32, rope_dim=8, value_dim=24)
+CASES += [
+    {"model": LATENT, "schedule": schedule, "backward": backward, "checkpoint": checkpoint}
+    for schedule, backward, checkpoint in (
+        ("ring", "query", Checkpoint()), ("ring", "auto", Checkpoint(tail=0.5)), ("ulysses", "auto", Checkpoint()),
+        ("ulysses", "auto", Checkpoint(every=0)),
+    )
+]  # fmt: skip
+FEW = CASES[:-8:5] + CASES[-8:]  # each value of each setting
 
 
 def trial(cp_size: int, **changes: Any) -> TrialSettings:
     return TrialSettings(
-        task="train", method="burst", model=SHAPE, seq_len=SEQ_LEN, cp_size=cp_size, world_size=cp_size, dtype="bf16",
-        **changes,
+        task="train", method="burst", seq_len=SEQ_LEN, cp_size=cp_size, world_size=cp_size, dtype="bf16",
+        **{"model": SHAPE} | changes,
     )  # fmt: skip
 
 
@@ -65,17 +74,22 @@ class _InputDtype(ReferenceKernel):
 def slots_of(settings: TrialSettings) -> int:
     """Bytes that this rank holds after a forward and its backward."""
     cp = ContextParallel(layout=trial_layout(settings))
-    shapes = [(settings.batch_size, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    model, heads, expand = settings.model, [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM)], None
+    if model.kv_latent:
+        heads = [(HEADS, HEAD_DIM), (1, model.rope_dim), (1, model.kv_latent)]
+        expand = torch.randn(HEADS, model.expanded_dims, model.kv_latent, dtype=torch.bfloat16).requires_grad_()
+    shapes = [(settings.batch_size, SEQ_LEN // cp.size, *own) for own in heads]
     shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
     with mock.patch("engine.attention.plan.choose_kernel", return_value=_InputDtype()):
         plan = plan_attention(
-            *shards[:2], mask=parse_mask(settings.mask), cp=cp, schedule=settings.schedule,
+            *shards, expand_NXC=expand, mask=parse_mask(settings.mask), cp=cp, schedule=settings.schedule,
             backward=settings.backward, recompute=recompute,
             grad_comm_dtype="fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype,
         )  # fmt: skip
     plan = by_copy_engine(plan, dist.group.WORLD)
-    run_attention(plan, *shards, recompute=recompute).sum().backward()
+    run_attention(plan, *shards, expand_NXC=expand, recompute=recompute).sum().backward()
+    assert expand is None or expand.grad.norm() > 0
     return cp.traffic.window_bytes
 
 
