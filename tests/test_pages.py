@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TITLES = {
     "install.md", "attention.md", "trainers.md", "train.md", "documents.md", "memory.md", "plan.md", "experiments.md",
     "results.md", "baselines.md", "conform.md", "paper.md", "cluster.md", "reference.md", "8b-at-128k.md",
-    "own-method.md", "README.md",
+    "own-method.md", "hybrids.md", "README.md",
 }  # fmt: skip
 # A page is finished in ten minutes. The reference, and the tables at the end of the cluster page, are looked up.
 MAX_WORDS, MAX_WORDS_OF, MAX_WORDS_OF_A_NOTE = (

@@ -31,15 +31,25 @@ class MatrixProduct:
 def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
     """Every product that a token takes part in; products of one shape and kind are one entry."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    first = "gate_up" if model.gated else "up"
+    first, attention = "gate_up" if model.gated else "up", model.attention_layers
+    mixers = model.layers - attention
+    linear_keys, linear_values = (
+        model.linear_key_heads * model.linear_key_dim, model.linear_heads * model.linear_value_dim
+    )  # fmt: skip
     shapes = (
-        ("query", model.hidden, queries, model.layers),
-        ("key_value", model.hidden, keys, 2 * model.layers),
-        ("out", queries, model.hidden, model.layers),
+        ("query", model.hidden, queries, (2 if model.attention_gate else 1) * attention),
+        ("key_value", model.hidden, keys, 2 * attention),
+        ("out", queries, model.hidden, attention),
+        # Of linear layers; products for one number a head are left out.
+        ("linear_query_key", model.hidden, linear_keys, 2 * mixers),
+        ("linear_value_gate", model.hidden, linear_values, 2 * mixers),
+        ("linear_out", linear_values, model.hidden, mixers),
         (first, model.hidden, model.ffn, (2 if model.gated else 1) * model.layers),
         ("down", model.ffn, model.hidden, model.layers),
         ("lm_head", model.hidden, model.vocab, 1),
     )
     return tuple(
-        MatrixProduct(name=name, inputs=inputs, outputs=outputs, count=count) for name, inputs, outputs, count in shapes
+        MatrixProduct(name=name, inputs=inputs, outputs=outputs, count=count)
+        for name, inputs, outputs, count in shapes
+        if count
     )
