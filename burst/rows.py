@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,12 +42,12 @@ def lengths_from(starts: Sequence[int], seq_len: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise((*starts, seq_len)))
 
 
-def made_by(function: Callable[..., Any]) -> str:
+def made_by(function: Callable[..., object]) -> str:
     """The name of the function that made this function."""
     return function.__qualname__.split(".")[0]
 
 
-def parts_of(function: Callable[..., Any], composed: Collection[str]) -> Iterator[Callable[..., Any]]:
+def parts_of(function: Callable[..., object], composed: Collection[str]) -> Iterator[Callable[..., object]]:
     """The functions that a mask function is made of: those in the closures of functions made by one of `composed`."""
     if made_by(function) not in composed:
         yield function

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -373,10 +373,10 @@ def _lengths(positions: list[int]) -> tuple[int, ...]:
     return lengths_from(starts, len(positions))
 
 
-def check_boundaries(given: Mapping[str, Any], expected: list[int]) -> None:
+def check_boundaries(given: Mapping[str, object], expected: list[int]) -> None:
     """Raises ValueError where boundaries among the inputs of a model are not those of the positions."""
     for name in BOUNDARIES:
-        bounds = given.get(name)
+        bounds = cast("Iterable[int] | None", given.get(name))
         if bounds is not None and (found := [int(bound) for bound in bounds]) != expected:
             raise ValueError(
                 f"{name} {found[:6]} is not where documents start by position_ids, {expected[:6]}, in the whole "

@@ -85,8 +85,13 @@ def _moved(x_BLE: Tensor, cp: ContextParallel, order: TokenOrder, consecutive: b
     if not consecutive:
         x_BLE = x_BLE.index_select(1, order.arrival_L.to(x_BLE.device))
     sent, received = (order.sent, order.received) if consecutive else (order.received, order.sent)
-    specs = tuple(TensorSpec((x_BLE.shape[0], tokens, x_BLE.shape[2]), x_BLE.dtype) for tokens in received)
+    parts, others = x_BLE.split(sent, 1), [rank for rank in range(cp.size) if rank != cp.rank]
+    sources = [rank for rank in others if received[rank]]
+    specs = [TensorSpec((x_BLE.shape[0], received[rank], x_BLE.shape[2]), x_BLE.dtype) for rank in sources]
     with cp.comms.collective():
-        arrived = cp.comms.linear().exchange(x_BLE.split(sent, 1), specs).wait()
+        to = [(rank, parts[rank]) for rank in others if sent[rank]]
+        transfer = cp.comms.linear().exchange(to, list(zip(sources, specs, strict=True)))
+        by_rank = {cp.rank: parts[cp.rank]} | dict(zip(sources, transfer.wait(), strict=True))
+    arrived = [by_rank[rank] for rank in sorted(by_rank)]
     joined_BLE = torch.cat(arrived, 1)
     return joined_BLE.index_select(1, order.place_L.to(x_BLE.device)) if consecutive else joined_BLE

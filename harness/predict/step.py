@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.counts import added_weights, layers_run_again
+from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
@@ -177,8 +178,9 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     rotary = _ROTARY * (model.heads + model.kv_heads) * model.head_dim
-    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary
-    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary
+    of_adapters = adapter_passes(model, settings.lora)
+    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary + of_adapters[0]
+    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary + of_adapters[1]
     again = work.recomputed_layers / work.layers if work.layers else 0.0
     values = model.linear_heads * model.linear_value_dim
     channels = 2 * model.linear_key_heads * model.linear_key_dim + values

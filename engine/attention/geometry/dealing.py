@@ -31,8 +31,8 @@ import numpy as np
 
 from engine.attention.geometry.document_parts import (
     PLAIN,
-    Part,
-    Shard,
+    DocumentPart,
+    RankDocuments,
     Work,
     first_with,
     pairs_between,
@@ -53,16 +53,16 @@ class _Dealer:
     window: int  # of `Work`; whole numbers are compared in less time than with infinity
     lengths: list[int]  # of whole documents, ascending
     starts: list[int]  # of the same documents
-    cut: list[Part] = field(default_factory=list)  # documents of which some rank has a part
+    cut: list[DocumentPart] = field(default_factory=list)  # documents of which some rank has a part
     size: int = 0  # tokens of a rank
     tokens: int = 0  # that the rank still takes
     pairs: float = 0.0
     light: float = 0.0  # pairs of a token, over the documents with the fewest that could fill the rank
     slack: float = 0.0
-    shard: Shard = field(default_factory=Shard)
+    shard: RankDocuments = field(default_factory=RankDocuments)
 
-    def whole(self, at: int) -> Part:
-        return Part(self.starts[at], self.lengths[at], 0, self.lengths[at])
+    def whole(self, at: int) -> DocumentPart:
+        return DocumentPart(self.starts[at], self.lengths[at], 0, self.lengths[at])
 
     def remove(self, at: int) -> None:
         del self.lengths[at], self.starts[at]
@@ -72,19 +72,25 @@ class _Dealer:
         """Pairs that the rank needs beyond those of the lightest tokens that could fill it."""
         return self.pairs - self.tokens * self.light
 
-    def seen(self, rest: Part, first: int, last: int) -> float:
+    def seen(self, rest: DocumentPart, first: int, last: int) -> float:
         """Pairs of tokens [first, last) of a document."""
         return pairs_between(rest.length, first, last, self.causal, self.window)
 
-    def take(self, rest: Part, first: int, last: int, pairs: float) -> None:
+    def take(self, rest: DocumentPart, first: int, last: int, pairs: float) -> None:
         """Give the rank tokens [first, last) of a document, which have so many pairs."""
-        self.shard.parts.append(Part(rest.start, rest.length, first, last))
+        self.shard.parts.append(DocumentPart(rest.start, rest.length, first, last))
         self.tokens -= last - first
         self.pairs -= pairs
 
-    def fill(self, tokens: int, pairs: float) -> Shard:
+    def fill(self, tokens: int, pairs: float) -> RankDocuments:
         """One rank: so many tokens, and about so many pairs."""
-        self.size, self.tokens, self.pairs, self.slack, self.shard = tokens, tokens, pairs, SLACK * pairs, Shard()
+        self.size, self.tokens, self.pairs, self.slack, self.shard = (
+            tokens,
+            tokens,
+            pairs,
+            SLACK * pairs,
+            RankDocuments(),
+        )
         if self.causal and self.window == NO_LIMIT:
             rests = [((rest.first + rest.last + 1) / 2, rest.last - rest.first, rest) for rest in self.cut]
         else:
@@ -96,7 +102,7 @@ class _Dealer:
             self.close()
         return self.shard
 
-    def lightest(self, tokens: int, cut: list[tuple[float, int, Part]]) -> float:
+    def lightest(self, tokens: int, cut: list[tuple[float, int, DocumentPart]]) -> float:
         """Pairs per token of the documents with the fewest, enough of them to fill a rank of so many tokens."""
         rests = sorted([each[:2] for each in cut], reverse=True)
         # A whole document that is no longer than the window has length * (length + more) / each pairs.
@@ -134,14 +140,14 @@ class _Dealer:
             return math.ceil(length)
         return math.ceil(window * (window - 1) / (2 * (window - density))) if density < window else NO_LIMIT
 
-    def density(self, rest: Part) -> float:
+    def density(self, rest: DocumentPart) -> float:
         if not self.causal:
             return float(rest.length)
         if rest.last <= self.window:
             return (rest.first + rest.last + 1) / 2
         return self.seen(rest, rest.first, rest.last) / (rest.last - rest.first)
 
-    def take_rests(self, cut: list[tuple[float, int, Part]]) -> None:
+    def take_rests(self, cut: list[tuple[float, int, DocumentPart]]) -> None:
         """Take what is left of cut documents where it fits, and a part of a heavy one that does not."""
         taken, heavy, heaviest, room = [], None, 0.0, self.excess + self.slack
         for density, count, rest in cut:
@@ -165,7 +171,7 @@ class _Dealer:
         if heavy is not None and heaviest > mean and self.excess > self.slack:
             self.take_heavy(heavy)
 
-    def take_heavy(self, rest: Part) -> None:
+    def take_heavy(self, rest: DocumentPart) -> None:
         """Take the tokens at the end of a document that have the rank's excess; more tokens, of which some are at its
         beginning, where otherwise too many light ones would be left for the ranks that the rest can fill."""
         excess, tokens = self.excess, rest.last - rest.first
@@ -175,7 +181,7 @@ class _Dealer:
         count = max(count, math.ceil(tokens - max(0.0, ranks) * self.size))
         self.take_ends(rest, min(count, self.tokens, tokens), excess)
 
-    def take_ends(self, rest: Part, count: int, excess: float) -> None:
+    def take_ends(self, rest: DocumentPart, count: int, excess: float) -> None:
         """Take `count` tokens of a document from its end and its beginning that have so much excess."""
         first, last, tokens, wanted = rest.first, rest.last, rest.last - rest.first, excess + count * self.light
         if self.causal and last <= self.window:
@@ -204,7 +210,7 @@ class _Dealer:
         if rest.first == rest.last:
             self.cut.remove(rest)
 
-    def from_end(self, rest: Part, excess: float) -> int:
+    def from_end(self, rest: DocumentPart, excess: float) -> int:
         """Tokens at the end of a document that have so much excess; all of them where they have less."""
         tokens = rest.last - rest.first
         # Those that see equally many keys come last.
@@ -340,7 +346,7 @@ def deal(lengths: Sequence[int], ranks: int, work: Work = PLAIN, *, cut: int = 0
     return ShardSegments.of_runs(ranks, rank, np.array(start), np.array(count))
 
 
-def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: int) -> list[Shard]:
+def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: int) -> list[RankDocuments]:
     """What each rank is given of the tokens at positions [begin, end)."""
     assert (end - begin) % ranks == 0, "the layout splits only lengths that divide"
     bounds = np.concatenate(([0], np.cumsum(lengths)))
@@ -350,7 +356,7 @@ def _dealt_between(lengths: Integers, ranks: int, work: Work, begin: int, end: i
     cut = []
     for at in sorted({*range(first, low), *range(high, last)}):
         start, length = int(bounds[at]), int(lengths[at])
-        cut.append(Part(start, length, max(0, begin - start), min(length, end - start)))
+        cut.append(DocumentPart(start, length, max(0, begin - start), min(length, end - start)))
     order = np.argsort(lengths[low:high], kind="stable")
     whole = lengths[low:high][order]
     dealer = _Dealer(work.causal, work.window, whole.tolist(), bounds[low:][order].tolist(), cut)

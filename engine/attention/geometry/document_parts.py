@@ -35,7 +35,7 @@ PLAIN = Work()  # causal documents without windows and spans
 
 
 @dataclass(slots=True)
-class Part:
+class DocumentPart:
     """Tokens [first, last) of a document."""
 
     start: int  # global position of the document
@@ -49,16 +49,16 @@ class Part:
 
 
 @dataclass(slots=True)
-class Shard:
+class RankDocuments:
     """What a rank has been given."""
 
     starts: list[int] = field(default_factory=list)  # global positions of whole documents
     lengths: list[int] = field(default_factory=list)  # of the same documents
-    parts: list[Part] = field(default_factory=list)  # of documents that are cut
+    parts: list[DocumentPart] = field(default_factory=list)  # of documents that are cut
 
-    def all_parts(self) -> list[Part]:
+    def all_parts(self) -> list[DocumentPart]:
         """Whole documents among the parts, to be cut."""
-        self.parts += map(Part, self.starts, self.lengths, itertools.repeat(0), self.lengths)
+        self.parts += map(DocumentPart, self.starts, self.lengths, itertools.repeat(0), self.lengths)
         self.starts, self.lengths = [], []
         return self.parts
 
@@ -90,11 +90,11 @@ def pairs_of_whole(lengths: Integers, work: Work) -> Integers:
     return (lengths * (lengths + 1) - hidden * (hidden + 1)) // 2
 
 
-def pair_counter(work: Work) -> Callable[[Part, int, int], float]:
+def pair_counter(work: Work) -> Callable[[DocumentPart, int, int], float]:
     """Counts the pairs of tokens [first, last) of a document: all that `work` shows."""
     causal, window, spans = work.causal, work.window, work.spans
 
-    def by_position(part: Part, first: int, last: int) -> float:
+    def by_position(part: DocumentPart, first: int, last: int) -> float:
         return pairs_between(part.length, first, last, causal, window)
 
     if not work.irregular:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 from typing import NamedTuple
 
-from engine.attention.geometry.document_parts import PLAIN, Part, Shard, Work, first_with, pair_counter
+from engine.attention.geometry.document_parts import PLAIN, DocumentPart, RankDocuments, Work, first_with, pair_counter
 
 NEAR = 0.01  # of the mean, by which pairs of a rank may differ from it
 
 
-def even_out(shards: list[Shard], areas: list[float], work: Work) -> None:
+def even_out(shards: list[RankDocuments], areas: list[float], work: Work) -> None:
     """Exchange tokens between the ranks with the most and the fewest pairs until all are near the mean. `areas` are the
     pairs of each rank as `pairs_between` counts them."""
     pairs_in = pair_counter(work)
@@ -39,8 +39,8 @@ def even_out(shards: list[Shard], areas: list[float], work: Work) -> None:
 class _Swap(NamedTuple):
     """Tokens at one end of `given`, a part of a rank with many pairs, for as many of `taken`, of one with few."""
 
-    given: Part
-    taken: Part
+    given: DocumentPart
+    taken: DocumentPart
     given_last: bool = True  # the last tokens of the part, which have most pairs of their document without spans
     taken_last: bool = False
 
@@ -50,9 +50,9 @@ class _Exchange:
     """Moves pairs from one rank to another by exchanging tokens."""
 
     work: Work
-    pairs_in: Callable[[Part, int, int], float]
+    pairs_in: Callable[[DocumentPart, int, int], float]
 
-    def move(self, heavy: list[Part], light: list[Part], pairs: float) -> float:
+    def move(self, heavy: list[DocumentPart], light: list[DocumentPart], pairs: float) -> float:
         """Returns the pairs that are moved, at most about `pairs`."""
         find = self.by_formula if self.work == PLAIN else self.best
         best, found, count = find(heavy, light, pairs)
@@ -61,13 +61,15 @@ class _Exchange:
                 (found.given, found.given_last, heavy, light),
                 (found.taken, found.taken_last, light, heavy),
             ):
-                to.append(Part(part.start, part.length, *_at_end(part, count, last)))
+                to.append(DocumentPart(part.start, part.length, *_at_end(part, count, last)))
                 part.first, part.last = (part.first, part.last - count) if last else (part.first + count, part.last)
                 if not part.tokens:
                     of.remove(part)
         return best
 
-    def best(self, heavy: list[Part], light: list[Part], pairs: float) -> tuple[float, _Swap | None, int]:
+    def best(
+        self, heavy: list[DocumentPart], light: list[DocumentPart], pairs: float
+    ) -> tuple[float, _Swap | None, int]:
         """The pairs that a swap moves, the swap, and how many tokens it exchanges."""
         best, found, count = 0.0, None, 0
         for swap in self.of_any_ends(heavy, light) if self.work.irregular else self.of_last_tokens(heavy, light):
@@ -79,7 +81,9 @@ class _Exchange:
                 break
         return best, found, count
 
-    def by_formula(self, heavy: list[Part], light: list[Part], pairs: float) -> tuple[float, _Swap | None, int]:
+    def by_formula(
+        self, heavy: list[DocumentPart], light: list[DocumentPart], pairs: float
+    ) -> tuple[float, _Swap | None, int]:
         """The same without windows and spans, of causal documents: tokens * (between - tokens) pairs are moved."""
         best, found, count = 0.0, None, 0
         taken = min(light, key=lambda part: part.first + part.last)
@@ -98,27 +102,27 @@ class _Exchange:
                 break
         return best, found, count
 
-    def of_last_tokens(self, heavy: list[Part], light: list[Part]) -> Iterator[_Swap]:
+    def of_last_tokens(self, heavy: list[DocumentPart], light: list[DocumentPart]) -> Iterator[_Swap]:
         causal = self.work.causal
         taken = min(light, key=self.density)
         for part in sorted(heavy, key=lambda part: part.last if causal else part.length):  # the first sends least
             yield _Swap(part, taken)
 
-    def of_any_ends(self, heavy: list[Part], light: list[Part]) -> Iterator[_Swap]:
+    def of_any_ends(self, heavy: list[DocumentPart], light: list[DocumentPart]) -> Iterator[_Swap]:
         for given, taken in itertools.product(nlargest(4, heavy, self.density), nsmallest(4, light, self.density)):
             for ends in itertools.product((True, False), (False, True)):
                 yield _Swap(given, taken, *ends)
 
-    def density(self, part: Part) -> float:
+    def density(self, part: DocumentPart) -> float:
         return self.pairs_in(part, part.first, part.last) / part.tokens
 
-    def halve(self, parts: list[Part]) -> bool:
+    def halve(self, parts: list[DocumentPart]) -> bool:
         """Cut the part with most pairs in two, where tokens in its middle may be heavier than those at its ends."""
         part = max(parts, key=lambda part: self.pairs_in(part, part.first, part.last))
         if not self.work.irregular or part.tokens < 2:
             return False
         middle = (part.first + part.last) // 2
-        parts.append(Part(part.start, part.length, middle, part.last))
+        parts.append(DocumentPart(part.start, part.length, middle, part.last))
         part.last = middle
         return True
 
@@ -145,6 +149,6 @@ class _Exchange:
         return first_with(tokens, lambda count: self.moved(swap, count) >= pairs)
 
 
-def _at_end(part: Part, count: int, last: bool) -> tuple[int, int]:
+def _at_end(part: DocumentPart, count: int, last: bool) -> tuple[int, int]:
     """The last tokens of a part, so many, or its first ones."""
     return (part.last - count, part.last) if last else (part.first, part.first + count)
