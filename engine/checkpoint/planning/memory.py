@@ -322,8 +322,8 @@ class MemoryModel:
             kept += self._query + self._keys / 2
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
-        kept = 2 * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
+        kept = 2 * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
         kept += choice.checkpoint.mlp * self._between * len(self._adapted & set(MLP))
         if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
             inputs = self._state if self._adapted & {"gate", "up"} else 0.0
