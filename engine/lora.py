@@ -95,3 +95,21 @@ def adapter_parameters(shape: Shape, lora: Lora | None, among: Collection[Target
     sizes = shape.layer_sizes()
     matrices = (sizes[f"{MODULES[name]}.weight"] for name in lora.targets if name in among)
     return lora.rank * sum(outputs + inputs for outputs, inputs in matrices)
+
+
+def adapter_passes(shape: Shape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:
+    """Elements per token and layer that forward and backward read and write in memory for adapters, or those of some
+    matrices; 0 without LoRA.
+
+    Their products are too narrow for the multiplications to hide this. In forward each reads the matrix's input once
+    more, and writes the output, to which the frozen product adds. In backward both read the output's gradient, A reads
+    the input, and its gradient is added to that of the frozen product. The frozen matrices of one input are apart: the
+    gradients that they give it are added up.
+    """
+    if lora is None:
+        return 0, 0
+    sizes = shape.layer_sizes()
+    matrices = [sizes[f"{MODULES[name]}.weight"] for name in lora.targets if name in among]
+    sums = 3 * (3 if shape.gated else 2) * sizes["attention.q.weight"][1]
+    forward = sum(2 * outputs + inputs for outputs, inputs in matrices)
+    return forward, sums + sum(2 * outputs + 5 * inputs for outputs, inputs in matrices)

@@ -684,11 +684,6 @@ class TrialSettings:
         return self.lora is None and self.model.plain_mlp
 
     @property
-    def plain_projection(self) -> bool:
-        """The same of queries, keys and values."""
-        return self.lora is None and self.model.plain_projection
-
-    @property
     def packs(self) -> bool:
         """Whether sequences are rows of packed documents, whose lengths are the mask."""
         return self.mask == DOCUMENTS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,22 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         out = F.embedding(tokens, computed(self.weight))
-        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
+        if out.requires_grad or not torch.is_grad_enabled():
+            return out
+        return _WithGradient.apply(out, out.new_empty(0, requires_grad=True))
+
+
+class _WithGradient(torch.autograd.Function):
+    """(x, any tensor that requires a gradient) -> x as a part of the graph: as a leaf, x and its gradient would stay
+    until backward has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def normed(norm: Norm, x: Tensor) -> Tensor:

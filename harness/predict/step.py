@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.counts import added_weights
+from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
@@ -170,8 +171,9 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     model, item = settings.model, BYTES_OF[settings.dtype]
     tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     rotary = _ROTARY * (model.heads + (1 if model.kv_latent else model.kv_heads)) * model.rotated_dim
-    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary
-    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary
+    of_adapters = adapter_passes(model, settings.lora)
+    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary + of_adapters[0]
+    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary + of_adapters[1]
     again = work.recomputed_layers / work.layers if work.layers else 0.0
     return item * tokens * model.layers * ((1 + again) * forward + backward) + _tile_bytes(settings)
 

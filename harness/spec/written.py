@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from engine.lora import Lora
 from engine.reader import to_json
 from engine.settings import ModelShape
 from harness.spec.experiment import Experiment, Search
@@ -58,7 +59,9 @@ def _exclusion(entry: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """One value of a setting. A model is a mapping; its note is left out where it is empty, as text may not be."""
+    """One value of a setting. A model is a mapping, whose note is left out where it is empty, as text may not be."""
+    if isinstance(value, Lora):
+        return to_json(value)
     if not isinstance(value, ModelShape):
         return value
     return {key: item for key, item in dataclasses.asdict(value).items() if key != "note" or item}

@@ -21,7 +21,8 @@ NODE = Machine(
 SHIPPED = [
     (str(path.relative_to(ROOT / "experiments")), scale)
     for path in sorted([*(ROOT / "experiments").glob("*.yaml"), *(ROOT / "experiments" / "paper").glob("*.yaml")])
-    for scale in (None, *(line for line in ("smoke", "gpu", "four", "grouped", "wire", "long", "alone", "curve")
+    for scale in (None, *(line for line in ("smoke", "gpu", "four", "grouped", "wire", "long", "alone", "curve",
+                                      "8b_lora_64k")
                           if f"\n  {line}:" in path.read_text(encoding="utf-8")))
 ]  # fmt: skip
 
@@ -65,6 +66,7 @@ sweep:
     - models/beside.yaml
   mask: ["sliding_window:3", "documents:4,8,..."]
   checkpoint: {tail: [0, 0.1, 1e-3]}
+  lora: [null, {rank: 2, alpha: 4, targets: [v, q]}]
 exclude: [{model: beside, checkpoint.tail: [0.1]}, {task: attention, seed: [1, 2], mask: "sliding_window:3"}]
 fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, deterministic: true}
 steps: {warmup: 0, rounds: 3}

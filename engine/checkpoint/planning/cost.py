@@ -16,7 +16,7 @@ from engine.checkpoint.counts import (
 )
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
-from engine.lora import MLP, adapter_parameters
+from engine.lora import MLP, adapter_parameters, adapter_passes
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -56,7 +56,10 @@ class CostModel:
         self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
         row = item * model.output_dim + 4  # of output and LSE, of one token and head
         self._copy_attention = self._tokens * model.heads * row / speeds.host_link
-        self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
+        elements = PASSES_AGAIN * model.hidden + adapter_passes(model, settings.lora)[0]
+        self._passes = item * self._tokens * elements / speeds.memory  # of one layer's forward
+        of_mlp = adapter_passes(model, settings.lora, MLP)[0]
+        self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * settings.trained_parameters / settings.world_size / speeds.host_link
@@ -116,6 +119,7 @@ class CostModel:
         )
         added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)
+        added += (model.layers - again) * (1 - checkpoint.mlp) * self._passes_of_mlp
         if not again:
             return added
         added += self._attention * repeated_attention(checkpoint, model.layers, self._head_share(checkpoint.tail))

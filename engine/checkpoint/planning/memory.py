@@ -23,7 +23,7 @@ from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.lm_head.loss_kernel import gpu_tile_tokens
-from engine.lora import MLP, adapter_parameters
+from engine.lora import MLP, PROJECTIONS, adapter_parameters
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
 GIB = 1 << 30
@@ -120,6 +120,8 @@ class MemoryModel:
         lora, table, trained = settings.lora, shape.vocab * shape.hidden, shape.layer_parameters
         layer, learns, of_mlp = trained, 1, shape.mlp_parameters  # of all parameters; whether the head has a gradient
         self._frozen = 0.0
+        self._adapted = frozenset(() if lora is None else lora.targets)
+        self._between = 0.0 if lora is None else item * tokens * lora.rank  # what an adapter's A gives its B
         if lora is not None:
             self._frozen, learns, of_mlp = item * shape.parameters / shards, 0, adapter_parameters(shape, lora, MLP)
             trained = adapter_parameters(shape, lora)
@@ -276,17 +278,21 @@ class MemoryModel:
         attention's results, and the kept products of the MLP's first matrices."""
         kept = 2 * self._state + self._query + self._output + self._keys + self._lse
         shape = self._shape
-        by_torch = shape.qk_norm or not self._settings.plain_projection
+        by_torch = shape.qk_norm or not shape.plain_projection
+        if self._settings.lora is not None:
+            by_torch = not self._adapted.isdisjoint(PROJECTIONS)
         if choice.projection_tiles == 1 and by_torch:  # its normed input
             kept += 0.0 if shape.norms == "after" else self._state
         if choice.projection_tiles == 1 and shape.qk_norm:  # q and k before the norm
             kept += self._query + self._keys / 2
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
-        if self._settings.plain_mlp:
-            return kept + choice.checkpoint.mlp * self._gates * self._mlp_state
-        if shape.plain_mlp:  # adapters take the normed input and the product as well
-            return kept + choice.checkpoint.mlp * ((1 + self._gates) * self._mlp_state + self._state)
+        kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
+        kept += choice.checkpoint.mlp * self._between * len(self._adapted & set(MLP))
+        if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
+            inputs = self._state if self._adapted & {"gate", "up"} else 0.0
+            products = self._gates + ("down" in self._adapted)
+            return kept + choice.checkpoint.mlp * (products * self._mlp_state + inputs)
         # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
         return kept + choice.checkpoint.mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
 
@@ -298,7 +304,8 @@ class MemoryModel:
         # three: in a gated MLP their product takes the place of its gradient.
         held = max((1 + self._gates) * min(run, 1 - mlp), 3 * min(run, mlp)) * self._mlp_state
         if not self._settings.plain_mlp:
-            held = max(self._by_autograd * min(run, 1 - mlp), (1 + self._gates) * mlp) * self._mlp_state
+            kept = 2 if "down" in self._adapted else 1 + self._gates  # the saved product goes before its gradients come
+            held = max(self._by_autograd * min(run, 1 - mlp), kept * mlp) * self._mlp_state
         if tiles > 1 or 0 < mlp < 1:
             held += mlp_sums
         if least:
@@ -311,7 +318,7 @@ class MemoryModel:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
         attention's."""
         checkpoint = choice.checkpoint
-        held = self._query + self._keys  # computed again, for attention's backward
+        held = self._query + self._keys + self._between * len(self._adapted)  # computed again, for attention's backward
         if choice.projection_tiles == 1:
             held += self._state  # normed
         if checkpoint.every > 1 or checkpoint.offload != "none":
