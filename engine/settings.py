@@ -629,8 +629,6 @@ class TrialSettings:
             self._check_packing()
         if self.task == "train" and any(self.model.windowed):
             self._check_mask_of_windows()
-        if self.task == "train" and any(self.model.linear_layers):
-            self._check_linear()
 
     def _check_packing(self) -> None:
         if self.task != "train":
@@ -651,24 +649,6 @@ class TrialSettings:
                 f"mask is {self.mask}, but model {model.name} has a window of {model.window} tokens in "
                 f"{sum(model.windowed)} of {model.layers} layers; set mask to causal, "
                 "which each of them cuts to its window"
-            )
-
-    def _check_linear(self) -> None:
-        """What no linear layer can do, whatever the method."""
-        model = self.model
-        has = f"model {model.name} has linear layers"
-        kind, *parts = self.mask.split(":")
-        if kind not in ("causal", DOCUMENTS) or "full" in parts:
-            raise ValueError(f"mask is {self.mask}, and {has}, which are causal; set mask to causal or documents")
-        if self.tp_size > 1:
-            raise ValueError(f"tp_size is {self.tp_size}, and {has}, whose heads no rank divides; set tp_size to 1")
-        if self.lora is not None:
-            raise ValueError(f"lora is set, and {has}, whose matrices have no adapters; leave lora out")
-        tokens, needed = self.row_tokens // self.cp_size, model.linear_conv - 1
-        if self.cp_size > 1 and tokens < needed:
-            raise ValueError(
-                f"each of {self.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of "
-                "the rank before; give longer sequences or a smaller cp_size"
             )
 
     @property
@@ -736,6 +716,29 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
     """
     return settings.world_size == 1 and not (
         settings.optimizer_offload if optimizer_offload is None else optimizer_offload
+    )
+
+
+def linear_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why the linear layers of a trial's model cannot be trained so, whatever the method, or None."""
+    model = settings.model
+    if settings.task != "train" or not any(model.linear_layers):
+        return None
+    has = f"model {model.name} has linear layers"
+    kind, *parts = settings.mask.split(":")
+    if kind not in ("causal", DOCUMENTS) or "full" in parts:
+        return f"mask is {settings.mask}, and {has}, which are causal; set mask to causal or documents"
+    if settings.tp_size > 1:
+        return f"tp_size is {settings.tp_size}, and {has}, whose heads no rank divides; set tp_size to 1"
+    if settings.lora is not None:
+        return f"lora is set, and {has}, whose matrices have no adapters; leave lora out"
+    lengths = settings.row_tokens, settings.steps.warmup_seq_len or settings.row_tokens
+    tokens, needed = min(lengths) // settings.cp_size, model.linear_conv - 1
+    if settings.cp_size == 1 or tokens >= needed:
+        return None
+    return (
+        f"each of {settings.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of the "
+        "rank before; give longer sequences or a smaller cp_size"
     )
 
 

@@ -58,6 +58,8 @@ def named(text: str) -> set[str]:
     return set(by_name(text))
 
 
+MODEL_KEYS = section("Model files") + section("Keys", (DOCS / "hybrids.md").read_text(encoding="utf-8"))
+
 # Commands
 
 
@@ -120,7 +122,7 @@ def test_every_setting_is_listed_and_no_other() -> None:
     rows = by_name(SETTINGS_TABLE)
     assert rows.keys() == SETTINGS.keys() - elsewhere
     fields = {f"model.{one.name}" for one in dataclasses.fields(ModelShape)}
-    assert named(section("Model files")) >= fields
+    assert by_name(MODEL_KEYS).keys() >= fields
 
 
 def test_every_value_that_a_setting_accepts_is_named() -> None:
@@ -147,7 +149,7 @@ def test_defaults_are_those_of_the_code() -> None:
     fields = {one.name: one.default for one in dataclasses.fields(TrialSettings)}
     fields |= {f"checkpoint.{one.name}": one.default for one in dataclasses.fields(Checkpoint)}
     fields |= {f"model.{one.name}": one.default for one in dataclasses.fields(ModelShape)}
-    rows = by_name(section("Model files")) | by_name(SETTINGS_TABLE)  # both have `parameters`
+    rows = by_name(MODEL_KEYS) | by_name(SETTINGS_TABLE)  # both have `parameters`
     in_words = {"memory", "model.rope_base", "model.norm_eps", "model.note"}  # all, two in one line, the file's
     compared = {name for name in rows.keys() & fields.keys() if fields[name] is not dataclasses.MISSING} - in_words
     assert {name: default_in(rows[name][2]) for name in compared} == {name: fields[name] for name in compared}
@@ -213,7 +215,8 @@ def test_every_key_of_a_training_run_is_listed_and_the_example_is_one(tmp_path: 
 
 
 def test_the_models_of_the_page_have_the_sizes_of_their_files() -> None:
-    rows = by_name(section("Models", (DOCS / "train.md").read_text(encoding="utf-8")).partition("### ")[0])
+    pages = ((DOCS / name).read_text(encoding="utf-8") for name in ("train.md", "hybrids.md"))
+    rows = by_name("".join(section("Models", page).partition("### ")[0] for page in pages))
     shapes = {path.stem: load_model(path) for path in MODELS_DIR.glob("*.yaml")}
     assert rows.keys() >= shapes.keys()
     for name, shape in shapes.items():

@@ -96,7 +96,7 @@ def repeated_products(
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
     plain_mlp, plain_projection = model.plain_mlp and lora is None, model.plain_projection and lora is None
     last = model.ffn * model.hidden
-    weights = float(runs * (model.layer_matrices + adapter_parameters(model, lora)))
+    weights = runs * (model.layer_matrices + model.recurrence_products + adapter_parameters(model, lora))
     if model.norms == "before" and (plain_mlp or mlp_tiles == 1):
         weights -= again * last
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
@@ -105,7 +105,7 @@ def repeated_products(
     if projection_tiles > 1 and not plain_projection:
         weights += model.layers * (model.projection_parameters + adapter_parameters(model, lora, PROJECTIONS))
     elif projection_tiles > 1 and model.qk_norm:
-        weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+        weights += model.attention_layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return 2.0 * tokens * weights
 
 
@@ -134,10 +134,10 @@ def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -
 
 
 def layer_pairs(settings: TrialSettings) -> float:
-    """Visible pairs of one sequence in a layer, on average over all."""
+    """Visible pairs of one sequence in a layer, on average over all; linear ones have none."""
     masks = settings.layer_masks
     areas = {mask: parse_mask(mask).area(settings.seq_len) for mask in set(masks)}
-    return sum(areas[mask] for mask in masks) / len(masks)
+    return sum(areas[mask] for mask in masks) / settings.model.layers
 
 
 def packed_shares(settings: TrialSettings, tokens: float, pairs: float) -> tuple[float, float]:
@@ -153,7 +153,7 @@ def head_share(settings: TrialSettings, tail: float) -> float:
     masks = settings.layer_masks
     cut = tail_cut(tail, settings.seq_len, settings.cp_size)
     areas = {mask: FirstRows(parse_mask(mask), cut).area(settings.seq_len) for mask in set(masks)}
-    return sum(areas[mask] for mask in masks) / len(masks) / max(1, layer_pairs(settings))
+    return sum(areas[mask] for mask in masks) / settings.model.layers / max(1, layer_pairs(settings))
 
 
 def _for_inputs(checkpoint: Checkpoint, again: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -302,7 +302,9 @@ class Recompute:
         """The activations of layer `index`, whose parameters are those of `block`."""
         return partial(self._run, index, block)
 
-    def _run(self, index: int, block: Block, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Any) -> Tensor:
+    def _run(
+        self, index: int, block: Block, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
+    ) -> Tensor:
         if not torch.is_grad_enabled():
             return layer(x_BLE, rotary, over_ranks)
         if index % self._settings.every == 0:
@@ -312,9 +314,9 @@ class Recompute:
         passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
         once: AttendOnce | MixOnce
         if block.linear:
-            once = MixOnce(over_ranks, passed)
+            once = MixOnce(cast(MixCall, over_ranks), passed)
         else:
-            once = AttendOnce(over_ranks, self._settings.tail, self.attention, passed)
+            once = AttendOnce(cast(Attend, over_ranks), self._settings.tail, self.attention, passed)
         place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
         source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:

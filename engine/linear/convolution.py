@@ -7,6 +7,7 @@ A rank needs the last inputs, one fewer than taps, of the rank before; their gra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def convolved(
     """
     tokens, earlier = x_BLC.shape[1], weight_CT.shape[1] - 1
     padded_BMC = with_earlier(x_BLC, earlier, cp)
-    numbers = runs.after(earlier).numbers
+    # Zeros in front of a sequence are as good as its own tokens; those of the rank before may be another document's.
+    others = cp is not None and cp.rank > 0 and not runs.continues
+    numbers = (runs if others else replace(runs, continues=True)).after(earlier).numbers
     number_M = torch.from_numpy(numbers).to(x_BLC.device) if numbers[-1] else None  # None: all in one document
     result = padded_BMC[:, earlier:] * weight_CT[:, earlier]
     for back in range(1, earlier + 1):

@@ -29,19 +29,19 @@ def library_installed() -> bool:
     return importlib.util.find_spec(LIBRARY) is not None
 
 
-def kernel_of(tensor: Tensor) -> str:
-    """The kernel of tensors like this one, as records name it: `fla` or `torch`."""
-    return "fla" if tensor.is_cuda and tensor.dtype in DTYPES and library_installed() else "torch"
+def kernel_of(device_type: str, dtype: torch.dtype) -> str:
+    """The kernel on such a device in this dtype, as records name it: `fla` or `torch`."""
+    return "fla" if device_type == "cuda" and dtype in DTYPES and library_installed() else "torch"
 
 
 def delta_rule_for(tensor: Tensor) -> DeltaRule:
     """The gated delta rule for tensors like this one."""
-    return _fla_delta_rule if kernel_of(tensor) == "fla" else chunked_delta_rule
+    return _fla_delta_rule if kernel_of(tensor.device.type, tensor.dtype) == "fla" else chunked_delta_rule
 
 
 def state_space_for(tensor: Tensor) -> StateSpace:
     """Mamba-2's recurrence for tensors like this one."""
-    return _fla_state_space if kernel_of(tensor) == "fla" else chunked_state_space
+    return _fla_state_space if kernel_of(tensor.device.type, tensor.dtype) == "fla" else chunked_state_space
 
 
 def _fla_delta_rule(

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Layout
+from engine.linear.volume import moved_tokens
 from engine.ops.autograd import refuse_second_derivative
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Order:
+class TokenOrder:
     """The move of one rank's tokens."""
 
     sent: tuple[int, ...]  # tokens for each rank, in local order
@@ -31,23 +33,26 @@ class Order:
 
 
 @lru_cache(maxsize=64)
-def order_of(layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> Order | None:
+def order_of(layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> TokenOrder | None:
     """None where the layout's order is that of consecutive tokens, on every rank."""
-    tokens = seq_len // cp_size
-    positions = [
-        np.concatenate([np.asarray(segment.positions()) for segment in layout.segments(seq_len, cp_size, rank)])
-        for rank in range(cp_size)
-    ]
-    if all((held == np.arange(rank * tokens, (rank + 1) * tokens)).all() for rank, held in enumerate(positions)):
+    tokens, moved = seq_len // cp_size, moved_tokens(layout, seq_len, cp_size)
+    if (moved == tokens * np.eye(cp_size)).all():  # shards ascend in position
         return None
-    wanted = [held[held // tokens == cp_rank] for held in positions]
-    arrival = np.concatenate(wanted) - cp_rank * tokens
-    return Order(
-        sent=tuple(np.bincount(positions[cp_rank] // tokens, minlength=cp_size).tolist()),
-        received=tuple(map(len, wanted)),
+    arrival = np.concatenate(
+        [_within(layout, seq_len, cp_size, rank, cp_rank * tokens, tokens) for rank in range(cp_size)]
+    )
+    return TokenOrder(
+        sent=tuple(moved[cp_rank].tolist()),
+        received=tuple(moved[:, cp_rank].tolist()),
         arrival_L=torch.from_numpy(arrival),
         place_L=torch.from_numpy(np.argsort(arrival)),
     )
+
+
+def _within(layout: Layout, seq_len: int, cp_size: int, rank: int, first: int, tokens: int) -> NDArray[np.int64]:
+    """Of a rank's tokens those at the positions from `first` on, `tokens` of them, counted from there."""
+    held = np.concatenate([np.asarray(each.positions()) for each in layout.segments(seq_len, cp_size, rank)]) - first
+    return held[(held >= 0) & (held < tokens)]
 
 
 def to_consecutive(x_BLE: Tensor, cp: ContextParallel) -> Tensor:
@@ -66,7 +71,7 @@ class _Move(torch.autograd.Function):
     """(x_BLE, ranks, order, whether to consecutive tokens) -> the moved x_BLE."""
 
     @staticmethod
-    def forward(ctx: Any, x_BLE: Tensor, cp: ContextParallel, order: Order, consecutive: bool) -> Tensor:
+    def forward(ctx: Any, x_BLE: Tensor, cp: ContextParallel, order: TokenOrder, consecutive: bool) -> Tensor:
         ctx.cp, ctx.order, ctx.consecutive = cp, order, consecutive
         return _moved(x_BLE, cp, order, consecutive)
 
@@ -76,7 +81,7 @@ class _Move(torch.autograd.Function):
         return _moved(dx_BLE, ctx.cp, ctx.order, not ctx.consecutive), None, None, None
 
 
-def _moved(x_BLE: Tensor, cp: ContextParallel, order: Order, consecutive: bool) -> Tensor:
+def _moved(x_BLE: Tensor, cp: ContextParallel, order: TokenOrder, consecutive: bool) -> Tensor:
     if not consecutive:
         x_BLE = x_BLE.index_select(1, order.arrival_L.to(x_BLE.device))
     sent, received = (order.sent, order.received) if consecutive else (order.received, order.sent)

@@ -15,7 +15,7 @@ from engine.linear.runs import Runs, runs_of
 from engine.linear.scan import StateScan
 
 
-class Shard:
+class LinearShard:
     """What a mixer needs to know besides its tokens."""
 
     def __init__(self, runs: Runs, cp: ContextParallel | None = None) -> None:
@@ -29,7 +29,7 @@ class Shard:
         return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp)
 
 
-Mixer: TypeAlias = Callable[[Tensor, Shard], Tensor]  # x_BLE of a shard's tokens -> the residual branch
+Mixer: TypeAlias = Callable[[Tensor, LinearShard], Tensor]  # x_BLE of a shard's tokens -> the residual branch
 
 
 class Mix:
@@ -55,7 +55,7 @@ class Mix:
         """The same for one batch: its documents, in their layout."""
         return Mix(cp, documents)
 
-    def _shard(self, tokens: int, cp: ContextParallel | None) -> Shard:
+    def _shard(self, tokens: int, cp: ContextParallel | None) -> LinearShard:
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         lengths = None if self._documents is None else self._documents.lengths_in(tokens * size)
-        return Shard(runs_of(lengths, rank * tokens, tokens), cp)
+        return LinearShard(runs_of(lengths, rank * tokens, tokens), cp)

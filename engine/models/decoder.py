@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from engine.attention.algorithms.latent import Expansion
 from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
-from engine.linear.shard import Mix, Mixer, Shard
+from engine.linear.shard import LinearShard, Mix, Mixer
 from engine.lm_head.loss import LossSum, plain_loss_sum
 from engine.lora import MODULES, Lora, missing_target
 from engine.models.linear import mixer_of
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from engine.attention.algorithms.saved import Attend, SavedOutput
 
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
-LayerFn = Callable[[Tensor, Rotary, Any], Tensor]  # x_BLE -> x_BLE, with an `AttendCall` or a `MixCall`
-Activations = Callable[[LayerFn, Tensor, Rotary, Any], Tensor]  # runs a layer, decides which tensors are saved
+LayerFn = Callable[[Tensor, Rotary, "AttendCall | MixCall"], Tensor]  # x_BLE -> x_BLE
+# Runs a layer, and decides which tensors are saved.
+Activations = Callable[[LayerFn, Tensor, Rotary, "Attend | MixCall"], Tensor]
 # q_BLND, k_BLKD, v_BLKD, where attention has a gate its input [B, L, N x D], and x_BLE for the residual stream.
 Projected = tuple[Tensor, ...]
 Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
@@ -235,9 +236,9 @@ def add_whole_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None
     return x_BLE + mlp(normed(norm, x_BLE))
 
 
-def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall) -> Tensor:
     """The default activations: autograd saves everything."""
-    return layer(x_BLE, rotary, attend)
+    return layer(x_BLE, rotary, over_ranks)
 
 
 class Block(nn.Module):
@@ -273,13 +274,13 @@ class Block(nn.Module):
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
         return self.activations(self.layer, x_BLE, rotary, self.mix if self.linear else self.attend)
 
-    def layer(self, x_BLE: Tensor, rotary: Rotary, over_ranks: Any) -> Tensor:
-        """The layer's mathematics. Pure but for `over_ranks`, an `AttendCall` or a `MixCall`, so it may be run again to
-        recompute activations."""
+    def layer(self, x_BLE: Tensor, rotary: Rotary, over_ranks: AttendCall | MixCall) -> Tensor:
+        """The layer's mathematics. Pure but for `over_ranks`, which a linear layer calls for its mixer and any other
+        for attention, so it may be run again to recompute activations."""
         if self.linear:
-            branch_BLE = over_ranks(self._mixed, x_BLE)
+            branch_BLE = cast(MixCall, over_ranks)(self._mixed, x_BLE)
         else:
-            branch_BLE, x_BLE = self._attended(x_BLE, rotary, over_ranks)
+            branch_BLE, x_BLE = self._attended(x_BLE, rotary, cast(AttendCall, over_ranks))
         if self.joins_sum:
             return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
         return self.add_mlp(self.mlp_norm, self.mlp, x_BLE + branch_BLE)
@@ -293,7 +294,7 @@ class Block(nn.Module):
         del qkv
         return self.attention(out_BLND, *gate), x_BLE
 
-    def _mixed(self, x_BLE: Tensor, shard: Shard) -> Tensor:
+    def _mixed(self, x_BLE: Tensor, shard: LinearShard) -> Tensor:
         """The mixer's branch of consecutive tokens."""
         branch_BLE: Tensor = self.mixer(normed(self.mixer_norm, x_BLE), shard)
         return branch_BLE

@@ -1,6 +1,6 @@
 """The mixers of linear layers: projections, short convolution, recurrence, gated norm, output matrix.
 
-What they compute on consecutive tokens is that of one device; `engine.linear.shard.Shard` knows of documents and ranks.
+What they compute on consecutive tokens is that of one device; `LinearShard` knows of documents and ranks.
 Sources: Gated DeltaNet, arXiv:2412.06464, as in Qwen3-Next; Mamba-2, arXiv:2405.21060, with its names in brackets.
 
 Shape letters: B batch, L tokens, E embedding, H key heads, V value heads, N key dim, P value dim, C channels.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.linear.gated_delta import gated_delta
 from engine.linear.kernels import delta_rule_for, state_space_for
 from engine.linear.mamba2 import state_space
-from engine.linear.shard import Shard
+from engine.linear.shard import LinearShard
 from engine.models.matrices import Linear
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
@@ -31,7 +31,7 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(self, x_BLC: Tensor, shard: Shard) -> Tensor:
+    def forward(self, x_BLC: Tensor, shard: LinearShard) -> Tensor:
         bias_C = None if self.bias is None else computed(self.bias)
         return F.silu(shard.convolved(x_BLC, computed(self.weight), bias_C))
 
@@ -57,7 +57,7 @@ class LinearMixer(nn.Module):
         self.norm = norm
         self.output = Linear(values, shape.hidden)
 
-    def qkv(self, x_BLE: Tensor, shard: Shard) -> dict[str, Tensor]:
+    def qkv(self, x_BLE: Tensor, shard: LinearShard) -> dict[str, Tensor]:
         """Queries, keys [B, L, H, N] and values [B, L, V, P], convolved."""
         parts = {name: self.get_submodule(name) for name in self.channels}
         joined_BLC = linear(x_BLE, [part.weight for part in parts.values()])
@@ -83,7 +83,7 @@ class GatedDeltaNet(LinearMixer):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape, RMSNorm(shape.linear_value_dim, eps=shape.norm_eps), bias=False)
 
-    def forward(self, x_BLE: Tensor, shard: Shard) -> Tensor:
+    def forward(self, x_BLE: Tensor, shard: LinearShard) -> Tensor:
         """The residual branch [B, L, E] of normed hidden states. Collective where ranks share the sequence."""
         parts, (_, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         q, k, v = parts["q"], parts["k"], parts["v"]
@@ -107,7 +107,7 @@ class Mamba2(LinearMixer):
         super().__init__(shape, GroupNorm(values, shape.linear_key_heads, shape.norm_eps), bias=True)
         self.skip = nn.Parameter(torch.empty(self.heads))
 
-    def forward(self, x_BLE: Tensor, shard: Shard) -> Tensor:
+    def forward(self, x_BLE: Tensor, shard: LinearShard) -> Tensor:
         """As `GatedDeltaNet.forward`."""
         parts, (step_BLV, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         v_BLVP = parts["v"]

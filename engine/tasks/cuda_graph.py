@@ -40,6 +40,8 @@ def obstacle(settings: TrialSettings, device_type: str) -> str | None:
         return f"{settings.world_size} ranks exchange tensors in a step, and only a step of one rank can be captured"
     if settings.packs:
         return "every step has other documents (mask documents)"
+    if any(settings.model.linear_layers):
+        return f"model {settings.model.name} has linear layers, of which no capture has been tried"
     if settings.optimizer_offload:
         return "the optimizer's states are in host memory (optimizer_offload)"
     if checkpoint.offload != "none":

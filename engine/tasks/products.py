@@ -31,22 +31,30 @@ class MatrixProduct:
 def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
     """Every product that a token takes part in; products of one shape and kind are one entry."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    first, attention = "gate_up" if model.gated else "up", model.attention_layers
+    mixers = model.layers - attention
+    linear_keys, linear_values = (
+        model.linear_key_heads * model.linear_key_dim, model.linear_heads * model.linear_value_dim
+    )  # fmt: skip
     projections: tuple[tuple[str, int, int, int], ...] = (
-        ("query", model.hidden, queries, model.layers),
-        ("key_value", model.hidden, keys, 2 * model.layers),
+        ("query", model.hidden, queries, (2 if model.attention_gate else 1) * attention),
+        ("key_value", model.hidden, keys, 2 * attention),
     )
     if model.kv_latent:
-        projections = tuple(
-            (name, inputs, outputs, model.layers) for name, inputs, outputs, _ in model.latent_matrices()
-        )
-    first = "gate_up" if model.gated else "up"
+        projections = tuple((name, inputs, outputs, attention) for name, inputs, outputs, _ in model.latent_matrices())
     shapes = (
         *projections,
-        ("out", model.heads * model.output_dim, model.hidden, model.layers),
+        ("out", model.heads * model.output_dim, model.hidden, attention),
+        # Of linear layers; products for one number a head are left out.
+        ("linear_query_key", model.hidden, linear_keys, 2 * mixers),
+        ("linear_value_gate", model.hidden, linear_values, 2 * mixers),
+        ("linear_out", linear_values, model.hidden, mixers),
         (first, model.hidden, model.ffn, (2 if model.gated else 1) * model.layers),
         ("down", model.ffn, model.hidden, model.layers),
         ("lm_head", model.hidden, model.vocab, 1),
     )
     return tuple(
-        MatrixProduct(name=name, inputs=inputs, outputs=outputs, count=count) for name, inputs, outputs, count in shapes
+        MatrixProduct(name=name, inputs=inputs, outputs=outputs, count=count)
+        for name, inputs, outputs, count in shapes
+        if count
     )

@@ -26,7 +26,7 @@ from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measure
 from engine.memory.gpu_state import GpuReading, read_gpu
 from engine.memory.resources import device_name, software, usage
 from engine.method import NativeMethod
-from engine.models.decoder import AttendCall, Block, LayerFn, Rotary
+from engine.models.decoder import AttendCall, Block, LayerFn, MixCall, Rotary
 from engine.ops import STEP
 from engine.settings import TrialSettings
 
@@ -295,17 +295,17 @@ class InsideStep:
             self._backward = True
             self.mark("backward", **place)
 
-        def run(x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
+        def run(x_BLE: Tensor, rotary: Rotary, over_ranks: AttendCall | MixCall) -> Tensor:
             if not self._active:
-                return layer(x_BLE, rotary, attend)
+                return layer(x_BLE, rotary, over_ranks)
             if self._backward:
                 self.mark("recompute", **place)
                 try:
-                    return layer(x_BLE, rotary, attend)
+                    return layer(x_BLE, rotary, over_ranks)
                 finally:  # torch ends a recomputation by an exception as soon as it has what it needs
                     self.mark("backward", **place)
             self.mark("forward", **place)
-            out_BLE = layer(x_BLE, rotary, attend)
+            out_BLE = layer(x_BLE, rotary, over_ranks)
             if out_BLE.requires_grad:
                 out_BLE.register_hook(backward_begins)
             return out_BLE

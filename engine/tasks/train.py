@@ -36,6 +36,7 @@ from engine.data.sequences import (
     training_sequences,
 )
 from engine.distributed import World
+from engine.linear.kernels import kernel_of
 from engine.linear.shard import Mix
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import Extra, Measurement
@@ -45,7 +46,13 @@ from engine.models.decoder import Block
 from engine.ops import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model, sum_across_nodes
-from engine.settings import AdamWSettings, TrialSettings, keeps_whole, vocabulary_unsupported_reason
+from engine.settings import (
+    AdamWSettings,
+    TrialSettings,
+    keeps_whole,
+    linear_unsupported_reason,
+    vocabulary_unsupported_reason,
+)
 from engine.tasks import cuda_graph
 from engine.tasks.captured_step import Batch, CapturedStep, PackedMask, Work, page_locked, to_device
 from engine.tasks.speeds import LinkProbes, gemm_figures
@@ -106,6 +113,7 @@ class TrainTask:
         self.store: TrainingData = sequences or data_of(settings)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
+            or linear_unsupported_reason(settings)
             or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)
@@ -231,6 +239,8 @@ class TrainTask:
         found = self.attend.resolved() | self._parameters() | self._cuda_graph()
         if self._attend_in_window is not None:  # its layers resolve every `auto` for their own mask
             found |= {f"window_{name}": value for name, value in self._attend_in_window.resolved().items()}
+        if any(self.settings.model.linear_layers):
+            found["linear_kernel"] = kernel_of(self.world.device.type, DTYPES[self.settings.dtype])
         return found
 
     def _parameters(self) -> dict[str, str]:

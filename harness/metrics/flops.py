@@ -6,7 +6,11 @@ work that they skip. The totals are those of a whole step over all ranks. Conven
 docs/reference.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
 (arXiv:2205.14135) for the 2.5 of its backward. A matrix takes 6 FLOPs per parameter and token (arXiv:2001.08361,
 section 2.1): 2 each in forward, for the gradient of its input and for its own. A frozen one has no gradient of its own
-and takes 4; its adapters (LoRA, arXiv:2106.09685) are matrices of 6.
+and takes 4; its adapters (LoRA, arXiv:2106.09685) are matrices of 6. A linear layer counts the products of its
+recurrence, not those that a chunked form adds: per token and value head in forward 2 x N x P each for writing the state
+[N, P] and for reading it (Mamba-2, arXiv:2405.21060), and for the delta rule's own read of it (gated delta net,
+arXiv:2412.06464). Megatron-LM (training.py, num_floating_point_operations) counts 7 x N x P in place of 4 for Mamba-2,
+8 x P x P in place of 6 x N x P for gated delta nets, and their convolution, which is no matrix product.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ ATTENTION_KERNEL_BACKWARD = 2.5
 class StepFlops:
     """FLOPs of one step over all ranks: the forward pass by part of the model, and the work that is repeated."""
 
-    layers: float  # projections and MLP of all layers, adapters among them
+    layers: float  # projections and MLP of all layers; adapters, and the recurrences of linear layers, among them
     head: float  # hidden states to vocabulary
     attention: float  # QK^T and PV over the visible pairs
     recomputed_layers: float = 0.0  # forward work repeated in the backward pass by activation checkpointing
@@ -114,8 +118,9 @@ def work_of(settings: TrialSettings) -> StepFlops:
         return StepFlops(layers=0.0, head=0.0, attention=attention_forward(settings))
     attention = _attention_flops(settings, layer_pairs(settings))
     adapted, matrices = settings.lora is not None, 2.0 * tokens * model.layers * model.layer_matrices
+    recurrences = 2.0 * tokens * model.layers * model.recurrence_products
     return StepFlops(
-        layers=matrices + (2.0 * tokens * settings.trained_parameters if adapted else 0.0),
+        layers=matrices + recurrences + (2.0 * tokens * settings.trained_parameters if adapted else 0.0),
         frozen_layers=matrices if adapted else 0.0,
         head=head,
         frozen_head=head if adapted else 0.0,

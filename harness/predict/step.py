@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.checkpoint.counts import added_weights
+from engine.checkpoint.counts import added_weights, layers_run_again
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -26,6 +26,7 @@ from harness.predict.attention import (
     layer_attention,
     tensor_parallel_seconds,
 )
+from harness.predict.linear import linear_layer_waiting
 from harness.predict.packed import step_work
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
@@ -33,6 +34,9 @@ _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
 _BACKWARD_HIDDEN = 10 + 6  # the norms' gradients and their weights', the sums of gradients
 _FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, and the product once more
 _ROTARY = 2  # read and written, of queries and keys
+# The same of a linear layer, in elements of its channels and of its values: the convolution of four taps with its
+# activation, and the gate, its activation, the norm and their product.
+_MIXER_CHANNELS, _MIXER_VALUES = 8, 8
 # Bytes per parameter of a rank's shard and step. In one pass over whole parameters: AdamW in fp32, which clips as it
 # reads and writes the copy, and the gradient's norm. Sharded: AdamW, the norm, clipping in a pass of its own.
 _ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
@@ -95,6 +99,9 @@ def step_time(
         _add(phases, "attention backward", back, count)
     across = attention.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
+    runs = 2 + layers_run_again(settings.model, settings.checkpoint) / settings.model.layers  # and one backward
+    moves = linear_layer_waiting(settings, problem, speeds, across)
+    _add_waiting(phases, moves, runs * calls * sum(settings.model.linear_layers))
     phases |= {term.phase: term.seconds(speeds, ranks) for term in terms(settings, work)}
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
     gathering = _gather_seconds(settings, speeds, node_ranks, across)
@@ -175,7 +182,11 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary + of_adapters[0]
     backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary + of_adapters[1]
     again = work.recomputed_layers / work.layers if work.layers else 0.0
-    return item * tokens * model.layers * ((1 + again) * forward + backward) + _tile_bytes(settings)
+    values = model.linear_heads * model.linear_value_dim
+    channels = 2 * model.linear_key_heads * model.linear_key_dim + values
+    mixers = sum(model.linear_layers) * (_MIXER_CHANNELS * channels + _MIXER_VALUES * values) * (3 + again)
+    layers = model.layers * ((1 + again) * forward + backward)
+    return item * tokens * (layers + mixers) + _tile_bytes(settings)
 
 
 def _tile_bytes(settings: TrialSettings) -> float:

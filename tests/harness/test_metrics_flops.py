@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, LinearKind, ModelShape, TrialSettings
 from harness.metrics.flops import seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of, work_on_documents
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 
@@ -45,6 +45,27 @@ def test_training_forward_matches_the_hand_count() -> None:
     assert work.attention == 4 * 2 * 2 * 21 * 2 * 6
     assert work.forward == 12096 + 1440 + 4032
     assert work.model == 3 * 17568
+
+
+@pytest.mark.parametrize(("kind", "matrices", "products"), [("gated_delta_net", 220, 90), ("mamba2", 208, 60)])
+def test_a_linear_layer_counts_its_matrices_and_the_recurrence_but_no_attention(
+    kind: LinearKind, matrices: int, products: int
+) -> None:
+    """One layer of attention and one linear layer of 3 value heads with a state of 2 x 5, and 1 key head.
+
+    Linear matrices: q 4x2, k 4x2, v 4x15, gate 4x15, output 15x4, decay 4x3, for the delta rule beta 4x3; with the MLP
+    of 36 together 256, or 244. The state has 30 elements: written, read, and by the delta rule read once more.
+    """
+    model = replace(TOY, layer_pattern="lf", linear=kind, linear_heads=3, linear_key_heads=1, linear_key_dim=2,
+                    linear_value_dim=5)  # fmt: skip
+    work = work_of(settings(model=model, seq_len=6, batch_size=3, world_size=2, cp_size=1))
+    assert work.layers == 2 * 36 * (84 + matrices + 36 + products)
+    assert work.attention == 4 * 2 * 2 * 21 * 1 * 6
+    again = work_of(settings(model=model, seq_len=6, batch_size=3, world_size=2, cp_size=1,
+                             checkpoint=Checkpoint(every=1, tail=0.0)))  # fmt: skip
+    ends = 2 * 4 * 3  # of both MLPs, whose last products are not repeated
+    assert again.recomputed_layers == 2 * 36 * (84 + matrices + 36 + products - ends)
+    assert again.recomputed_attention == work.attention
 
 
 def test_micro_batches_are_sequences_of_the_step() -> None:

@@ -55,12 +55,13 @@ class CostModel:
         wide = max(4, item)
         self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
         row = item * model.output_dim + 4  # of output and LSE, of one token and head
-        self._copy_attention = self._tokens * model.heads * row / speeds.host_link
+        attending = model.attention_layers / model.layers
+        self._copy_attention = attending * self._tokens * model.heads * row / speeds.host_link  # of a layer, on average
         elements = PASSES_AGAIN * model.hidden + adapter_passes(model, settings.lora)[0]
         self._passes = item * self._tokens * elements / speeds.memory  # of one layer's forward
         of_mlp = adapter_passes(model, settings.lora, MLP)[0]
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
-        weights = model.layer_matrices + adapter_parameters(model, settings.lora)
+        weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * settings.trained_parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient

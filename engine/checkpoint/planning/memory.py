@@ -22,6 +22,7 @@ from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
+from engine.linear.volume import state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, PROJECTIONS, adapter_parameters
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
@@ -32,6 +33,7 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 # The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
 _TORCH_MLP = {1: 3, 2: 5}
+_CHUNK = 64  # tokens of a chunk of the gated delta rule
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -91,6 +93,36 @@ class _OfParameters:
     mlp_sums: float  # of weight gradients over several runs
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mixer:
+    """Bytes of a linear layer before its MLP, with the kernels of flash-linear-attention; 0 where there is none. A
+    count by the tensors' sizes, which no run on a GPU has checked."""
+
+    saved: float = 0.0  # for its backward
+    gradients: float = 0.0  # in its backward
+
+    @classmethod
+    def of(cls, settings: TrialSettings) -> _Mixer:
+        shape, item = settings.model, BYTES_OF[settings.dtype]
+        if not any(shape.linear_layers):
+            return cls()
+        tokens = item * settings.seq_len * settings.batch_size / settings.cp_size
+        keys, values = shape.linear_key_heads * shape.linear_key_dim, shape.linear_heads * shape.linear_value_dim
+        channels = 2 * keys + values
+        # The normed input; channels before, within and after the convolution; recurrence's output before and after its
+        # norm, the gate before and after its activation, their product.
+        saved, gradients = shape.hidden + 4 * channels + 5 * values, shape.hidden + 2 * channels + 3 * values
+        states = 0
+        if settings.cp_size > 1:  # the input in consecutive order, what tokens read of the state before, the states
+            of_map, of_state = state_bytes(shape, settings.dtype, settings.batch_size)
+            saved, states = saved + shape.hidden, 2 * of_map + 3 * of_state
+            if shape.linear == "gated_delta_net":
+                saved, gradients = (each + 2 * shape.linear_heads * shape.linear_key_dim for each in (saved, gradients))
+        if shape.linear == "gated_delta_net":  # the matrix of every chunk that the kernel saves
+            saved += shape.linear_heads * _CHUNK
+        return cls(saved=tokens * saved + states, gradients=tokens * gradients + states)
+
+
 class MemoryModel:
     """Memory of a rank of one trial by choice. `settings` give everything that no `MemorySettings` holds."""
 
@@ -113,21 +145,24 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
+        self._mixer = _Mixer.of(settings)
+        self._attending = shape.attention_layers / shape.layers
         shards = settings.world_size
         if settings.sharding == "hybrid":
             shards = max(1, shards // max(1, settings.emulate_nodes))
         # Frozen parameters are there once, in the dtype of the computation, and only the others have gradients.
-        lora, table, trained = settings.lora, shape.vocab * shape.hidden, shape.layer_parameters
+        lora, table, trained = settings.lora, shape.vocab * shape.hidden, shape.largest_layer
         layer, learns, of_mlp = trained, 1, shape.mlp_parameters  # of all parameters; whether the head has a gradient
+        gradient = shape.layer_parameters  # of a layer, on average
         self._frozen = 0.0
         self._adapted = frozenset(() if lora is None else lora.targets)
         self._between = 0.0 if lora is None else item * tokens * lora.rank  # what an adapter's A gives its B
         if lora is not None:
             self._frozen, learns, of_mlp = item * shape.parameters / shards, 0, adapter_parameters(shape, lora, MLP)
-            trained = adapter_parameters(shape, lora)
+            trained = gradient = adapter_parameters(shape, lora)
             layer += trained
         self._parameters = wide * settings.trained_parameters / shards
-        self._layer_gradient = wide * trained / shards
+        self._layer_gradient = wide * gradient / shards
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
         self._head_gradient = learns * wide * ((0 if shape.tied else table) + shape.hidden) / shards
@@ -250,7 +285,7 @@ class MemoryModel:
             last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
             moments.append((last, below + held.gathered + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
-            own = inputs / group_starts(checkpoint, again) + attention / again
+            own = inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
         return moments
 
@@ -265,7 +300,7 @@ class MemoryModel:
         if not again:
             return 0.0, 0.0, 0.0
         inputs = group_starts(checkpoint, again) * self._state
-        attention = again * checkpoint.tail * (self._output + self._lse)
+        attention = self._attention_of(again) * checkpoint.tail * (self._output + self._lse)
         host = 0.0
         if checkpoint.offload != "none":
             inputs, host = 0.0, inputs_in_store(checkpoint, again) * self._state
@@ -273,10 +308,15 @@ class MemoryModel:
             attention, host = 0.0, host + attention
         return inputs, attention, host
 
+    def _attention_of(self, layers: int) -> int:
+        """Of the first `layers` layers those with attention."""
+        return layers - sum(self._shape.linear_layers[:layers])
+
     def _saved_whole(self, choice: MemorySettings) -> float:
-        """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values,
-        attention's results, and the kept products of the MLP's first matrices."""
-        kept = 2 * self._state + self._query + self._output + self._keys + self._lse
+        """Saved tensors of a layer that is not computed again, on average: its input and the MLP's, queries, keys and
+        values and attention's results, or those of a linear layer's mixer, and the kept products of the MLP's first
+        matrices."""
+        kept = self._query + self._output + self._keys + self._lse
         shape = self._shape
         by_torch = shape.qk_norm or not shape.plain_projection
         if self._settings.lora is not None:
@@ -288,6 +328,7 @@ class MemoryModel:
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
+        kept = 2 * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
         kept += choice.checkpoint.mlp * self._between * len(self._adapted & set(MLP))
         if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
             inputs = self._state if self._adapted & {"gate", "up"} else 0.0
@@ -311,8 +352,9 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        in_attention = self._state + self._query + self._output + self._keys + self._attention_sums + self._expanded
-        return max(4 * self._state + held, in_attention + self._received_beside(choice.checkpoint))
+        in_attention = self._state + self._query + self._output + self._keys + self._attention_sums
+        in_attention += self._expanded + self._received_beside(choice.checkpoint)
+        return max(4 * self._state + held, in_attention, self._state + self._mixer.gradients)
 
     def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
@@ -321,6 +363,7 @@ class MemoryModel:
         held = self._query + self._keys + self._between * len(self._adapted)  # computed again, for attention's backward
         if choice.projection_tiles == 1:
             held += self._state  # normed
+        held = max(held, self._mixer.saved)
         if checkpoint.every > 1 or checkpoint.offload != "none":
             held += self._state  # the input is not among the saved tensors
         if checkpoint.replay == "hold" and checkpoint.every > 1:
@@ -338,8 +381,9 @@ class MemoryModel:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         # Gradients: residual, out, q, k, v.
-        in_attention = held + self._state + self._query + self._output + self._keys + self._expanded
-        return max(in_mlp, in_attention + self._attention_sums + self._received_beside(checkpoint))
+        in_attention = held + self._state + self._query + self._output + self._keys
+        in_attention += self._expanded + self._attention_sums + self._received_beside(checkpoint)
+        return max(in_mlp, in_attention, held + self._state + self._mixer.gradients)
 
     def _head(self, tiles: int, held: _OfParameters) -> float:
         """Weight and its gradients, the logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head

@@ -14,7 +14,7 @@ from engine.attention.masks import Documents
 from engine.linear.gated_delta import gated_delta
 from engine.linear.mamba2 import state_space
 from engine.linear.scan import StateScan
-from engine.linear.shard import Mix, Shard
+from engine.linear.shard import LinearShard, Mix
 from tests.engine.linear import recurrences
 from tests.engine.parity import apart
 from tests.ranks import run_on_ranks
@@ -96,7 +96,7 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
         leaves = {key: cp.shard(leaf, 1).clone().requires_grad_() for key, leaf in leaves.items()}
         leaves |= {key: given[key].clone().requires_grad_() for key in ("weight", "bias")}
 
-        def mixer(x: Tensor, shard: Shard, kind: str = kind, leaves: dict[str, Tensor] = leaves) -> Tensor:
+        def mixer(x: Tensor, shard: LinearShard, kind: str = kind, leaves: dict[str, Tensor] = leaves) -> Tensor:
             channels, decay, beta = x.split([CHANNELS, HEADS, HEADS], -1)
             heads = in_heads(shard.convolved(channels, leaves["weight"], leaves["bias"]))
             decay, beta = gates(decay, beta)
@@ -141,7 +141,7 @@ def bytes_of_scan() -> list[tuple[int, int]]:
     """Bytes this rank sends in forward, and in forward and backward, at two lengths."""
     cp, found = ContextParallel(layout="contiguous"), []
     for tokens in (3, 300):
-        shard = Shard(Mix(cp)._shard(tokens, cp).runs, cp)
+        shard = LinearShard(Mix(cp)._shard(tokens, cp).runs, cp)
         tensors = [
             torch.randn(1, tokens, *dims, dtype=torch.float64, requires_grad=True)
             for dims in ((KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH), (HEADS, VALUE), (HEADS,), (HEADS,))

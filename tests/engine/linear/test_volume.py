@@ -1,0 +1,51 @@
+"""The bytes that a linear layer is said to send are those that its ranks send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import as_layout
+from engine.linear.shard import Mix
+from engine.linear.volume import sent_bytes
+from engine.models.linear import mixer_of
+from engine.settings import ModelShape
+from tests.ranks import run_on_ranks
+
+DELTA = ModelShape(
+    name="hybrid", layers=2, hidden=6, ffn=8, heads=2, kv_heads=1, head_dim=4, vocab=9, layer_pattern="lf",
+    linear="gated_delta_net", linear_heads=4, linear_key_heads=2, linear_key_dim=3, linear_value_dim=5,
+)  # fmt: skip
+SHAPES = {"delta": DELTA, "mamba": replace(DELTA, linear="mamba2", linear_conv=3)}
+LAYOUTS = ("zigzag", "striped", "contiguous")
+BATCH, TOKENS = 2, 12  # sequences, tokens of a rank
+
+
+def measured() -> dict[str, tuple[int, int]]:
+    """Bytes of this rank in forward, and in backward."""
+    found = {}
+    for layout in LAYOUTS:
+        cp = ContextParallel(layout=layout)
+        for name, shape in SHAPES.items():
+            mixer = mixer_of(shape).double()
+            for parameter in mixer.parameters():
+                torch.nn.init.constant_(parameter, 0.1)
+            x_BLE = torch.randn(BATCH, TOKENS, shape.hidden, dtype=torch.float64, requires_grad=True)
+            cp.traffic.reset()
+            branch_BLE = Mix(cp)(mixer, x_BLE)
+            forward = cp.traffic.sent_bytes
+            branch_BLE.sum().backward()
+            found[f"{name} {layout}"] = forward, cp.traffic.sent_bytes - forward
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bytes_sent_are_those_computed_from_sizes(ranks: int) -> None:
+    for rank, found in enumerate(run_on_ranks(ranks, measured)):
+        for layout in LAYOUTS:
+            for name, shape in SHAPES.items():
+                sent = sent_bytes(shape, as_layout(layout), TOKENS * ranks, ranks, dtype="fp64", batch_size=BATCH)
+                assert found[f"{name} {layout}"] == (sent[rank].sum(), sent[:, rank].sum()), (rank, name, layout)
