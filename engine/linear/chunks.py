@@ -8,6 +8,7 @@ differences of sums stay exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,11 +47,17 @@ def in_sequence(x_BVcTD: Tensor, tokens: int) -> Tensor:
     return x_BVcTD.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
 
 
+@lru_cache(maxsize=64)
+def numbers_on(runs: Runs, device: torch.device) -> Tensor:
+    """`Runs.numbers` on a device: layers share one copy."""
+    return torch.from_numpy(runs.numbers).to(device)
+
+
 def decays_of(decay_BLV: Tensor, runs: Runs) -> Decays:
     """From the logarithm of every token's decay, which is at most 0."""
     total_BVcT = in_chunks(decay_BLV[..., None])[..., 0].cumsum(-1)
     size = total_BVcT.shape[-1]
-    number_L = torch.from_numpy(runs.numbers).to(decay_BLV.device)
+    number_L = numbers_on(runs, decay_BLV.device)
     # Tokens that fill the last chunk belong to the last document; the first state to the first.
     number_cT = torch.cat([number_L, number_L[-1:].expand(-len(number_L) % size)]).unflatten(0, (-1, size))
     before_c = torch.cat([number_L[:1], number_cT[:-1, -1]])

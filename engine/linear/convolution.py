@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.context import ContextParallel
+from engine.linear.chunks import numbers_on
 from engine.linear.runs import Runs
 from engine.ops.autograd import refuse_second_derivative
 
@@ -30,8 +31,8 @@ def convolved(
     padded_BMC = with_earlier(x_BLC, earlier, cp)
     # Zeros in front of a sequence are as good as its own tokens; those of the rank before may be another document's.
     others = cp is not None and cp.rank > 0 and not runs.continues
-    numbers = (runs if others else replace(runs, continues=True)).after(earlier).numbers
-    number_M = torch.from_numpy(numbers).to(x_BLC.device) if numbers[-1] else None  # None: all in one document
+    runs = (runs if others else replace(runs, continues=True)).after(earlier)
+    number_M = numbers_on(runs, x_BLC.device) if len(runs.starts) > 1 else None  # None: all in one document
     result = padded_BMC[:, earlier:] * weight_CT[:, earlier]
     for back in range(1, earlier + 1):
         shifted = slice(earlier - back, earlier - back + tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def _fla_state_space(
     return _called(call, {"scale": 1.0}, runs, None, q=q, k=k, v=v_BLVP, g=decay_BLV)
 
 
+@lru_cache(maxsize=64)
+def _bounds_on(runs: Runs, device: torch.device) -> Tensor:
+    return torch.tensor(runs.bounds, device=device)
+
+
 def _called(
     call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +79,7 @@ def _called(
     if len(runs.starts) == 1:
         out, state = call(**tensors, initial_state=initial_BVNP, **named)
         return out, state
-    bounds = torch.tensor(runs.bounds, device=tensors["v"].device)
+    bounds = _bounds_on(runs, tensors["v"].device)
     outs, states = [], []
     for row in range(tensors["v"].shape[0]):
         of_row = {name: tensor[row : row + 1] for name, tensor in tensors.items()}

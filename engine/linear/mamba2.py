@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.linear.chunks import decays_of, heads_of, in_chunks, in_sequence, states_between
+from engine.linear.chunks import decays_of, heads_of, in_chunks, in_sequence, numbers_on, states_between
 from engine.linear.runs import Runs
 from engine.linear.scan import StateScan
 from engine.ops.autograd import accumulation_dtype
@@ -55,7 +55,7 @@ def state_space(
     if scan is None:
         return own_BLVP
     dtype = accumulation_dtype(decay_BLV.dtype)
-    first_L = torch.from_numpy(runs.numbers == 0).to(decay_BLV.device) & runs.continues
+    first_L = (numbers_on(runs, decay_BLV.device) == 0) & runs.continues
     passed_BLV = decay_BLV.to(dtype).cumsum(1).exp() * first_L[:, None]  # what a token sees of the state before
     before_BVNP = scan(passed_BLV[:, -1, :, None, None], state_BVNP)
     read_BLVN = heads_of(q_BLHN, v_BLVP.shape[2]) * passed_BLV[..., None]

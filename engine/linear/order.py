@@ -6,7 +6,7 @@ and values. All tokens that a rank sends to another one are consecutive in its s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,13 @@ class TokenOrder:
     received: tuple[int, ...]  # tokens from each rank
     arrival_L: Tensor  # of each arriving token, rank by rank, its place among this rank's consecutive tokens
     place_L: Tensor  # the reverse: of each consecutive token, its number among those that arrive
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`arrival_L` and `place_L` on a device: layers share one copy."""
+        if device not in self._copies:
+            self._copies[device] = self.arrival_L.to(device), self.place_L.to(device)
+        return self._copies[device]
 
 
 @lru_cache(maxsize=64)
@@ -83,10 +90,15 @@ class _Move(torch.autograd.Function):
 
 def _moved(x_BLE: Tensor, cp: ContextParallel, order: TokenOrder, consecutive: bool) -> Tensor:
     if not consecutive:
-        x_BLE = x_BLE.index_select(1, order.arrival_L.to(x_BLE.device))
+        x_BLE = x_BLE.index_select(1, order.on(x_BLE.device)[0])
     sent, received = (order.sent, order.received) if consecutive else (order.received, order.sent)
-    specs = tuple(TensorSpec((x_BLE.shape[0], tokens, x_BLE.shape[2]), x_BLE.dtype) for tokens in received)
+    parts, others = x_BLE.split(sent, 1), [rank for rank in range(cp.size) if rank != cp.rank]
+    sources = [rank for rank in others if received[rank]]
+    specs = [TensorSpec((x_BLE.shape[0], received[rank], x_BLE.shape[2]), x_BLE.dtype) for rank in sources]
     with cp.comms.collective():
-        arrived = cp.comms.linear().exchange(x_BLE.split(sent, 1), specs).wait()
+        to = [(rank, parts[rank]) for rank in others if sent[rank]]
+        transfer = cp.comms.linear().exchange(to, list(zip(sources, specs, strict=True)))
+        by_rank = {cp.rank: parts[cp.rank]} | dict(zip(sources, transfer.wait(), strict=True))
+    arrived = [by_rank[rank] for rank in sorted(by_rank)]
     joined_BLE = torch.cat(arrived, 1)
-    return joined_BLE.index_select(1, order.place_L.to(x_BLE.device)) if consecutive else joined_BLE
+    return joined_BLE.index_select(1, order.on(x_BLE.device)[1]) if consecutive else joined_BLE

@@ -29,7 +29,9 @@ SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
 NATIVE = tuple(  # burst first; tensor parallelism shares no sequence
     name
     for name, method in all_methods().items()
-    if hasattr(method, "attention") and not hasattr(method, "tensor_parallel")
+    if hasattr(method, "attention")
+    and not hasattr(method, "tensor_parallel")
+    and "train" in getattr(method, "tasks", ("train",))
 )
 ALL_ADAPTED = Lora(rank=2, alpha=4.0, targets=("q", "k", "v", "output", "gate", "up", "down"))
 CHOICES: dict[str, tuple[Any, ...]] = {

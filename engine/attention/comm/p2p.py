@@ -5,11 +5,11 @@ Nothing here blocks the host: on a GPU, `wait` makes the current stream wait for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -112,41 +112,12 @@ class PointToPoint(Transport):
         self._connected = False
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
-        given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
-        received = self._empty(expected)
-        operations = [self._operation(dist.isend, tensor, to) for tensor in sent]
-        operations += [self._operation(dist.irecv, tensor, source) for tensor in received]
-        return self._started(given, sent, received, operations, {to, source})
+        return self.exchange([(to, tensor) for tensor in sent], [(source, spec) for spec in expected])
 
-    def exchange(self, sent: tuple[Tensor, ...], expected: tuple[TensorSpec, ...]) -> Transfer:
-        """Send `sent[r]` to each other group rank r while receiving `expected[r]` from it; tensors without elements are
-        not sent. This rank's own becomes what is received at its place. Collective in order, as `start`."""
-        here, ranks = dist.get_rank(self._group), range(len(sent))
-        given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
-        received = self._empty(expected)
-        received = (*received[:here], sent[here], *received[here + 1 :])
-        operations = [self._operation(dist.isend, sent[r], r) for r in ranks if r != here and sent[r].numel()]
-        operations += [self._operation(dist.irecv, received[r], r) for r in ranks if r != here and received[r].numel()]
-        away = given[:here] + given[here + 1 :], sent[:here] + sent[here + 1 :]
-        return self._started(*away, received, operations, set(ranks) - {here})
-
-    def _empty(self, expected: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
-        here = gpu_of(self._group) or torch.device("cpu")
-        return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
-
-    def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, unrecorded(tensor), self._ranks[peer], self._group, self._traffic.tag)
-
-    def _started(
-        self,
-        given: tuple[Tensor, ...],
-        sent: tuple[Tensor, ...],
-        received: tuple[Tensor, ...],
-        operations: list[dist.P2POp],
-        peers: set[int],
-    ) -> Transfer:
-        """The operations, begun; `sent` are contiguous copies of `given` where those were not."""
-        copies = tuple(tensor for tensor, original in zip(sent, given, strict=True) if tensor is not original)
+    def exchange(self, to: Sequence[tuple[int, Tensor]], expected: Sequence[tuple[int, TensorSpec]]) -> Transfer:
+        """Send each tensor to its group rank while receiving each of `expected` from its own: `start` of many peers."""
+        sent = tuple(tensor.contiguous() for _, tensor in to)
+        copies = tuple(tensor for tensor, (_, original) in zip(sent, to, strict=True) if tensor is not original)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
         if device is not None and not self._connected:
@@ -154,10 +125,15 @@ class PointToPoint(Transport):
             # leave some of them nothing to send or receive in the first message, so this call is made before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._connected = True
-        named = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted(peers))
-        with peers_needed(self._group, named):
-            works = dist.batch_isend_irecv(operations) if operations else []
-        return _SendReceive(received, sent, self._group, named, works, copies)
+        here, tag = device or torch.device("cpu"), self._traffic.tag
+        received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for _, spec in expected)
+        ends = [(dist.isend, tensor, peer) for tensor, (peer, _) in zip(sent, to, strict=True)]
+        ends += [(dist.irecv, tensor, peer) for tensor, (peer, _) in zip(received, expected, strict=True)]
+        works = [dist.P2POp(end, unrecorded(tensor), self._ranks[peer], self._group, tag) for end, tensor, peer in ends]
+        peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({peer for _, _, peer in ends}))
+        with peers_needed(self._group, peers):
+            works = dist.batch_isend_irecv(works) if works else []
+        return _SendReceive(received, sent, self._group, peers, works, copies)
 
 
 def send_rows(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:

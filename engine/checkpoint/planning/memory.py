@@ -352,8 +352,8 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        in_attention = self._state + self._query + self._output + self._keys + self._attention_sums
-        in_attention += self._expanded + self._received_beside(choice.checkpoint)
+        in_attention = self._state + self._query + self._output + self._keys + self._expanded
+        in_attention += self._attention_sums + self._received_beside(choice.checkpoint)
         return max(4 * self._state + held, in_attention, self._state + self._mixer.gradients)
 
     def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
@@ -381,8 +381,8 @@ class MemoryModel:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         # Gradients: residual, out, q, k, v.
-        in_attention = held + self._state + self._query + self._output + self._keys
-        in_attention += self._expanded + self._attention_sums + self._received_beside(checkpoint)
+        in_attention = held + self._state + self._query + self._output + self._keys + self._expanded
+        in_attention += self._attention_sums + self._received_beside(checkpoint)
         return max(in_mlp, in_attention, held + self._state + self._mixer.gradients)
 
     def _head(self, tiles: int, held: _OfParameters) -> float:

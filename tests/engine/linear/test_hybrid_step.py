@@ -57,7 +57,8 @@ def every(number: int, cases: dict[str, TrialSettings]) -> dict[str, TrialSettin
 
 
 @pytest.mark.parametrize(
-    ("world_size", "step", "updates"), [(1, 9, 2), (2, 8, 0), (4, 7, 0), *slow((1, 1, 2), (2, 1, 2), (4, 1, 2))]
+    ("world_size", "step", "updates"),
+    [(1, 9, 2), (2, 8, 0), (4, 7, 0), *slow((1, 1, 2), (2, 1, 2), (4, 1, 2), (8, 4, 0))],
 )
 def test_loss_gradients_and_updates_are_those_of_one_process(world_size: int, step: int, updates: int) -> None:
     cases = every(step, cases_of(world_size))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents
+from engine.linear import chunks
 from engine.linear.gated_delta import gated_delta
 from engine.linear.mamba2 import state_space
 from engine.linear.scan import StateScan
@@ -86,6 +87,7 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
     found = {}
     for kind, name, layout in cases:
         given, documents = problem(kind), Documents(DOCUMENTS[name])
+        chunks.CHUNK = {"zigzag": 64, "contiguous": 16}.get(layout, 4)  # one chunk of a rank's tokens, or several
         if layout == "balanced":
             from engine.attention.geometry.balanced import Balanced
 
