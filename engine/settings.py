@@ -6,6 +6,7 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -219,6 +220,12 @@ class ModelShape:
     def linear_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether it is linear, and so has no attention."""
         return tuple(letter == "l" for letter in self._letters)
+
+    @property
+    def linear_runs(self) -> int:
+        """Runs of consecutive linear layers."""
+        linear = self.linear_layers
+        return sum(one and not before for before, one in itertools.pairwise((False, *linear)))
 
     @property
     def attention_layers(self) -> int:

@@ -103,7 +103,16 @@ class MixOnce:
                 x_BLE.register_hook(lambda dx_BLE: passed())
         return self._mix(mixer, x_BLE)
 
-    ahead = __call__
+    def enter(self, x_BLE: Tensor) -> Tensor:
+        return self._mix.enter(x_BLE)
+
+    def leave(self, x_BLE: Tensor) -> Tensor:
+        return self._mix.leave(x_BLE)
+
+    @property
+    def ahead(self) -> MixOnce:
+        """Nothing is held for the next call."""
+        return self
 
     def prefetch(self) -> None:
         """Nothing is on the host."""

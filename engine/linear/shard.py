@@ -43,13 +43,17 @@ class Mix:
     def __init__(self, cp: ContextParallel | None = None, documents: Documents | None = None) -> None:
         self._cp, self._documents = cp, documents
 
+    def enter(self, x_BLE: Tensor) -> Tensor:
+        """This rank's consecutive tokens, from those in the layout's order. Collective, and so is its backward."""
+        return x_BLE if self._cp is None else to_consecutive(x_BLE, self._cp)
+
+    def leave(self, x_BLE: Tensor) -> Tensor:
+        """The reverse."""
+        return x_BLE if self._cp is None else from_consecutive(x_BLE, self._cp)
+
     def __call__(self, mixer: Mixer, x_BLE: Tensor) -> Tensor:
-        """The branch of `mixer`, which runs on consecutive tokens, in the order of x. Collective, and so is its
-        backward."""
-        if self._cp is None:
-            return mixer(x_BLE, self._shard(x_BLE.shape[1], None))
-        branch_BLE = mixer(to_consecutive(x_BLE, self._cp), self._shard(x_BLE.shape[1], self._cp))
-        return from_consecutive(branch_BLE, self._cp)
+        """The branch of `mixer` of consecutive tokens. Collective, and so is its backward."""
+        return mixer(x_BLE, self._shard(x_BLE.shape[1], self._cp))
 
     def under(self, documents: Documents, cp: ContextParallel) -> Mix:
         """The same for one batch: its documents, in their layout."""

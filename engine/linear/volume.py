@@ -1,7 +1,7 @@
 """Bytes that the ranks of a linear layer send, from sizes alone. No torch: plans and predictions read it.
 
-A call moves hidden states to consecutive tokens and back, sends the last inputs of the convolution to the next rank,
-and scans the states; its backward does the same in reverse, so that it sends as much.
+Consecutive linear layers move hidden states to consecutive tokens and back once. Each sends the last inputs of its
+convolution to the next rank, and scans the states. Backward does the same in reverse, so that it sends as much.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ def state_bytes(model: ModelShape, dtype: Dtype, batch_size: int) -> tuple[int, 
 def sent_bytes(
     model: ModelShape, layout: Layout, seq_len: int, cp_size: int, *, dtype: Dtype, batch_size: int
 ) -> Integers:
-    """[from, to]: bytes that each rank sends to each other one in a forward of one linear layer. Backward sends the
+    """[from, to]: bytes that each rank sends to each other one in a forward of all linear layers. Backward sends the
     same along every link in the other direction."""
     if cp_size == 1:
         return np.zeros((1, 1), np.int64)
-    item = BYTES_OF[dtype] * batch_size
     moved = moved_tokens(layout, seq_len, cp_size) * (1 - np.eye(cp_size, dtype=np.int64))
-    found = (moved + moved.T) * item * model.hidden
+    of_run = (moved + moved.T) * BYTES_OF[dtype] * batch_size * model.hidden
+    return model.linear_runs * of_run + sum(model.linear_layers) * _of_layer(model, cp_size, dtype, batch_size)
+
+
+def _of_layer(model: ModelShape, cp_size: int, dtype: Dtype, batch_size: int) -> Integers:
+    """The same of the convolution and the scan of one layer."""
+    item, found = BYTES_OF[dtype] * batch_size, np.zeros((cp_size, cp_size), np.int64)
     channels = 2 * model.linear_key_heads * model.linear_key_dim + model.linear_heads * model.linear_value_dim
     map_bytes, own_bytes = state_bytes(model, dtype, batch_size)
     for rank in range(cp_size - 1):

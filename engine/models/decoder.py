@@ -13,6 +13,7 @@ V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
@@ -72,9 +73,16 @@ class AttendCall(Protocol):
 
 
 class MixCall(Protocol):
-    """The residual branch of a linear layer's mixer over the whole sequence, from this rank's x_BLE."""
+    """The residual branch of a linear layer's mixer over the whole sequence, from this rank's consecutive tokens.
+
+    The residual stream is moved to them before the first of several linear layers, and back after the last.
+    """
+
+    def enter(self, x_BLE: Tensor) -> Tensor: ...
 
     def __call__(self, mixer: Mixer, x_BLE: Tensor) -> Tensor: ...
+
+    def leave(self, x_BLE: Tensor) -> Tensor: ...
 
 
 def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: torch.dtype, seq_len: int) -> Rotary:
@@ -262,6 +270,7 @@ class Block(nn.Module):
             self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
             self.attention = attention_of(shape)
         self.linear = linear
+        self.enters = self.leaves = linear  # the layer before, or after, has tokens in the layout's order
         self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
         self.mlp = MLP(shape)
         self.attend = DenseAttention(parse_mask(shape.window_mask) if windowed else None)
@@ -277,10 +286,15 @@ class Block(nn.Module):
     def layer(self, x_BLE: Tensor, rotary: Rotary, over_ranks: AttendCall | MixCall) -> Tensor:
         """The layer's mathematics. Pure but for `over_ranks`, which a linear layer calls for its mixer and any other
         for attention, so it may be run again to recompute activations."""
-        if self.linear:
-            branch_BLE = cast(MixCall, over_ranks)(self._mixed, x_BLE)
-        else:
-            branch_BLE, x_BLE = self._attended(x_BLE, rotary, cast(AttendCall, over_ranks))
+        if not self.linear:
+            return self._with_mlp(*self._attended(x_BLE, rotary, cast(AttendCall, over_ranks)))
+        mix = cast(MixCall, over_ranks)
+        x_BLE = mix.enter(x_BLE) if self.enters else x_BLE
+        x_BLE = self._with_mlp(mix(self._mixed, x_BLE), x_BLE)
+        return mix.leave(x_BLE) if self.leaves else x_BLE
+
+    def _with_mlp(self, branch_BLE: Tensor, x_BLE: Tensor) -> Tensor:
+        """The residual stream after the MLP, from the first half's branch."""
         if self.joins_sum:
             return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
         return self.add_mlp(self.mlp_norm, self.mlp, x_BLE + branch_BLE)
@@ -331,6 +345,9 @@ class Decoder(nn.Module):
         self.embedding = Embedding(shape.vocab, shape.hidden)
         kinds = zip(shape.windowed, shape.linear_layers, strict=True)
         self.blocks = nn.ModuleList(Block(shape, windowed=windowed, linear=linear) for windowed, linear in kinds)
+        for block, following in itertools.pairwise(self.blocks):
+            if block.linear and following.linear:
+                block.leaves = following.enters = False
         self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.head = Head(shape)
 

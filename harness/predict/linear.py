@@ -1,4 +1,4 @@
-"""What the ranks of a linear layer wait for: tokens in another order, inputs of the rank before, and states."""
+"""What the ranks of linear layers wait for: tokens in another order, inputs of the rank before, and states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harness.metrics.throughput import GIB
 from harness.predict.attention import Pass
 
 
-def linear_layer_waiting(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds, across: float) -> Pass:
-    """Of one forward or one backward of one linear layer, which send equally many bytes: those of the rank that sends
+def linear_layers_waiting(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds, across: float) -> Pass:
+    """Of one forward or one backward of all linear layers, which send equally many bytes: those of the rank that sends
     most, over its links inside the node and of `across` GiB/s to other nodes, one after the other. No kernels: those of
     the recurrence are among the matrix products."""
     if not any(settings.model.linear_layers) or problem.cp_size == 1:

@@ -26,7 +26,7 @@ from harness.predict.attention import (
     layer_attention,
     tensor_parallel_seconds,
 )
-from harness.predict.linear import linear_layer_waiting
+from harness.predict.linear import linear_layers_waiting
 from harness.predict.packed import step_work
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
@@ -100,8 +100,7 @@ def step_time(
     across = attention.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     runs = 2 + layers_run_again(settings.model, settings.checkpoint) / settings.model.layers  # and one backward
-    moves = linear_layer_waiting(settings, problem, speeds, across)
-    _add_waiting(phases, moves, runs * calls * sum(settings.model.linear_layers))
+    _add_waiting(phases, linear_layers_waiting(settings, problem, speeds, across), runs * calls)
     phases |= {term.phase: term.seconds(speeds, ranks) for term in terms(settings, work)}
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
     gathering = _gather_seconds(settings, speeds, node_ranks, across)

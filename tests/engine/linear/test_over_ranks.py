@@ -107,7 +107,7 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
             return gated_delta(*heads, decay, beta, shard.runs, shard.scan).flatten(2)
 
         mix = Mix(cp, None if name == "one text" else documents)
-        out = mix(mixer, torch.cat([leaves["x"], leaves["decay"], leaves["beta"]], -1))
+        out = mix.leave(mix(mixer, mix.enter(torch.cat([leaves["x"], leaves["decay"], leaves["beta"]], -1))))
         out.backward(cp.shard(given["dout"], 1))
         result = {"out": cp.unshard(out.detach(), 1)}
         for key, grad in gradients(leaves).items():
