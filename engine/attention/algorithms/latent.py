@@ -18,8 +18,8 @@ returned: sums over heads, as small as what was sent.
 - Ulysses sends every rank the latent of all tokens; a rank expands its own heads.
 
 An expansion is one matrix product of a chunk, 2 C X FLOPs a token and head, beside 2 (D + Dv) for each key of each
-query: at 8K tokens a rank a twentieth of forward. On H200 it takes a quarter of the time in which NVLink would send the
-K and V that it forms, so there is no choice to send them instead.
+query: at 8K tokens a rank a twentieth of forward. By the cost model's speeds of H200 it takes a quarter of the time in
+which NVLink would send the K and V that it forms, so there is no choice to send them instead.
 
 The gradient of the matrix is the sum of what each rank's chunks give, as that of any replicated parameter.
 

@@ -234,7 +234,8 @@ def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
 
 # Columns of the table of all trials that a terminal has room for.
 _SHOWN = (
-    "task", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %", "peak GiB", "loss",
+    "task", "model", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %", "peak GiB",
+    "loss",
 )  # fmt: skip
 
 
