@@ -45,12 +45,12 @@ def answer(target: LoadedTarget, case: ConformCase, device: str) -> RankAnswer:
         rank=dist.get_rank(),
         group=dist.group.WORLD,
     )
-    ask = _attention if case.kind == "attention" else _training
+    ask = _training if case.kind == "training" else _calls
     return ask(target, problem, case.way)
 
 
 def rewritten(tensors: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
-    """The same inputs of attention, but for one token, whose key and value are large."""
+    """The same inputs of a call, but for one token, whose key and value are large."""
     found = {name: each.clone() for name, each in tensors.items()}
     for name in ("q", "k", "v"):
         found[name][:, token] = LOUD * torch.sign(found[name][:, token] + 0.5)
@@ -58,16 +58,16 @@ def rewritten(tensors: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
 
 
 def changed_token(problem: CaseProblem) -> int:
-    """In the middle of the sequence; of its last document but one where there are several."""
+    """In the middle of the sequence, where no rank's part begins; of several documents in the last but one."""
     if len(problem.documents) < 2:
-        return problem.tokens // 2
+        return min(problem.tokens // 2 + 1, problem.tokens - 1)
     return sum(problem.documents[:-1]) - 1
 
 
 def other_length(problem: CaseProblem) -> CaseProblem:
     """A shorter problem in between: half the tokens, and one document less than half of them."""
-    half = problem.tokens // 2
-    documents = (half // 4, half - half // 4) if problem.documents else ()
+    half = max(problem.tokens // 2, 1)
+    documents = (half // 4, half - half // 4) if problem.documents and half >= 4 else ()
     return replace(problem, tokens=half, documents=documents, seed=problem.seed + 7)
 
 
@@ -83,12 +83,12 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor.detach().double().cpu().clone()
 
 
-# Attention
+# Attention and recurrences
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a target's attention, whose backward may come later."""
+    """One call of a target, whose backward may come later."""
 
     problem: CaseProblem
     inputs: dict[str, Tensor]
@@ -97,27 +97,29 @@ class _Call:
     dout: Tensor
 
 
-class _AttentionTarget:
+class _CalledTarget:
     def __init__(self, target: LoadedTarget) -> None:
         self._shard, self._gather = target.function("shard"), target.function("gather")
-        self._attend = target.function("attention")
+        self._kind, self._function = target.kind, target.function(target.kind)
 
     def call(self, problem: CaseProblem, tensors: Mapping[str, Tensor], *, strided: bool = False) -> _Call:
         sinks = tensors.get("sinks")
         if sinks is not None:
             problem = replace(problem, sinks_N=sinks.clone().requires_grad_("sinks" not in problem.frozen))
         inputs = {}
-        for name in ("q", "k", "v"):
+        for name in reference.inputs_of(problem):
             part = self._part(tensors[name], problem)
             if strided:  # heads before tokens in memory, as a projection leaves them in some models
                 part = part.transpose(1, 2).contiguous().transpose(1, 2)
             inputs[name] = part.clone(memory_format=torch.preserve_format).requires_grad_(name not in problem.frozen)
         before = {name: each.detach().clone() for name, each in inputs.items()}
-        out = _tensor(self._attend(inputs["q"], inputs["k"], inputs["v"], problem), "attention")
-        if out.shape != inputs["q"].shape:
+        gates = (inputs.get("decay"), inputs.get("beta")) if problem.recurrence else ()
+        out = _tensor(self._function(inputs["q"], inputs["k"], inputs["v"], *gates, problem), self._kind)
+        expected = [*inputs["q"].shape[:2], problem.heads, inputs["v"].shape[-1]]
+        if list(out.shape) != expected:
             raise ValueError(
-                f"attention returned the shape {list(out.shape)}, expected that of q, {list(inputs['q'].shape)}: "
-                "[batch, tokens, heads, head_dim]; correct it in the target file"
+                f"{self._kind} returned the shape {list(out.shape)}, expected {expected}: "
+                "[batch, tokens, heads, head dim of v]; correct it in the target file"
             )
         return _Call(problem, inputs, before, out, self._part(tensors["dout"], problem))
 
@@ -132,15 +134,16 @@ class _AttentionTarget:
             dout = dout[..., :1].expand_as(dout)
         if not call.out.requires_grad:
             raise ValueError(
-                "attention returned an output without a gradient, expected one that is differentiable in q, k and v; "
-                "leave out detach and no_grad in the target file"
+                f"{self._kind} returned an output without a gradient, expected one that is differentiable in its "
+                "inputs; leave out detach and no_grad in the target file"
             )
         call.out.backward(dout)
         parts = {"out": call.out.detach()}
         for name, each in call.inputs.items():
             if each.requires_grad:
                 parts[f"d{name}"] = torch.zeros_like(each) if each.grad is None else each.grad
-        whole = {name: _kept(_tensor(self._gather(part, 1, call.problem), "gather")) for name, part in parts.items()}
+        whole = {name: _tensor(self._gather(part, 1, call.problem), "gather") for name, part in parts.items()}
+        whole = {name: _kept(reference.with_rows(each)) for name, each in whole.items()}
         sinks = call.problem.sinks_N
         if sinks is not None and sinks.requires_grad:
             grad = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
@@ -155,16 +158,16 @@ class _AttentionTarget:
         return [int(each) - 1 for each in part.flatten().tolist() if each > 0.5]  # padding is 0
 
 
-def _attention(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswer:
-    asked = _AttentionTarget(target)
-    first, second = reference.attention_tensors(problem, 2)
+def _calls(target: LoadedTarget, problem: CaseProblem, way: str) -> RankAnswer:
+    asked = _CalledTarget(target)
+    first, second = reference.call_tensors(problem, 2)
     found = RankAnswer(held=asked.held(problem))
     if way in ("again", "after_no_grad"):
         if way == "again":
             moved = replace(problem, documents=problem.documents[::-1])  # as boundaries differ from batch to batch
             asked.result(asked.call(moved, second))
             other = other_length(problem)
-            asked.result(asked.call(other, reference.attention_tensors(other)[0]))
+            asked.result(asked.call(other, reference.call_tensors(other)[0]))
         else:
             with torch.no_grad():
                 asked.call(problem, second)

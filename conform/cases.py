@@ -12,7 +12,7 @@ from conform.target import CaseProblem
 
 # How a problem is asked.
 WAYS = {
-    # of attention
+    # of attention, and of a recurrence
     "once": "one call and its backward",
     "again": "a call of the same shape with other numbers and boundaries before it, and one of another length",
     "crossed": "two calls, then the backward of the first, then that of the second",
@@ -45,20 +45,23 @@ class ConformCase:
 
     @property
     def kind(self) -> str:
-        """attention or training."""
-        return "training" if self.way in TRAINING_WAYS else "attention"
+        """attention, recurrence or training."""
+        if self.way in TRAINING_WAYS:
+            return "training"
+        return "recurrence" if self.problem.recurrence else "attention"
 
     def needs(self, ranks: int) -> frozenset[str]:
         """Capabilities that a target has to claim for this case on so many ranks."""
         asked, way = self.problem, self.way
         found = {
-            asked.mask: True,
+            asked.recurrence or asked.mask: True,
             "documents": bool(asked.documents),
             "window": asked.window is not None,
             "sinks": asked.sinks,
             "softcap": asked.softcap is not None,
             "scale": asked.scale is not None,
             "grouped_heads": asked.kv_heads < asked.heads,
+            "value_dim": asked.value_dim not in (None, asked.head_dim),
             "few_kv_heads": asked.kv_heads % ranks != 0,
             "odd_lengths": ranks > 1 and any(each % (2 * ranks) for each in (asked.tokens, *asked.micro_batches)),
             "short": ranks > 1 and asked.tokens < 2 * ranks,
@@ -85,7 +88,11 @@ _PACKED = (5, 1, 17, 9, 2, 14, 16)  # 64 tokens; boundaries within shards and at
 _EVEN = (16, 16, 16, 16)
 _GROUPED: dict[str, Any] = {"heads": 8, "kv_heads": 2}
 _MANY: dict[str, Any] = {"heads": 8, "kv_heads": 8}
+_NARROW: dict[str, Any] = {"head_dim": 12, "value_dim": 8}
 _LONG = 64
+_DELTA: dict[str, Any] = {"recurrence": "gated_delta_net"}
+_MAMBA: dict[str, Any] = {"recurrence": "mamba2"}
+_STRONG = 6.0  # a state is forgotten within a token or two
 
 
 def _case(name: str, source: str, way: str = "once", *, quick: bool = False, **asked: Any) -> ConformCase:
@@ -107,6 +114,10 @@ ATTENTION_CASES = (
     _case("one-kv-head", "PrimeIntellect-ai/prime-rl#3042", heads=8, kv_heads=1),
     _case("wide-heads", "fault: the scale of another head_dim", head_dim=40),
     _case("scale", "PrimeIntellect-ai/prime-rl#2828", scale=0.11),
+    _case("narrow-values", "fault: the scale of V's head dim", **_NARROW),
+    _case("narrow-values-grouped", "NVIDIA/TransformerEngine#2868", **_NARROW, **_GROUPED),
+    _case("narrow-values-documents", "fault: V sent in the shape of K", "again", **_NARROW, documents=_PACKED),
+    _case("narrow-values-bf16", "fault: partial sums in bfloat16", **_NARROW, dtype="bf16", mask="full"),
     _case("documents", "axolotl-ai-cloud/axolotl#3608", documents=_PACKED, quick=True),
     _case("documents-at-edges", "PrimeIntellect-ai/prime-rl#2392", documents=_EVEN),
     _case("documents-of-one", "fault: a document that sees itself alone", documents=(1,) * 12 + (52,)),
@@ -137,6 +148,50 @@ ATTENTION_CASES = (
     _case("frozen-queries", "huggingface/trl#4314", frozen=("q",)),
     _case("repeated", "fault: sums in the order of arrival", "repeated", documents=_PACKED),
     _case("bytes-sent", "fault: more is sent than claimed", "bytes"),
+)
+
+RECURRENCE_CASES = (
+    _case("delta", "AI-Hypercomputer/maxtext#4932", **_DELTA),
+    _case("delta-no-decay", "fla-org/flash-linear-attention#389", **_DELTA, decay=0.0),
+    _case("delta-strong-decay", "pytorch/executorch#21417", **_DELTA, decay=_STRONG),
+    _case("delta-long-memory", "mindspore-ai/hyper-parallel#257", **_DELTA, decay=0.01, head_dim=32),
+    _case("delta-one-token-per-rank", "fla-org/flash-linear-attention#774", **_DELTA, tokens=8),
+    _case("delta-odd-length", "fault: the last tokens lost", **_DELTA, tokens=61),
+    _case("delta-very-short", "fault: ranks without a token", **_DELTA, tokens=3),
+    _case("delta-batch", "fault: the state of the first row for all", **_DELTA, batch=3),
+    _case("delta-grouped-heads", "fla-org/flash-linear-attention#421", **_DELTA, **_GROUPED),
+    _case("delta-one-key-head", "NVIDIA/Megatron-LM#2614", **_DELTA, heads=8, kv_heads=1),
+    _case("delta-wide-values", "fault: a state with its sides exchanged", **_DELTA, value_dim=20),
+    _case("delta-documents", "PrimeIntellect-ai/prime-rl#3002", **_DELTA, documents=_PACKED),
+    _case("delta-documents-at-edges", "fault: a state sent on past a document's end", **_DELTA, documents=_EVEN),
+    _case("delta-documents-of-one", "THUDM/slime#1686", **_DELTA, documents=(1,) * 12 + (52,)),
+    _case("delta-documents-first-long", "fault: a state reset on every rank", **_DELTA, documents=(45, 3, 16)),
+    _case("delta-documents-odd", "fault: padding that joins a document", **_DELTA, tokens=47, documents=(4, 3, 40)),
+    _case("delta-documents-batch", "fla-org/flash-linear-attention#955", **_DELTA, documents=_PACKED, batch=2),
+    _case("delta-documents-leak", "NVIDIA-NeMo/Automodel#2131", "leak", **_DELTA, documents=_PACKED),
+    _case("delta-no-later-token", "fault: a chunk's last state read by all of its tokens", "leak", **_DELTA),
+    _case("delta-bf16", "fault: decays that bfloat16 rounds to 1", **_DELTA, dtype="bf16", decay=0.01),
+    _case("delta-fp64", "fault: states in float32", **_DELTA, dtype="fp64"),
+    _case("delta-called-again", "fault: the state of the call before", "again", **_DELTA),
+    _case("delta-documents-called-again", "fault: boundaries kept", "again", **_DELTA, documents=_PACKED),
+    _case("delta-crossed-backwards", "fault: the state of the newest call in backward", "crossed", **_DELTA),
+    _case("delta-after-no-grad", "fault: a plan made without gradients", "after_no_grad", **_DELTA),
+    _case("delta-strided-inputs", "fault: a kernel that takes memory as contiguous", "strided", **_DELTA),
+    _case("delta-inputs-kept", "fault: an input as a buffer", "kept", **_DELTA),
+    _case("delta-frozen-gates", "fault: a gradient that is not asked for", **_DELTA, frozen=("decay", "beta")),
+    _case("delta-repeated", "fault: sums in the order of arrival", "repeated", **_DELTA, documents=_PACKED),
+    _case("delta-bytes-sent", "fault: more is sent than claimed", "bytes", **_DELTA),
+    _case("mamba2", "NVIDIA/Megatron-LM#1437", **_MAMBA),
+    _case("mamba2-no-decay", "fault: the gradient of a decay that is 1", **_MAMBA, decay=0.0),
+    _case("mamba2-strong-decay", "fault: exponentials of sums that overflow", **_MAMBA, decay=_STRONG),
+    _case("mamba2-odd-length", "fault: the last tokens lost", **_MAMBA, tokens=61),
+    _case("mamba2-grouped-heads", "NVIDIA/Megatron-LM#6808", **_MAMBA, **_GROUPED, value_dim=12),
+    _case("mamba2-documents", "PrimeIntellect-ai/prime-rl#3000", **_MAMBA, documents=_PACKED),
+    _case("mamba2-documents-batch", "fault: boundaries of the first row alone", **_MAMBA, documents=_EVEN, batch=2),
+    _case("mamba2-documents-leak", "NovaSky-AI/SkyRL#2056", "leak", **_MAMBA, documents=_PACKED),
+    _case("mamba2-bf16", "fault: states in bfloat16", **_MAMBA, dtype="bf16", decay=0.01),
+    _case("mamba2-called-again", "fault: boundaries kept", "again", **_MAMBA, documents=_PACKED),
+    _case("mamba2-repeated", "fault: sums in the order of arrival", "repeated", **_MAMBA),
 )
 
 TRAINING_CASES = (
@@ -172,11 +227,11 @@ TRAINING_CASES = (
     _case("other-documents", "axolotl-ai-cloud/axolotl#4002", "rewritten", documents=_PACKED),
     _case("same-step", "fault: sums in the order of arrival", "same"),
 )
-CASES = ATTENTION_CASES + TRAINING_CASES
+CASES = ATTENTION_CASES + RECURRENCE_CASES + TRAINING_CASES
 
 
 def cases_of(kind: str, *, quick: bool = False) -> list[ConformCase]:
-    """The cases of attention or of training; the quick ones alone where asked."""
+    """The cases of a kind of target; the quick ones alone where asked."""
     return [case for case in CASES if case.kind == kind and (case.quick or not quick)]
 
 

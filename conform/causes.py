@@ -86,7 +86,7 @@ def _of_rows(
         return "right up to the token that the window first cuts: the window is lost or off by one"
     edges = {token for own in held for token in own if token and token - 1 not in own}
     if tokens[0] in edges:
-        return f"right up to token {tokens[0]}, where a rank's part begins: positions, or keys of another rank"
+        return f"right up to token {tokens[0]}, where a rank's part begins: positions, or what other ranks send"
     return ""
 
 

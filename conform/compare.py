@@ -72,17 +72,17 @@ class Expected:
 @lru_cache(maxsize=256)
 def expected(case: ConformCase) -> list[Expected]:
     """What each result of an answer has to be, in order."""
-    return _attention(case) if case.kind == "attention" else _training(case)
+    return _training(case) if case.kind == "training" else _calls(case)
 
 
-def _attention(case: ConformCase) -> list[Expected]:
+def _calls(case: ConformCase) -> list[Expected]:
     problem, way = case.problem, case.way
-    first, second = reference.attention_tensors(problem, 2)
+    first, second = reference.call_tensors(problem, 2)
     if way == "strided":
         first["dout"] = first["dout"][..., :1].expand_as(first["dout"])
 
     def of(tensors: Mapping[str, Tensor]) -> Expected:
-        return _in_both_dtypes(problem, partial(reference.attention_truth, problem, tensors))
+        return _in_both_dtypes(problem, partial(reference.call_truth, problem, tensors))
 
     if way == "crossed":
         return [of(first), of(second)]

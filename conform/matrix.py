@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from conform.cases import ATTENTION_CASES, TRAINING_CASES
+from conform.cases import CASES, cases_of
 from conform.report import SCHEMA
 from conform.run import NOT_CLAIMED, PASSED
 
@@ -46,7 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
     if report["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {report['schema']}, expected {SCHEMA}; run the target again")
     names = {case["name"] for case in report["cases"]}
-    current = [{case.name for case in cases} for cases in (ATTENTION_CASES, TRAINING_CASES)]
+    current = [{case.name for case in cases_of(kind)} for kind in sorted({case.kind for case in CASES})]
     if names not in current:
         kind = max(current, key=lambda kinds: len(kinds & names))
         other = sorted(names ^ kind)

@@ -1,9 +1,10 @@
-"""The truth: dense attention, and a small Llama in plain torch, of whole sequences on one process.
+"""The truth: dense attention, recurrences token by token, and a small Llama in plain torch, on one process.
 
 In float64 they are what every target is compared with; in a target's dtype they show the error that the dtype itself
-makes. Neither uses a model, a kernel or a layout of this project: only dense attention of `engine.attention.reference`.
+makes. None uses a model, a kernel or a layout of this project: only dense attention of `engine.attention.reference`.
 
-Shape letters: B batch, S whole sequence, N query heads, K KV heads, D head dim, E embedding, V vocabulary.
+Shape letters: B batch, S whole sequence, N query or value heads, K KV or key heads, D head dim, P head dim of values,
+E embedding, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ def mask_of(problem: CaseProblem) -> Mask:
     return Documents(lengths, causal=problem.mask == "causal", left=problem.window)
 
 
-# Attention
+# Attention and recurrences
 
 
-def attention_tensors(problem: CaseProblem, calls: int = 1) -> list[dict[str, Tensor]]:
-    """For each call q [B, S, N, D], k and v [B, S, K, D], the gradient of the output `dout`, and `sinks` [N] where
-    there are any: the same for a seed, rounded to the problem's dtype."""
+def inputs_of(problem: CaseProblem) -> tuple[str, ...]:
+    """The tensors that are divided among ranks, in the order in which a target takes them."""
+    gates = {"gated_delta_net": ("decay", "beta"), "mamba2": ("decay",)}
+    return ("q", "k", "v", *gates.get(problem.recurrence, ()))
+
+
+def call_tensors(problem: CaseProblem, calls: int = 1) -> list[dict[str, Tensor]]:
+    """For each call q [B, S, N, D], k [B, S, K, D], v [B, S, K, P], the gradient of the output `dout` [B, S, N, P], and
+    `sinks` [N] where there are any: the same for a seed, rounded to the problem's dtype. Of a recurrence q has K heads
+    and v has N; `decay` and `beta` [B, S, N] are in float32 at least, as every system has them."""
     chance = torch.Generator().manual_seed(problem.seed)
-    queries = (problem.batch, problem.tokens, problem.heads, problem.head_dim)
-    keys = (problem.batch, problem.tokens, problem.kv_heads, problem.head_dim)
-    shapes = {"q": queries, "k": keys, "v": keys, "dout": queries}
+    size, width = (problem.batch, problem.tokens), problem.value_dim or problem.head_dim
+    few, many = (problem.kv_heads, problem.head_dim), (problem.heads, problem.head_dim)
+    values = (problem.heads if problem.recurrence else problem.kv_heads, width)
+    of_token = {"q": few if problem.recurrence else many, "k": few, "v": values, "dout": (problem.heads, width)}
+    shapes = {name: (*size, *shape) for name, shape in of_token.items()}
 
     def drawn(shape: Sequence[int], factor: float) -> Tensor:
         values = torch.randn(shape, generator=chance, dtype=torch.float64) * factor
@@ -47,22 +57,71 @@ def attention_tensors(problem: CaseProblem, calls: int = 1) -> list[dict[str, Te
         tensors = {name: drawn(shape, 2.0 if name == "q" else 1.0) for name, shape in shapes.items()}
         if problem.sinks:
             tensors["sinks"] = drawn((problem.heads,), 1.0)
+        for name in inputs_of(problem)[3:]:
+            share = torch.rand((*size, problem.heads), generator=chance, dtype=torch.float64)
+            gate = share if name == "beta" else -problem.decay * share
+            tensors[name] = gate.to(problem.device, _wide(problem.torch_dtype))
         found.append(tensors)
     return found
 
 
-def attention_truth(
+def call_truth(
     problem: CaseProblem, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    """out, dq, dk, dv, and dsinks where there are sinks, in `dtype`; those of frozen inputs are left out."""
+    """out and the gradient of every input, dq, dk and so on, in `dtype`; those of frozen inputs are left out. Gradients
+    of gates are [B, S, N, 1]."""
     leaves = {name: each.detach().to(dtype) for name, each in tensors.items() if name != "dout"}
+    for name in inputs_of(problem)[3:]:
+        leaves[name] = tensors[name].detach().to(_wide(dtype))
     learnt = {name: each.requires_grad_() for name, each in leaves.items() if name not in problem.frozen}
-    out, _ = dense_attention(
-        leaves["q"], leaves["k"], leaves["v"], mask_of(problem), problem.scale,
-        softcap=problem.softcap, sinks_N=leaves.get("sinks"),
-    )  # fmt: skip
+    if problem.recurrence:
+        out = _recurrence(problem, leaves["q"], leaves["k"], leaves["v"], leaves["decay"], leaves.get("beta"))
+    else:
+        out, _ = dense_attention(
+            leaves["q"], leaves["k"], leaves["v"], mask_of(problem), problem.scale,
+            softcap=problem.softcap, sinks_N=leaves.get("sinks"),
+        )  # fmt: skip
     gradients = torch.autograd.grad(out, list(learnt.values()), tensors["dout"].to(dtype))
-    return {"out": out.detach()} | {f"d{name}": each for name, each in zip(learnt, gradients, strict=True)}
+    whole = {f"d{name}": each for name, each in zip(learnt, gradients, strict=True)}
+    return {"out": out.detach()} | {name: with_rows(each) for name, each in whole.items()}
+
+
+def with_rows(tensor: Tensor) -> Tensor:
+    """A gate's gradient [B, S, N] as a row of one number for each token and head; others as they are."""
+    return tensor[..., None] if tensor.ndim == 3 else tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of gates and states."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _recurrence(
+    problem: CaseProblem, q_BSKD: Tensor, k_BSKD: Tensor, v_BSNP: Tensor, decay_BSN: Tensor, beta_BSN: Tensor | None
+) -> Tensor:
+    """The output [B, S, N, P], token by token as in `conform.target`. The state is in float32 at least, what is written
+    to it and read from it in the dtype of v."""
+    q_BSKD, k_BSKD = q_BSKD.to(decay_BSN.dtype), k_BSKD.to(decay_BSN.dtype)
+    if beta_BSN is not None:
+        q_BSKD, k_BSKD = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q_BSKD, k_BSKD))
+        q_BSKD = q_BSKD * problem.head_dim**-0.5
+    shared = problem.heads // problem.kv_heads
+    q_BSND, k_BSND = (each.repeat_interleave(shared, dim=2) for each in (q_BSKD, k_BSKD))
+    keep_BSN = decay_BSN.exp()
+    starts = {sum(problem.documents[:number]) for number in range(len(problem.documents))}
+    state_BNDP = keep_BSN.new_zeros((problem.batch, problem.heads, problem.head_dim, v_BSNP.shape[-1]))
+    rows = []
+    for token in range(problem.tokens):
+        if token in starts:
+            state_BNDP = torch.zeros_like(state_BNDP)
+        state_BNDP = state_BNDP * keep_BSN[:, token, :, None, None]
+        key_BND, value_BNP = k_BSND[:, token], v_BSNP[:, token]
+        if beta_BSN is not None:
+            known_BNP = torch.einsum("bnd,bndp->bnp", key_BND, state_BNDP)
+            value_BNP = (beta_BSN[:, token, :, None] * (value_BNP - known_BNP)).to(v_BSNP.dtype)
+        state_BNDP = state_BNDP + key_BND[..., None] * value_BNP[..., None, :]
+        rows.append(torch.einsum("bnd,bndp->bnp", q_BSND[:, token], state_BNDP).to(v_BSNP.dtype))
+    return torch.stack(rows, dim=1)
 
 
 # Training

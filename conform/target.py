@@ -18,6 +18,12 @@ and then either attention alone:
     def attention(q, k, v, problem): ...         # this rank's output, differentiable in q, k, v and problem.sinks_N
     def gather(part, dim, problem): ...          # `shard` undone, on every rank
 
+or the recurrence of a linear layer alone:
+
+    def shard(whole, dim, problem): ...
+    def recurrence(q, k, v, decay, beta, problem): ...  # this rank's output, shaped as v, differentiable in all five
+    def gather(part, dim, problem): ...
+
 or a step of training:
 
     def make_model(problem): ...                 # a model with the weights problem.state, in problem.dtype
@@ -28,6 +34,16 @@ or a step of training:
 
 Attention tensors are [batch, tokens, heads, head_dim]. The target decides which tokens a rank holds, and in which
 order: only what `gather` returns is compared. The gradients of the sinks are added up over the ranks.
+
+A recurrence has a state S [head_dim, value_dim] for each of `heads` value heads, which is 0 before a document. q and k
+have `kv_heads` key heads, each for consecutive value heads. `decay` is a logarithm, at most 0, and `beta` is between 0
+and 1; both are [batch, tokens, heads], in float32 at least. At token t
+
+    mamba2 (arXiv:2405.21060), beta is None:    S_t = exp(decay_t) S_(t-1) + k_t v_t^T          out_t = S_t^T q_t
+    gated_delta_net (arXiv:2412.06464):         S' = exp(decay_t) S_(t-1)
+                 S_t = S' + beta_t k_t (v_t - S'^T k_t)^T                    out_t = S_t^T q_t / sqrt(head_dim)
+
+where the delta rule first brings q and k to unit length as transformers does: x * rsqrt(sum of x^2 + 1e-6).
 
 A batch is as transformers has it: `input_ids`, `labels`, `position_ids` [B, S], and `attention_mask` [B, S] where rows
 are padded. A label is the token itself, or -100 where it has no loss, so it is the target that shifts. The loss of a
@@ -61,6 +77,8 @@ Part: TypeAlias = Any  # what `shard` of a target gives, which that target alone
 CAPABILITIES = {
     "causal": "each token sees itself and earlier ones",
     "full": "each token sees all",
+    "gated_delta_net": "the recurrence of gated delta nets",
+    "mamba2": "the recurrence of Mamba-2",
     "documents": "packed documents, none of which sees another",
     "window": "a token sees so many tokens before itself",
     "sinks": "a logit per head beside the scores, with a gradient",
@@ -68,6 +86,7 @@ CAPABILITIES = {
     "scale": "a factor of the scores other than head_dim ** -0.5",
     "grouped_heads": "fewer KV heads than query heads",
     "few_kv_heads": "fewer KV heads than ranks",
+    "value_dim": "V with a head dim other than that of K",
     "odd_lengths": "a number of tokens that the ranks do not divide",
     "short": "fewer tokens than twice the ranks",
     "batch": "several sequences in a batch",
@@ -88,8 +107,11 @@ CAPABILITIES = {
 }
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 DEVICES = ("cpu", "cuda")
-ATTENTION = ("shard", "attention", "gather")
-TRAINING = ("make_model", "shard", "step", "gather")
+FUNCTIONS = {  # of each kind of target
+    "attention": ("shard", "attention", "gather"),
+    "recurrence": ("shard", "recurrence", "gather"),
+    "training": ("make_model", "shard", "step", "gather"),
+}
 _FUNCTION_OF = {"evaluation": "evaluate", "bytes": "sent_bytes"}  # which a target has that claims it
 IGNORE = -100  # the label of a token without a loss
 
@@ -101,7 +123,11 @@ class CaseProblem:
     Attributes:
         tokens: of a whole sequence, S.
         batch: sequences, B.
-        heads, kv_heads, head_dim: of attention; query heads are a multiple of KV heads.
+        heads, kv_heads, head_dim: of attention; query heads are a multiple of KV heads. Of a recurrence: value heads,
+            key heads, and the head dim of q and k.
+        value_dim: head dim of v and the output; None for head_dim.
+        recurrence: gated_delta_net or mamba2; empty for attention.
+        decay: the largest decay of a token in a recurrence, as -log.
         dtype: fp64, fp32 or bf16.
         device: of the tensors: cpu or cuda.
         mask: causal or full, within each document.
@@ -129,6 +155,9 @@ class CaseProblem:
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 8
+    value_dim: int | None = None
+    recurrence: str = ""
+    decay: float = 0.2
     dtype: str = "fp32"
     device: str = "cpu"
     mask: str = "causal"
@@ -178,7 +207,7 @@ class CaseProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTarget:
-    """A target file that was read. `kind` is attention or training; `module` has its functions."""
+    """A target file that was read. `kind` is one of FUNCTIONS; `module` has its functions."""
 
     spec: str  # as the user named it
     name: str
@@ -270,8 +299,8 @@ def _imported(path: Path, variant: str) -> ModuleType:
 def _target(spec: str, path: Path, module: ModuleType) -> LoadedTarget:
     if absent := [name for name in ("NAME", "VERSION", "RANKS", "CAPABILITIES") if not hasattr(module, name)]:
         raise ValueError(f"{path} defines no {', '.join(absent)}; a target has them (conform/target.py)")
-    kind = "attention" if hasattr(module, "attention") else "training"
-    functions = ATTENTION if kind == "attention" else TRAINING
+    kind = next((name for name in ("attention", "recurrence") if hasattr(module, name)), "training")
+    functions = FUNCTIONS[kind]
     if absent := [name for name in functions if not callable(getattr(module, name, None))]:
         raise ValueError(f"{path} has no function {', '.join(absent)}; a target of {kind} has {', '.join(functions)}")
     ranks, claims = _listed(path, module, "RANKS", "(2, 4)"), _listed(path, module, "CAPABILITIES", '("causal",)')

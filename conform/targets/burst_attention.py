@@ -17,7 +17,8 @@ NAME = "burst_attention"
 RANKS = (1, 2, 4, 8)
 CAPABILITIES = (
     *("causal", "full", "documents", "window", "sinks", "softcap", "scale", "grouped_heads", "few_kv_heads"),
-    *("odd_lengths", "short", "batch", "bf16", "fp64", "deterministic", "checkpointing", "frozen", "two_models"),
+    *("value_dim", "odd_lengths", "short", "batch", "bf16", "fp64", "deterministic", "checkpointing", "frozen"),
+    "two_models",
 )
 
 

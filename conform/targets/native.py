@@ -18,7 +18,10 @@ VARIANTS = ("ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtr
 VARIANT = variant_of(__name__, VARIANTS)
 NAME = f"native {VARIANT}"
 RANKS = (1, 2, 4) if VARIANT in ("ulysses", "loongtrain_usp") else (1, 2, 4, 8)  # ranks divide the query heads
-_COMMON = ("causal", "full", "grouped_heads", "batch", "bf16", "fp64", "frozen", "two_models", "deterministic")
+_COMMON = (
+    *("causal", "full", "grouped_heads", "value_dim", "batch", "bf16", "fp64", "frozen", "two_models"),
+    "deterministic",
+)
 _MASKS = () if VARIANT == "torch_cp" else ("documents", "window", "sinks")  # torch's own has none
 _FEW = () if VARIANT in ("torch_cp", "loongtrain_usp") else ("few_kv_heads",)  # 2D-attention divides KV heads
 CAPABILITIES = (*_COMMON, *_MASKS, *_FEW)

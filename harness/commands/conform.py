@@ -59,7 +59,7 @@ def _print_list() -> int:
     print("Targets: " + ", ".join(target_names()))
     width = max(len(case.name) for case in CASES)
     for case in CASES:
-        print(shown(f"{case.kind:<10}{case.name:<{width}}  {case.source}"))
+        print(shown(f"{case.kind:<12}{case.name:<{width}}  {case.source}"))
     return 0
 
 

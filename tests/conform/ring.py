@@ -1,18 +1,15 @@
 """A small ring of attention, and a Llama on it, that `burst conform` finds right; and seeded faults that it finds.
 
-Zigzag over gloo, K and V travel, dense within a pair of shards. `target("attention", FAULT)` and `target("training",
-FAULT)` give the contents of a target file; "" is no fault. Each fault is a line or two below, at `has(...)`.
+Zigzag over gloo, K and V travel, dense within a pair of shards. Each fault is a line or two below, at `has(...)`.
 Shape letters: B batch, S whole sequence, L this rank's tokens, M tokens of a chunk, N heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,30 +19,6 @@ from torch.nn.functional import cross_entropy, embedding, linear, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from conform.target import IGNORE, CaseProblem
-
-CLAIMS = {
-    "attention": (
-        *("causal", "full", "documents", "window", "sinks", "softcap", "scale", "grouped_heads", "few_kv_heads"),
-        *("odd_lengths", "short", "batch", "bf16", "fp64", "deterministic", "frozen", "two_models", "bytes"),
-    ),
-    "training": (
-        *("causal", "documents", "window", "grouped_heads", "few_kv_heads", "odd_lengths", "short", "batch", "fp64"),
-        *("padding_right", "padding_left", "evaluation", "accumulation", "checkpointing", "tied", "frozen"),
-        *("two_models", "deterministic"),
-    ),
-}
-FUNCTIONS = {
-    "attention": ("shard", "attention", "gather", "sent_bytes"),
-    "training": ("make_model", "shard_batch", "step", "gather_gradients", "evaluate"),
-}
-
-
-def target(kind: str, fault: str = "", ranks: Sequence[int] = (2, 4)) -> dict[str, Any]:
-    """What a target file defines."""
-    one = Ring(fault)
-    names = {"shard_batch": "shard", "gather_gradients": "gather"}
-    functions = {names.get(name, name): getattr(one, name) for name in FUNCTIONS[kind]}
-    return {"NAME": fault or "ring", "VERSION": "1", "RANKS": tuple(ranks), "CAPABILITIES": CLAIMS[kind]} | functions
 
 
 class Ring:
@@ -155,6 +128,8 @@ class Ring:
 
     def scale(self, problem: CaseProblem) -> float:
         width = problem.head_dim
+        if self.has("the scale of V's head dim"):
+            width = problem.value_dim or width
         if self.has("scale of a padded head_dim"):
             width = 1 << (width - 1).bit_length()
         if problem.scale is None or self.has("scale ignored"):
@@ -215,9 +190,9 @@ class Ring:
     def sent_bytes(self, problem: CaseProblem) -> int:
         """K and V once around but for the last step, then K, V, dK and dV all around, in float32."""
         tokens = 2 * -(-problem.tokens // (2 * problem.ranks))
-        chunk = problem.batch * tokens * problem.kv_heads * problem.head_dim
-        forward = 2 * (problem.ranks - 1) * chunk * 4
-        return forward + 4 * problem.ranks * chunk * 4
+        width = problem.head_dim + (problem.value_dim or problem.head_dim)
+        chunk = 4 * problem.batch * tokens * problem.kv_heads * width
+        return (problem.ranks - 1) * chunk + 2 * problem.ranks * chunk
 
     # Training
 
@@ -383,7 +358,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.float64 if q.dtype == torch.float64 and not ring.has("a float32 buffer") else torch.float32
         q_w, k_w, v_w = (each.detach().to(wide) for each in (q, k, v))
-        out = torch.zeros_like(q_w)
+        out = q_w.new_zeros((*q.shape[:3], v.shape[3]))
         lse = q_w.new_full((q.shape[0], problem.heads, q.shape[1]), -torch.inf)
         steps = problem.ranks
         if ring.has("a tile dropped on the last rank") and problem.rank == problem.ranks - 1:
@@ -409,6 +384,9 @@ class _RingAttention(torch.autograd.Function):
                 out, lse = out * before + part * now, new
                 if ring.has("partial outputs in bfloat16"):
                     out = out.bfloat16().to(wide)
+            if ring.has("V sent in the shape of K"):
+                sent_v = pad(chunk_v, (0, k.shape[3] - v.shape[3])).flatten()
+                chunk_v = sent_v[: chunk_v.numel()].view_as(chunk_v)
             if step < problem.ranks - 1:
                 chunk_k, chunk_v = ring.send_on((chunk_k, chunk_v), problem)
         if sinks is not None and not ring.has("sinks dropped"):
@@ -501,11 +479,3 @@ def _rotated(x: Tensor, positions_BL: Tensor, problem: CaseProblem) -> Tensor:
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def faults(kind: str) -> list[str]:
-    """Those seeded above, in order: of training between its heading and the autograd function, of attention else."""
-    before, rest = Path(__file__).read_text(encoding="utf-8").split("    # Training\n")
-    training, after = rest.split("\nclass _Ring", 1)
-    text = training if kind == "training" else before + after
-    return list(dict.fromkeys(re.findall(r'\.has\("([^"]+)"\)', text)))

@@ -54,7 +54,7 @@ def written(folder: Path, text: str) -> str:
         (
             "return q * k * v",
             "return q.transpose(1, 2)",
-            r"attention returned the shape \[1, 8, 64, 8\], expected that of q, \[1, 64, 8, 8\]: \[batch, tokens,",
+            r"attention returned the shape \[1, 8, 64, 8\], expected \[1, 64, 8, 8\]: \[batch, tokens, heads, head",
         ),
         ("return q * k * v", "return q.detach()", "an output without a gradient, expected one that is differentiable"),
         ("return part", "return None", "gather returned NoneType, expected a tensor"),

@@ -13,7 +13,7 @@ import pytest
 from conform.cases import ConformCase, case_named, cases_of
 from conform.run import ERROR, HANG, PASSED, WRONG, WaitingRanks, run
 from conform.target import CaseProblem, LoadedTarget, load
-from tests.conform.ring import faults
+from tests.conform.seeded import faults
 
 # By kind and fault, a case that finds it, and what the report of it says.
 FOUND_BY = {
@@ -43,6 +43,8 @@ FOUND_BY = {
         "KV heads in turn": ("grouped-heads", "only heads|out differs"),
         "scale of a padded head_dim": ("wide-heads", "out differs"),
         "scale ignored": ("scale", "out differs"),
+        "the scale of V's head dim": ("narrow-values", "out differs"),
+        "V sent in the shape of K": ("narrow-values-documents", "out differs"),
         "softcap ignored": ("softcap", "out differs"),
         "hidden keys lose 20 instead of all": ("documents-leak", "sees another document"),
         "one rank raises": ("causal", "rank 1: RuntimeError: no memory left; rank 0 still waited"),
@@ -82,6 +84,54 @@ FOUND_BY = {
         "no dQ where keys are frozen": ("frozen-keys", "dq .*all 0"),
         "no gradient of the sinks": ("sinks", "dsinks .*all 0"),
         "gradient of the sinks on rank 0 alone": ("sinks", "dsinks differs"),
+    },
+    "recurrence": {
+        "the last tokens lost": ("delta-odd-length", "out differs"),
+        "a plan without gradients kept": ("delta-after-no-grad", "dq .*all 0"),
+        "an input as a buffer": ("delta-inputs-kept", "the call overwrote this input"),
+        "memory taken as contiguous": ("delta-strided-inputs", "out differs"),
+        "sums in the order of arrival": ("delta-repeated", "other bits in a second run"),
+        "boundaries of the first batch kept": ("delta-documents-called-again", "out differs"),
+        "boundaries counted within a rank": ("mamba2-documents", "out differs"),
+        "state reset one token late": ("mamba2-documents", "token 5, rank 0.*where a document starts"),
+        "documents ignored": ("delta-documents-leak", "sees another document"),
+        "only the first document of a rank starts anew": ("delta-documents", "out differs.*where a document starts"),
+        "state reset on every rank": ("delta-long-memory", "only tokens of rank 1"),
+        "queries not of unit length": ("delta", "out differs"),
+        "keys not of unit length": ("delta", "out differs"),
+        "scale of the values' head dim": ("delta-wide-values", "out differs.*times the truth everywhere"),
+        "scale of queries forgotten": ("delta", "out differs.*times the truth everywhere"),
+        "queries of Mamba-2 scaled": ("mamba2", "out differs.*times the truth everywhere"),
+        "key heads in turn": ("delta-grouped-heads", "only heads|out differs"),
+        "decay ignored": ("mamba2", "out differs"),
+        "decay applied twice": ("delta", "out differs"),
+        "decay of the token before": ("mamba2", "out differs"),
+        "no gradient of the decays": ("delta", "ddecay .*all 0"),
+        "no gradient of beta": ("delta", "dbeta .*all 0"),
+        "decays of bfloat16": ("delta", "out differs"),
+        "what arrives keeps its size": ("mamba2", "only tokens of rank 1"),
+        "beta ignored": ("delta", "out differs"),
+        "the delta rule reads before the decay": ("delta", "out differs"),
+        "the delta rule forgotten": ("delta", "out differs"),
+        "beta of what is read alone": ("delta", "out differs"),
+        "states in bfloat16": ("delta", "out differs"),
+        "output read before a token writes": ("delta", "out differs"),
+        "a chunk's last state read by all of its tokens": ("delta-no-later-token", "sees a later token"),
+        "exponentials of sums": ("mamba2-strong-decay", "NaN or infinity"),
+        "more sent than claimed": ("delta-bytes-sent", "sent .* bytes, expected at most"),
+        "a float32 state": ("delta-fp64", "out differs"),
+        "the state of the call before": ("delta-called-again", "out differs"),
+        "the state of another head": ("delta-no-decay", "only tokens of rank 1"),
+        "a state with its sides exchanged": ("delta", "only tokens of rank 1"),
+        "the state of the first sequence for all": ("delta-batch", "right in the first sequence"),
+        "the state that came sent on": ("delta", "only tokens of rank 1"),
+        "states sent in bfloat16": ("delta", "only tokens of rank 1"),
+        "the state of the newest call in backward": ("delta-crossed-backwards", "dq differs"),
+        "gradient of the state not sent back": ("delta", "dk differs.*only tokens of rank 0"),
+        "gradient of the state of another head": ("mamba2", "dk differs.*only tokens of rank 0"),
+        "gradient of the output taken as contiguous": ("delta-strided-inputs", "dq differs"),
+        "no dQ where gates are frozen": ("delta-frozen-gates", "dq .*all 0"),
+        "dV added twice": ("delta", "dv differs.*2 times the truth, as many as ranks"),
     },
     "training": {
         "labels shifted after the cut": ("step", "loss differs"),
@@ -131,15 +181,15 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loade
 
     def made(kind: str, fault: str = "") -> LoadedTarget:
         path = Path(folder, f"{kind} {fault}.py".replace(" ", "_"))
-        path.write_text(f"from tests.conform import ring\nglobals().update(ring.target({kind!r}, {fault!r}))\n")
+        path.write_text(f"from tests.conform import seeded\nglobals().update(seeded.target({kind!r}, {fault!r}))\n")
         return load(str(path))
 
     return made
 
 
-def test_sixty_faults_are_seeded_and_each_has_a_case_that_finds_it() -> None:
+def test_faults_are_seeded_and_each_has_a_case_that_finds_it() -> None:
     assert {kind: set(table) for kind, table in FOUND_BY.items()} == {kind: set(faults(kind)) for kind in FOUND_BY}
-    assert len(TABLE) + len(BREAKS) == 88
+    assert len(TABLE) + len(BREAKS) == 136
 
 
 @pytest.mark.parametrize(("kind", "fault", "name", "said"), TABLE, ids=[row[1] for row in TABLE])
@@ -165,7 +215,7 @@ def test_ranks_that_break_are_a_result_and_the_next_case_has_new_ones(
         assert ranks.ask(ring("attention"), case_named(case)).status == PASSED
 
 
-@pytest.mark.parametrize("kind", ["attention", "training"])
+@pytest.mark.parametrize("kind", list(FOUND_BY))
 def test_a_right_implementation_passes_every_case(
     kind: str, two_ranks: WaitingRanks, ring: Callable[..., LoadedTarget]
 ) -> None:
@@ -178,7 +228,7 @@ def test_a_right_implementation_passes_every_case(
 
 def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
     path = tmp_path / "halved.py"
-    path.write_text("from tests.conform import ring\nglobals().update(ring.target('attention'))\nDTYPE = 'bf16'\n")
+    path.write_text("from tests.conform import seeded\nglobals().update(seeded.target('attention'))\nDTYPE = 'bf16'\n")
     found = run(load(str(path)), [case_named("causal"), case_named("bytes-sent"), case_named("fp64")], ranks=[1, 2])
     dtypes = {(each.case.name, each.ranks): each.case.problem.dtype for each in found}
     assert {name: dtype for (name, _), dtype in dtypes.items()} == {
@@ -189,15 +239,15 @@ def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
 
 def test_a_factor_that_rounding_would_hide_is_found_in_bfloat16(tmp_path: Path, two_ranks: WaitingRanks) -> None:
     path = tmp_path / "scaled.py"
-    text = "from tests.conform import ring\nglobals().update(ring.target('attention', 'dK scaled by 1.02'))\n"
+    text = "from tests.conform import seeded\nglobals().update(seeded.target('attention', 'dK scaled by 1.02'))\n"
     path.write_text(text + "DTYPE = 'bf16'\n")
     result = two_ranks.ask(load(str(path)), case_named("causal"))
     assert result.status == WRONG
     assert re.search(r"dk differs by .*1\.02\d* times the truth", result.sentences[0])
 
 
-def setting(number: int) -> ConformCase:
-    """A correct setting at random: every capability of attention, and some that meet."""
+def setting(kind: str, number: int) -> ConformCase:
+    """A correct setting at random: every capability of attention or of recurrences, and some that meet."""
     chance = random.Random(number)
     tokens = chance.choice((1, 2, 7, 16, 31, 40, 64))
     documents: list[int] = []
@@ -212,31 +262,40 @@ def setting(number: int) -> ConformCase:
         heads=kv_heads * chance.choice((1, 2, 4)),
         head_dim=chance.choice((1, 4, 8, 20)),
         dtype=chance.choice(("fp32", "fp32", "fp64", "bf16")),
-        mask=chance.choice(("causal", "causal", "full")),
         documents=tuple(documents),
-        sinks=chance.random() < 0.3,
-        softcap=chance.choice((None, None, 0.7, 5.0)),
-        scale=chance.choice((None, 0.05, 1.0)),
         seed=number,
     )
-    if problem.mask == "causal" and chance.random() < 0.4:
-        problem = replace(problem, window=chance.randint(0, tokens))
+    if kind == "attention":
+        problem = replace(
+            problem,
+            mask=chance.choice(("causal", "causal", "full")),
+            sinks=chance.random() < 0.3,
+            softcap=chance.choice((None, None, 0.7, 5.0)),
+            scale=chance.choice((None, 0.05, 1.0)),
+        )
+        if problem.mask == "causal" and chance.random() < 0.4:
+            problem = replace(problem, window=chance.randint(0, tokens))
+    else:
+        recurrence, decay = chance.choice(("gated_delta_net", "mamba2")), chance.choice((0.0, 0.01, 0.2, 2.0, 10.0))
+        problem = replace(problem, recurrence=recurrence, decay=decay)
+    problem = replace(problem, value_dim=chance.choice((None, 1, 3, 8)))
     way = chance.choice(("once", "once", "again", "crossed", "strided", "kept", "repeated", "leak"))
     return ConformCase(name=f"setting {number}", problem=problem, source="fault: none", way=way)
 
 
-@pytest.mark.parametrize("numbers", [range(50), pytest.param(range(50, 1000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("kind", ["attention", "recurrence"])
+@pytest.mark.parametrize("numbers", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=len)
 def test_random_right_settings_give_no_false_alarm(
-    numbers: range, two_ranks: WaitingRanks, ring: Callable[..., LoadedTarget]
+    kind: str, numbers: range, two_ranks: WaitingRanks, ring: Callable[..., LoadedTarget]
 ) -> None:
-    target = ring("attention")
-    wrong = {number: two_ranks.ask(target, setting(number)) for number in numbers}
+    target = ring(kind)
+    wrong = {number: two_ranks.ask(target, setting(kind, number)) for number in numbers}
     assert {number: result.sentences for number, result in wrong.items() if result.status != PASSED} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["burst_attention", "burst_transformers"])
+@pytest.mark.parametrize("name", ["burst_attention", "burst_linear", "burst_transformers"])
 def test_our_own_targets_pass_every_case_that_they_claim(name: str, ranks: int) -> None:
     target = load(name)
     assert ranks in target.ranks

@@ -71,7 +71,7 @@ def test_a_bug_report_says_versions_command_expected_and_found() -> None:
     assert "Expected: an answer of every rank" in bug_report(found, found.failures[1])
 
 
-WRONG_TARGET = "from tests.conform import ring\nglobals().update(ring.target('attention', {fault!r}, ranks=(2,)))\n"
+WRONG_TARGET = "from tests.conform import seeded\nglobals().update(seeded.target('attention', {fault!r}, ranks=(2,)))\n"
 
 
 def test_the_command_judges_a_file_and_its_exit_code_says_how(

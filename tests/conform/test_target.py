@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conform.cases import ATTENTION_CASES, CASES, TRAINING_CASES, WAYS, case_named
-from conform.target import CAPABILITIES, CaseProblem, load, target_names
+from conform.cases import ATTENTION_CASES, CASES, WAYS, case_named, cases_of
+from conform.target import CAPABILITIES, FUNCTIONS, CaseProblem, load, target_names
 
 GOOD = """
 NAME, VERSION, RANKS, CAPABILITIES = "mine", lambda: "1.0", (2, 4), ("causal", "documents")
@@ -26,7 +26,7 @@ def written(folder: Path, text: str) -> str:
 def test_a_file_and_a_name_are_targets(tmp_path: Path) -> None:
     found = load(written(tmp_path, GOOD))
     assert (found.name, found.version, found.kind, found.ranks) == ("mine", "1.0", "attention", (2, 4))
-    assert {load(name).kind for name in target_names()} == {"attention", "training"}
+    assert {load(name).kind for name in target_names()} == set(FUNCTIONS)
     missing = load(written(tmp_path, GOOD + "REQUIRES = ('json', 'no_such_module', 'no_such_package.core')"))
     assert missing.missing == ("no_such_module", "no_such_package.core")
 
@@ -80,9 +80,9 @@ def test_an_unknown_name_has_a_neighbour() -> None:
         CaseProblem(documents=(1, 2))
 
 
-def test_the_table_has_forty_cases_of_each_kind_or_nearly_with_sources_names_and_claimable_needs() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) == len(ATTENTION_CASES) + len(TRAINING_CASES) >= 70
-    assert len(ATTENTION_CASES) >= 40
+def test_the_table_has_thirty_cases_of_each_kind_at_least_with_sources_names_and_claimable_needs() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 110
+    assert {kind: len(cases_of(kind)) >= 30 for kind in FUNCTIONS} == dict.fromkeys(FUNCTIONS, True)
     for case in CASES:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+|fault: .+", case.source), case.name
         assert case.way in WAYS

@@ -1,0 +1,86 @@
+"""This package's linear layers over ranks: tokens in layout zigzag, moved to consecutive ones and back."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst import ContextParallel, Documents
+from conform.target import CaseProblem
+from engine.linear.gated_delta import gated_delta
+from engine.linear.kernels import delta_rule_for, state_space_for
+from engine.linear.mamba2 import state_space
+from engine.linear.shard import Mix
+
+NAME = "burst linear layers"
+RANKS = (1, 2, 4, 8)
+CAPABILITIES = (
+    *("gated_delta_net", "mamba2", "documents", "grouped_heads", "few_kv_heads", "value_dim", "odd_lengths", "short"),
+    *("batch", "bf16", "fp64", "deterministic", "frozen", "two_models", "bytes"),
+)
+
+
+def VERSION() -> str:
+    return version("burst-harness")
+
+
+@lru_cache(maxsize=4)
+def _context(group: dist.ProcessGroup | None) -> ContextParallel:
+    return ContextParallel(group)
+
+
+def _added(problem: CaseProblem) -> int:
+    """Tokens of padding at the end, a document of their own."""
+    cp = _context(problem.group)
+    return -problem.tokens % cp.layout.chunks(cp.size) if cp.size > 1 else 0
+
+
+def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:
+    if added := _added(problem):
+        shape = [added if each == dim else size for each, size in enumerate(whole.shape)]
+        whole = torch.cat((whole, whole.new_zeros(shape)), dim)
+    return _context(problem.group).shard(whole, dim)
+
+
+def recurrence(
+    q_BLHN: Tensor, k_BLHN: Tensor, v_BLVP: Tensor, decay_BLV: Tensor, beta_BLV: Tensor | None, problem: CaseProblem
+) -> Tensor:
+    inputs = [q_BLHN, k_BLHN, v_BLVP, decay_BLV, *([] if beta_BLV is None else [beta_BLV])]
+    widths = [each[0, 0].numel() for each in inputs]
+
+    def mixer(x_BLE: Tensor, part: Any) -> Tensor:
+        """One tensor moves between the ranks, in the dtype of the gates, which is the widest."""
+        parts = x_BLE.split(widths, -1)
+        q, k, v, decay, *beta = (
+            each.unflatten(2, old.shape[2:]).to(old.dtype) for each, old in zip(parts, inputs, strict=True)
+        )
+        if beta:
+            return gated_delta(q, k, v, decay, beta[0], part.runs, part.scan, delta_rule_for(v)).flatten(2)
+        return state_space(q, k, v, decay, part.runs, part.scan, state_space_for(v)).flatten(2)
+
+    lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := _added(problem)) else []))
+    documents = Documents(lengths) if len(lengths) > 1 else None
+    x_BLE = torch.cat([each.flatten(2).to(decay_BLV.dtype) for each in inputs], -1)
+    out_BLE = Mix(_context(problem.group), documents)(mixer, x_BLE)
+    return out_BLE.unflatten(2, v_BLVP.shape[2:])
+
+
+def gather(part: Tensor, dim: int, problem: CaseProblem) -> Tensor:
+    return _context(problem.group).unshard(part, dim).narrow(dim, 0, problem.tokens)
+
+
+def sent_bytes(problem: CaseProblem) -> int:
+    """Inputs and output moved, gradients moved back, and a map with a state in each round of both scans, in float32."""
+    if problem.ranks == 1:
+        return 0
+    tokens = problem.batch * (problem.tokens + _added(problem)) // problem.ranks
+    key, value = problem.head_dim, problem.value_dim or problem.head_dim
+    gates = 2 if problem.recurrence == "gated_delta_net" else 1
+    features = 2 * problem.kv_heads * key + problem.heads * (2 * value + gates)
+    state = problem.batch * problem.heads * key * (value + key)
+    return 4 * 2 * (tokens * features + (problem.ranks - 1).bit_length() * state)
