@@ -66,7 +66,8 @@ def recurrence(
     lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := _added(problem)) else []))
     documents = Documents(lengths) if len(lengths) > 1 else None
     x_BLE = torch.cat([each.flatten(2).to(decay_BLV.dtype) for each in inputs], -1)
-    out_BLE = Mix(_context(problem.group), documents)(mixer, x_BLE)
+    mix = Mix(_context(problem.group), documents)
+    out_BLE = mix.leave(mix(mixer, mix.enter(x_BLE)))
     return out_BLE.unflatten(2, v_BLVP.shape[2:])
 
 
