@@ -139,7 +139,8 @@ class ModelShape:
             )
         self._check_latent()
         if self.rotated_dim % 2:
-            raise ValueError(f"model {self.name}: head_dim {self.rotated_dim} is odd; RoPE needs an even head_dim")
+            name = "rope_dim" if self.rope_dim else "head_dim"
+            raise ValueError(f"model {self.name}: {name} {self.rotated_dim} is odd; RoPE needs an even {name}")
         if self.rope_scaling != "none":
             self._check_rope(parse_rope(self.rope_scaling))
         if self.activation == "clamped_silu" and not self.gated:
@@ -156,6 +157,9 @@ class ModelShape:
     def _check_linear(self) -> None:
         count = sum(self.linear_layers)
         if self.linear == "none" and not count:
+            sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim")
+            if given := [name for name in sizes if getattr(self, name)]:
+                raise ValueError(f"model {self.name}: {given[0]} is given without linear; give both, or neither")
             return
         if self.linear == "none" or not 0 < count < self.layers:
             raise ValueError(

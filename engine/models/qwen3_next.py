@@ -30,7 +30,8 @@ NORMS = ("attention_norm", "mixer_norm", "attention.q_norm", "attention.k_norm",
 def read(config: Config) -> dict[str, object]:
     content = config.content
     dense = content.get("mlp_only_layers") or []
-    if config.whole("num_experts", least=0) and (not isinstance(dense, list) or {*range(config.layers)} - {*dense}):
+    in_all = isinstance(dense, list) and all(layer in dense for layer in range(config.layers))
+    if config.whole("num_experts", least=0) and not in_all:
         raise ValueError(
             f"num_experts is {content['num_experts']} and mlp_only_layers {dense}; expected all {config.layers} layers "
             "in it, or no experts: this decoder has no router"

@@ -37,6 +37,7 @@ def test_every_fourth_layer_has_attention_unless_a_configuration_says_otherwise(
     ("config", "changes", "message"),
     [
         (NEXT, {"num_experts": 512}, r"num_experts is 512 and mlp_only_layers \[\]; expected all 8 layers in it"),
+        (NEXT, {"num_experts": 8, "mlp_only_layers": [[0]]}, r"mlp_only_layers \[\[0\]\]; expected all 8 layers in it"),
         (NEXT, {"layer_types": ["full_attention"] * 7}, "layer_types is .*; expected 8 of full_attention, linear_att"),
         (DENSE, {"layer_types": ["sliding_attention"] * 8}, "layer_types is .*; expected 8 of full_attention, linear"),
         (DENSE, {"layer_types": ["linear_attention"] * 8}, "linear is gated_delta_net and 8 of 8 layers are linear"),

@@ -69,6 +69,8 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"kv_latent": 7, "rope_dim": 2}, "2 KV heads of 4; with kv_latent give"),
         ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 6}, "rope_dim is 6 of head_dim 6"),
         ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
+        ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 3}, "rope_dim 3 is odd; RoPE needs an even rope_dim"),
+        ({"linear_heads": 4, "linear_key_heads": 2}, "linear_heads is given without linear"),
         (
             {"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True},
             "norms and a scale of its own and no gate; leave it out",
