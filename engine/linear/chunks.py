@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.linear.runs import Runs
+from engine.linear.runs import COPIES, Runs
 from engine.ops.autograd import accumulation_dtype
 
 CHUNK = 64  # tokens: the largest, as in flash-linear-attention
@@ -47,7 +47,7 @@ def in_sequence(x_BVcTD: Tensor, tokens: int) -> Tensor:
     return x_BVcTD.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=COPIES)
 def numbers_on(runs: Runs, device: torch.device) -> Tensor:
     """`Runs.numbers` on a device: layers share one copy."""
     return torch.from_numpy(runs.numbers).to(device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.linear.chunks import heads_of
 from engine.linear.gated_delta import DeltaRule, chunked_delta_rule
 from engine.linear.mamba2 import StateSpace, chunked_state_space
-from engine.linear.runs import Runs
+from engine.linear.runs import COPIES, Runs
 
 LIBRARY = "fla"  # as it is imported
 DTYPES = (torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ def _fla_state_space(
     return _called(call, {"scale": 1.0}, runs, None, q=q, k=k, v=v_BLVP, g=decay_BLV)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=COPIES)
 def _bounds_on(runs: Runs, device: torch.device) -> Tensor:
     return torch.tensor(runs.bounds, device=device)
 

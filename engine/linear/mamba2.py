@@ -58,5 +58,7 @@ def state_space(
     first_L = (numbers_on(runs, decay_BLV.device) == 0) & runs.continues
     passed_BLV = decay_BLV.to(dtype).cumsum(1).exp() * first_L[:, None]  # what a token sees of the state before
     before_BVNP = scan(passed_BLV[:, -1, :, None, None], state_BVNP)
-    read_BLVN = heads_of(q_BLHN, v_BLVP.shape[2]) * passed_BLV[..., None]
-    return (own_BLVP + torch.einsum("blvn,bvnp->blvp", read_BLVN, before_BVNP)).to(own_BLVP.dtype)
+    # Every key head reads the states of all its value heads: its queries, repeated for them, would be saved as well.
+    before_BHGNP = before_BVNP.unflatten(1, (q_BLHN.shape[2], -1))
+    seen_BLVP = torch.einsum("blhn,bhgnp->blhgp", q_BLHN.to(dtype), before_BHGNP).flatten(2, 3)
+    return (own_BLVP + seen_BLVP * passed_BLV[..., None]).to(own_BLVP.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Layout
+from engine.linear.runs import COPIES
 from engine.linear.volume import moved_tokens
 from engine.ops.autograd import refuse_second_derivative
 
@@ -39,7 +40,7 @@ class TokenOrder:
         return self._copies[device]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=COPIES)
 def order_of(layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> TokenOrder | None:
     """None where the layout's order is that of consecutive tokens, on every rank."""
     tokens, moved = seq_len // cp_size, moved_tokens(layout, seq_len, cp_size)

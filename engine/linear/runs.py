@@ -9,6 +9,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+# Index tensors of each kind that stay on a device, so that layers share them. Packed rows bring new ones in every step,
+# and each has 8 bytes for every token of the rank: kept for many steps they would take what no plan counts.
+COPIES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
+from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks import Documents
 from engine.linear import chunks
 from engine.linear.gated_delta import gated_delta
 from engine.linear.mamba2 import state_space
+from engine.linear.order import order_of
+from engine.linear.runs import Runs
 from engine.linear.scan import StateScan
 from engine.linear.shard import LinearShard, Mix
 from tests.engine.linear import recurrences
@@ -89,8 +93,6 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
         given, documents = problem(kind), Documents(DOCUMENTS[name])
         chunks.CHUNK = {"zigzag": 64, "contiguous": 16}.get(layout, 4)  # one chunk of a rank's tokens, or several
         if layout == "balanced":
-            from engine.attention.geometry.balanced import Balanced
-
             cp = ContextParallel(layout=documents.dealt(Balanced()))
         else:
             cp = ContextParallel(layout=layout)
@@ -165,6 +167,44 @@ def test_the_bytes_of_a_scan_do_not_grow_with_the_length() -> None:
         assert short == long
         assert short[0] == expected[rank]
         assert short[1] == expected[rank] + expected[3 - rank]
+
+
+def test_index_tensors_of_earlier_packed_rows_are_freed() -> None:
+    rows = [Runs(tokens=64, starts=(0, start)) for start in range(1, 33)]
+    orders = [order_of(Balanced((start, 64 - start)), 64, 2, 0) for start in range(1, 33)]
+    places = [weakref.ref(order.on(torch.device("cpu"))[1]) for order in orders if order is not None]
+    del orders
+    numbers = [weakref.ref(chunks.numbers_on(row, torch.device("cpu"))) for row in rows]
+    assert len(places) > 16
+    for kept in (numbers, places):
+        assert 2 <= sum(each() is not None for each in kept) <= 8  # of the recurrence and of the convolution at least
+
+
+def reads_of_mamba(groups: int) -> int:
+    """Bytes that the recurrence of 8 value heads saves for backward on a rank that continues a sequence, but for those
+    of the recurrence of the rank alone."""
+    tokens, heads, width, values = 32, 8, 16, 4
+    q, k, v = (torch.randn(1, tokens, n, w) for n, w in ((groups, width), (groups, width), (heads, values)))
+    q.requires_grad_()
+    decay, saved = -torch.rand(1, tokens, heads), dict[int, int]()
+
+    def alone(*_: object) -> tuple[Tensor, Tensor]:
+        return v, torch.randn(1, heads, width, values, requires_grad=True)
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scan: Any = lambda map_BVNN, state_BVNP: state_BVNP  # noqa: E731
+        out = state_space(q, k, v, decay, Runs(tokens=tokens, continues=True), scan, alone)
+    assert out.requires_grad
+    return sum(saved.values())
+
+
+def test_queries_that_value_heads_share_are_saved_once() -> None:
+    repeated = 32 * 8 * 16 * 4  # bytes of queries of every value head
+    assert reads_of_mamba(1) < repeated
 
 
 def states_before() -> float:
