@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
+from engine.linear import kernels
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -47,14 +51,59 @@ class FusedNorm(torch.autograd.Function):
     """RMSNorm as GPUs have it: no intermediates. Values do not matter here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight)
+        return torch.zeros_like(x), None if weight is None else torch.zeros_like(weight)
+
+
+class LibraryRule(torch.autograd.Function):
+    """The tensors that flash-linear-attention 0.6 makes for the gated delta rule: states of chunks of 64 tokens, and
+    what it forms again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, value_dim = v.shape
+        chunk = v.new_zeros(batch, tokens, heads, 64)
+        ctx.save_for_backward(q.clone(), k.clone(), v.contiguous(), g.clone(), beta, chunk)
+        return torch.zeros_like(v.contiguous()), v.new_zeros(batch, heads, q.shape[-1], value_dim, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g, beta, _ = ctx.saved_tensors
+        dout = dout.contiguous()
+        dw, dq, dk = (q.new_zeros(*v.shape[:3], q.shape[-1]) for _ in range(3))
+        written, states = (dw.clone(), v.clone(), v.clone(), v.clone()), (states_of(k, v), states_of(k, v))
+        dq, dk = (part.unflatten(2, (q.shape[2], -1)).sum(3) for part in (dq, dk))
+        more = dw.clone(), v.clone()
+        del written, states, more
+        return dq, dk, torch.zeros_like(v), torch.zeros_like(g), torch.zeros_like(beta)
+
+
+class LibrarySpace(torch.autograd.Function):
+    """The same for `chunk_simple_gla`, whose states are fp32 in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v.contiguous(), g.clone())
+        return torch.zeros_like(v.contiguous()), states_of(k, v)[:, 0].float()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g = ctx.saved_tensors
+        states = states_of(k, v).float(), states_of(k, v).float()
+        found = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(g)
+        del states
+        return found
+
+
+def states_of(k: Tensor, v: Tensor) -> Tensor:
+    """A state of every chunk."""
+    return k.new_zeros(v.shape[0], v.shape[1] // 64, v.shape[2], k.shape[-1], v.shape[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +169,26 @@ def test_a_layer_of_a_latent_holds_what_the_planner_counts() -> None:
     model = MemoryModel(settings)
     counted = model._layer(memory_settings_of(settings), 0.0) - model._attention_sums  # a kernel's own, not made here
     assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), abs=0.5)
+
+
+LINEAR: dict[str, Any] = {
+    "layer_pattern": "lf", "linear_heads": 4, "linear_key_heads": 1, "linear_key_dim": 64, "linear_value_dim": 32,
+}  # fmt: skip
+
+
+def _called(form: Any, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, **_: object) -> Any:
+    return form.apply(q, k, v, g) if beta is None else form.apply(q, k, v, g, beta)
+
+
+@pytest.mark.parametrize("linear", ["gated_delta_net", "mamba2"])
+def test_a_linear_layer_holds_what_the_planner_counts(linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_of", lambda *_: "fla")
+    for name, call, form in (
+        ("gated_delta_rule", "chunk_gated_delta_rule", LibraryRule),
+        ("simple_gla", "chunk_simple_gla", LibrarySpace),
+    ):
+        made = partial(_called, form)
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{call: made}))
+    settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), linear=linear, **LINEAR)
+    counted = MemoryModel(settings)._layer(memory_settings_of(settings), 0.0)
+    assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), rel=0.04)

@@ -33,7 +33,7 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 # The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
 _TORCH_MLP = {1: 3, 2: 5}
-_CHUNK = 64  # tokens of a chunk of the gated delta rule
+_CHUNK = 64  # tokens of a chunk of a recurrence
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -108,18 +108,29 @@ class _Mixer:
             return cls()
         tokens = item * settings.seq_len * settings.batch_size / settings.cp_size
         keys, values = shape.linear_key_heads * shape.linear_key_dim, shape.linear_heads * shape.linear_value_dim
-        channels = 2 * keys + values
-        # The normed input; channels before, within and after the convolution; recurrence's output before and after its
-        # norm, the gate before and after its activation, their product.
-        saved, gradients = shape.hidden + 4 * channels + 5 * values, shape.hidden + 2 * channels + 3 * values
-        states = 0
-        if settings.cp_size > 1:  # the input in consecutive order, what tokens read of the state before, the states
+        delta, shared = shape.linear == "gated_delta_net", settings.cp_size > 1
+        repeated = shape.linear_heads * shape.linear_key_dim  # a key of every value head
+        wide = max(4, item) / item  # what is fp32, in elements of the dtype
+        # The recurrence's output before and after its norm, the gate before and after its activation, their product; of
+        # Mamba-2 the normed product before and after its weight.
+        after = (5 if delta else 6) * values
+        # The normed input; channels before the convolution, after it, and after its activation. The delta rule saves a
+        # matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
+        saved: float = shape.hidden + 3 * (2 * keys + values) + after
+        saved += shape.linear_heads * _CHUNK if delta else values + 2 * repeated
+        states, written = 0, values
+        if shared:  # the input in consecutive order, what tokens read of the state before in fp32, the states
             of_map, of_state = state_bytes(shape, settings.dtype, settings.batch_size)
             saved, states = saved + shape.hidden, 2 * of_map + 3 * of_state
-            if shape.linear == "gated_delta_net":
-                saved, gradients = (each + 2 * shape.linear_heads * shape.linear_key_dim for each in (saved, gradients))
-        if shape.linear == "gated_delta_net":  # the matrix of every chunk that the kernel saves
-            saved += shape.linear_heads * _CHUNK
+            saved += (1 + wide) * repeated if delta else wide * (keys + values)
+            written += repeated if delta else 0
+        # In the recurrence's backward nothing of `after` is left. There are gradients of the input and of what the
+        # recurrence gives, the states before each chunk and their gradients, and of the tensors that the kernels make:
+        # four of the delta rule as wide as keys, four as wide as values; or gradients of queries, keys and values, and
+        # that of values which pass by.
+        of_chunks = 2 * repeated * (written // shape.linear_heads) / _CHUNK
+        made = of_chunks + 4 * repeated + 5 * written if delta else wide * of_chunks + 2 * repeated + 3 * values
+        gradients = shape.hidden + max(made - after, 2 * values)
         return cls(saved=tokens * saved + states, gradients=tokens * gradients + states)
 
 
