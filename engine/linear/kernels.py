@@ -7,7 +7,8 @@ Only its public calls are used. They compute in 16 bits with states in fp32, so 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
+import re
 from functools import cache, lru_cache
 from typing import Any
 
@@ -19,14 +20,19 @@ from engine.linear.gated_delta import DeltaRule, chunked_delta_rule
 from engine.linear.mamba2 import StateSpace, chunked_state_space
 from engine.linear.runs import COPIES, Runs
 
-LIBRARY = "fla"  # as it is imported
+LIBRARY = "fla-core"  # the package that has the calls
+OLDEST = (0, 5)  # earlier releases read fewer key heads than value heads as if they were as many, without an error
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @cache
 def library_installed() -> bool:
-    """Whether flash-linear-attention can be imported here."""
-    return importlib.util.find_spec(LIBRARY) is not None
+    """Whether a release of flash-linear-attention that computes these recurrences is installed."""
+    try:
+        release = importlib.metadata.version(LIBRARY)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", release)[:2])) >= OLDEST
 
 
 def kernel_of(device_type: str, dtype: torch.dtype) -> str:

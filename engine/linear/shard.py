@@ -55,10 +55,6 @@ class Mix:
         """The branch of `mixer` of consecutive tokens. Collective, and so is its backward."""
         return mixer(x_BLE, self._shard(x_BLE.shape[1], self._cp))
 
-    def under(self, documents: Documents, cp: ContextParallel) -> Mix:
-        """The same for one batch: its documents, in their layout."""
-        return Mix(cp, documents)
-
     def _shard(self, tokens: int, cp: ContextParallel | None) -> LinearShard:
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         lengths = None if self._documents is None else self._documents.lengths_in(tokens * size)

@@ -159,14 +159,17 @@ def _small_model(settings: TrialSettings) -> ModelShape:
     if shape.heads > _HEADS:
         fewer = (count for count in range(min(2, kv_heads), kv_heads) if kv_heads % count == 0)
         kv_heads = next((count for count in fewer if divided(count) == divided(kv_heads)), kv_heads)
-    # Few layers have every kind of layers too.
+    # Few layers have every kind of layers too, and of two kinds also linear layers in a row.
     kinds = {"l" if linear else "w" if windowed else "f" for windowed, linear in _kinds(shape)}
+    pattern = "".join(kind for kind in "lwf" if kind in kinds)
+    if len(kinds) == 2 and shape.linear_runs < sum(shape.linear_layers):
+        pattern = f"l{pattern}"
     group_linear = shape.linear_heads // max(1, shape.linear_key_heads)
     key_heads = min(shape.linear_key_heads, _LINEAR_KEY_HEADS)
     return replace(
         shape,
         name=f"{shape.name}, checked",
-        layer_pattern="".join(kind for kind in "lwf" if kind in kinds) if len(kinds) > 1 else shape.layer_pattern,
+        layer_pattern=pattern if len(kinds) > 1 else shape.layer_pattern,
         linear_heads=key_heads * group_linear,
         linear_key_heads=key_heads,
         layers=min(shape.layers, _LAYERS),

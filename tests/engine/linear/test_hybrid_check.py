@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.linear.scan import StateScan
+from engine.models.decoder import Block
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.tasks.test_check_training import checks, fault
 from tests.ranks import run_on_ranks
@@ -42,6 +43,12 @@ def states_lost(cases: list[TrialSettings]) -> list[dict[str, Any]]:
     return checks(cases)
 
 
+def moved_twice(cases: list[TrialSettings]) -> list[dict[str, Any]]:
+    """Every linear layer moves tokens to consecutive order, also where the layer before has done so."""
+    Block.enters = property(lambda block: block.linear, lambda block, _: None)  # type: ignore[assignment]
+    return checks(cases)
+
+
 @pytest.mark.parametrize("cases", [[CASES[1], CASES[3]], *slow([CASES[0], CASES[2], CASES[4]])], ids=["few", "others"])
 def test_hybrids_take_the_step_of_a_dense_run(cases: list[TrialSettings]) -> None:
     for settings, found in zip(cases, run_on_ranks(2, checks, cases)[0], strict=True):
@@ -52,3 +59,8 @@ def test_hybrids_take_the_step_of_a_dense_run(cases: list[TrialSettings]) -> Non
 def test_a_state_that_does_not_cross_ranks_is_wrong(settings: TrialSettings) -> None:
     [found] = run_on_ranks(2, states_lost, [settings])[0]
     assert fault(settings, found) != ""
+
+
+def test_linear_layers_in_a_row_are_checked_in_a_row() -> None:
+    [found] = run_on_ranks(2, moved_twice, [CASES[0]])[0]
+    assert fault(CASES[0], found) != ""

@@ -4,6 +4,7 @@ torch compute."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import sys
 from types import SimpleNamespace
@@ -90,3 +91,23 @@ def test_the_library_is_for_sixteen_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatc
         for device, dtype in itertools.product(("cpu", "cuda"), (torch.bfloat16, torch.float32, torch.float64))
     }
     assert [pair for pair, kernel in found.items() if kernel == "fla"] == [("cuda", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("release", "taken"), [(None, False), ("0.4.1", False), ("0.5.0", True), ("0.6.1.dev2", True), ("1.0", True)]
+)
+def test_a_release_without_groups_of_value_heads_is_left_alone(
+    release: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(_: str) -> str:
+        if release is None:
+            raise importlib.metadata.PackageNotFoundError
+        return release
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__spec__=SimpleNamespace()))  # can be imported
+    kernels.library_installed.cache_clear()
+    try:
+        assert kernels.library_installed() is taken
+    finally:
+        kernels.library_installed.cache_clear()
