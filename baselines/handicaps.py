@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from cluster.files import reader
 
 if TYPE_CHECKING:
-    from engine.settings import ModelShape, TrialSettings
+    from engine.settings import TrialSettings
+    from engine.shape import ModelShape
 
 FILE = Path(__file__).parent / "handicaps.yaml"
 # Variables of NCCL that a script of the artifact sets: as published, a method has those of its own script alone.

@@ -21,7 +21,8 @@ from cluster.discovery.facts import Gpu, NodeFacts, Port
 from cluster.environment.rendering import render_node
 from cluster.files.errors import UsageError
 from cluster.inventory.site import Site
-from engine.settings import Checkpoint, ModelShape, Schedule, Steps, TrialSettings
+from engine.settings import Checkpoint, Schedule, Steps, TrialSettings
+from engine.shape import ModelShape
 
 ROOT = "/burst"  # the checkout's folder on the nodes
 TRIAL = "paper-setup"  # folder of the set-up's files, below the checkout

@@ -23,7 +23,7 @@ from engine.atomic import flush_to_disk
 from engine.lora import MODULES, Lora, adapter_sizes
 from engine.models.architecture import Stored, architecture_named, config_of, shape_of
 from engine.reader import read_regular
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder
-    from engine.settings import ModelShape
+    from engine.shape import ModelShape
 
 Part = tuple[int, int, int]  # of a parameter: (dimension that is divided, number of the part, parts)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
+
+from engine.shape import ModelShape
 
 Target = Literal["q", "k", "v", "output", "gate", "up", "down"]
 
@@ -49,22 +51,7 @@ class Lora:
         return self.alpha / self.rank
 
 
-class Shape(Protocol):
-    """What adapters depend on of an `engine.settings.ModelShape`, whose module imports this one."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def gated(self) -> bool: ...
-
-    def layer_sizes(self) -> dict[str, tuple[int, ...]]: ...
-
-
-def missing_target(shape: Shape, lora: Lora) -> str | None:
+def missing_target(shape: ModelShape, lora: Lora) -> str | None:
     """Why a model has no such matrix, in one sentence, or None."""
     if "gate" in lora.targets and not shape.gated:
         return f"lora.targets has gate, but the MLP of model {shape.name} has no gate; leave it out"
@@ -75,7 +62,7 @@ def missing_target(shape: Shape, lora: Lora) -> str | None:
     return None
 
 
-def adapter_sizes(shape: Shape, lora: Lora) -> dict[str, tuple[int, ...]]:
+def adapter_sizes(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Size of every adapter by its name in `engine.models.decoder.Decoder`, in the model's order."""
     modules = {MODULES[name] for name in lora.targets}
     found: dict[str, tuple[int, ...]] = {}
@@ -88,7 +75,7 @@ def adapter_sizes(shape: Shape, lora: Lora) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def adapter_parameters(shape: Shape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> int:
+def adapter_parameters(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> int:
     """Of the adapters of one layer, or of some of its matrices; 0 without LoRA."""
     if lora is None:
         return 0
@@ -97,7 +84,7 @@ def adapter_parameters(shape: Shape, lora: Lora | None, among: Collection[Target
     return lora.rank * sum(outputs + inputs for outputs, inputs in matrices)
 
 
-def adapter_passes(shape: Shape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:
+def adapter_passes(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:
     """Elements per token and layer that forward and backward read and write in memory for adapters, or those of some
     matrices; 0 without LoRA.
 

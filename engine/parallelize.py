@@ -22,7 +22,8 @@ from engine.method import NativeMethod
 from engine.models.decoder import Decoder, MixCall
 from engine.ops.copies import Copies
 from engine.optimizer import gradient_norm
-from engine.settings import ModelShape, TrialSettings, keeps_whole
+from engine.settings import TrialSettings, keeps_whole
+from engine.shape import ModelShape
 
 
 class WholeMatrices:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from cluster.environment.ranks import process_values, trial_values
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.training.config import TrainingConfig
 from harness.cli import main
 from harness.commands import all_commands

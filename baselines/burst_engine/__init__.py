@@ -18,7 +18,8 @@ from baselines.upstream import PrintedSteps, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
-    from engine.settings import ModelShape, TrialSettings
+    from engine.settings import TrialSettings
+    from engine.shape import ModelShape
 
 CONFIG_FILE, DATASET_FILE = "config.json", "dataset.json"
 MOST_STEPS = 3

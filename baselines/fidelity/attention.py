@@ -27,7 +27,8 @@ from baselines.programs import PROGRAMS
 from baselines.upstream import foreign_environment
 from engine.measurement import finite_error, relative_error, write_json
 from engine.reader import to_json
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,8 @@ from baselines.fidelity.cases import TrainingCase, TrainingSystem
 from baselines.fidelity.table import FidelityError, Row, verdict_of
 from baselines.install.places import InstallPlace
 from engine.models.architecture import architecture_named
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor

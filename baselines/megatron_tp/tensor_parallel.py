@@ -33,7 +33,8 @@ from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
 from engine.optimizer import gradient_norm
 from engine.parallelize import WholeMatrices
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 _TILE_LOGITS = 1 << 26  # of a rank's tile of the fused loss, 256 MiB in fp32
 

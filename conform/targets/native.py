@@ -12,7 +12,8 @@ from torch import Tensor
 
 from conform.target import CaseProblem, variant_of
 from engine.attention.context import ContextParallel
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 VARIANTS = ("ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtrain_usp", "torch_cp")
 VARIANT = variant_of(__name__, VARIANTS)

@@ -22,7 +22,8 @@ from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
 from engine.attention.masks.mask import FirstRows
 from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 
 
 def kept_places(first: int, place: int) -> list[int]:

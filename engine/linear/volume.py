@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Layout
-from engine.settings import BYTES_OF, Dtype, ModelShape
+from engine.settings import BYTES_OF, Dtype
+from engine.shape import ModelShape
 
 Integers = NDArray[np.int64]
 

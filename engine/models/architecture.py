@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.rope import parse_rope, read_rope, write_rope
-from engine.settings import LARGEST_DIMENSION, ModelShape
+from engine.shape import LARGEST_DIMENSION, ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor

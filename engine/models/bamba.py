@@ -9,7 +9,7 @@ import math
 
 from engine.models.architecture import FULL, LINEAR, Architecture, Config, head_dim_of
 from engine.rope import read_rope
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 ROTATED = 0.5  # of each head's dimensions, whatever the configuration says
 

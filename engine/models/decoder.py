@@ -37,7 +37,7 @@ from engine.ops.copies import computed, linear
 from engine.ops.elementwise import rotate, swiglu
 from engine.ops.norm import RMSNorm
 from engine.rope import rotary_tables
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 if TYPE_CHECKING:
     from engine.attention.algorithms.saved import Attend, SavedOutput

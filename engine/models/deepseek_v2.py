@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config
 from engine.models.deepseek_v3 import NAMES, read_latent, write_latent
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, object]:

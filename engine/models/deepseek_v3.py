@@ -6,7 +6,7 @@ Models whose layers are all dense, without experts: `first_k_dense_replace` is t
 from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 NAMES = {
     "attention.q_a": "self_attn.q_a_proj",

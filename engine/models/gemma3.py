@@ -10,7 +10,7 @@ import math
 
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.rope import read_rope
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 BASE, WINDOW_BASE = 1_000_000.0, 10_000.0  # of configurations that name none
 PATTERN = 6  # layers, of which the last one has no window; configurations before `layer_types` may give another number

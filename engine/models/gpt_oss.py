@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config, layer_kinds
 from engine.rope import read_rope
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 BASE = 150_000.0  # of configurations that name none
 # A configuration without any RoPE means this one.

@@ -18,7 +18,7 @@ from engine.ops.copies import computed
 from engine.ops.elementwise import rotate
 from engine.ops.norm import RMSNorm
 from engine.rope import parse_rope
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents in every DeepSeek model, whatever that of the other norms
 

@@ -20,7 +20,7 @@ from engine.models.matrices import Linear
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.copies import computed, linear
 from engine.ops.norm import RMSNorm
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 class ShortConvolution(nn.Module):

@@ -6,7 +6,7 @@ From 3.1 on RoPE is scaled (`llama3`); the small models of 3.2 have one matrix f
 from __future__ import annotations
 
 from engine.models.architecture import FULL, Architecture, Config
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, object]:

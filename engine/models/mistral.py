@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config, layer_kinds
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, object]:

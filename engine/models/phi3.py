@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine.models.architecture import Architecture
 from engine.models.mistral import read
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def write(shape: ModelShape) -> dict[str, object]:

@@ -6,7 +6,7 @@ With `use_sliding_window` the layers from `max_window_layers` on have a window; 
 from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config, layer_kinds
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, object]:

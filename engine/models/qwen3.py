@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine.models import qwen2
 from engine.models.architecture import Architecture, Config
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine.models.architecture import Architecture, Config
 from engine.models.qwen3_next import NAMES, NORMS, read_dense, write_dense
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")  # keys of RoPE that text does not need
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from engine.models.architecture import FULL, LINEAR, Architecture, Config
 from engine.rope import read_rope
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 EVERY = 4  # layers, of which the last one has attention; a configuration may give another number
 ROTATED = 0.25  # of each head's dimensions, where a configuration gives no part

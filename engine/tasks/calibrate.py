@@ -26,7 +26,8 @@ from engine.attention.comm.link_speed import LATENCY_BYTES, across_gib_per_secon
 from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import KERNELS, BackwardInputs, KernelProblem, kernel_named, unsupported_reason
 from engine.distributed import limit_threads, local_device
-from engine.settings import ModelShape, from_json
+from engine.settings import from_json
+from engine.shape import ModelShape
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.speeds import measure_products, rows_of
 from engine.tasks.task import DTYPES

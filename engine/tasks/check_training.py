@@ -45,16 +45,8 @@ from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
 from engine.parallelize import frozen_dtype
-from engine.settings import (
-    Backward,
-    ExchangeName,
-    Kernel,
-    Layout,
-    ModelShape,
-    Schedule,
-    Steps,
-    TrialSettings,
-)
+from engine.settings import Backward, ExchangeName, Kernel, Layout, Schedule, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.check_data import RandomTokens, check_data
 from engine.tasks.train import TrainTask, documents_of
 

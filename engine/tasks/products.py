@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 DIRECTIONS = ("forward", "dgrad", "wgrad")  # Y = X W', dX = dY W, dW = dY' X: equally many FLOPs each
 

@@ -15,7 +15,8 @@ from engine.data import is_built, open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan, TrainingData, spans, training_sequences
 from engine.data.store import StoreHeader, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
-from engine.settings import ModelShape, vocabulary_unsupported_reason
+from engine.settings import vocabulary_unsupported_reason
+from engine.shape import ModelShape
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import checkpoints_directory
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest

@@ -38,7 +38,8 @@ from engine.distributed import World
 from engine.lora import Lora, adapter_sizes
 from engine.memory.resources import software
 from engine.models.decoder import Decoder
-from engine.settings import ModelShape, from_json
+from engine.settings import from_json
+from engine.shape import ModelShape
 from engine.training.manifest import (
     FileFacts,
     Manifest,

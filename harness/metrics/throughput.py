@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.measurement import Extra
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from engine.tasks.products import DIRECTIONS, matrix_products
 from harness.metrics.flops import (
     StepFlops,

@@ -18,13 +18,8 @@ from typing import Any, cast
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.memory_settings import left_open
 from engine.measurement import Forecast
-from engine.settings import (
-    Checkpoint,
-    ModelShape,
-    Task,
-    TrialSettings,
-    to_json,
-)
+from engine.settings import Checkpoint, Task, TrialSettings, to_json
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware

@@ -21,7 +21,7 @@ import yaml
 from engine.atomic import write_atomic
 from engine.measurement import LINK
 from engine.reader import to_json
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for
 from harness.records.stored import read_records, stored_run

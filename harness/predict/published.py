@@ -22,7 +22,8 @@ from baselines.paper_cluster import GPUS_PER_NODE
 from cluster.files.filesystem import read_text
 from engine.attention.resolve import Choices, HardwareModel, resolve
 from engine.reader import to_json
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.predict.attention import (
     LayerAttention,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from cluster.files.reader import build, read_yaml
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.base.lengths import format_length
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named

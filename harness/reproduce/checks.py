@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import imbalance, parse_mask
 from engine.reader import Meta
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from harness.base.lengths import format_length
 from harness.predict.published import MEMORY, SPEED, Published, only, published_rows
 from harness.report.results import Row

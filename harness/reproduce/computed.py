@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 
-from engine.settings import BYTES_OF, ModelShape, TrialSettings
+from engine.settings import BYTES_OF, TrialSettings
+from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
 from harness.predict.published import Published

@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster.files.reader import Node, build, convert, read_yaml
 from engine.hf import configured_shape
 from engine.models.architecture import architectures
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from harness.base.errors import UsageError, nearest
 
 MODELS_DIR = Path(__file__).parents[2] / "experiments" / "models"

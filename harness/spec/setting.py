@@ -11,7 +11,8 @@ from typing import Any
 from cluster.files.errors import shown_value
 from cluster.files.reader import MAX_LEVELS, Node, build, convert, parse_yaml
 from engine.lora import Lora
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.base.lengths import Tokens, read_length
 from harness.spec.methods import method_named

@@ -10,7 +10,8 @@ from typing import Any
 from engine.checkpoint.planning.memory_settings import PLANNABLE
 from engine.lora import Lora
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.spec.table import NOTHING_FILLED, TableSources
 
 

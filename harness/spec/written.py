@@ -14,7 +14,7 @@ import yaml
 
 from engine.lora import Lora
 from engine.reader import to_json
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from harness.spec.experiment import Experiment, Search
 
 

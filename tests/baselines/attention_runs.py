@@ -12,7 +12,8 @@ import torch
 from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.reference import dense_gradients
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="test", layers=1, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=8, vocab=256)
 

@@ -28,7 +28,8 @@ from engine.attention.masks import Causal
 from engine.attention.reference import dense_gradients
 from engine.measurement import relative_errors
 from engine.method import in_worker
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.launch.launcher import tells_start
 from harness.spec.methods import method_named
 

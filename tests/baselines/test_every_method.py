@@ -24,7 +24,8 @@ from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
 from engine.attention.problem import Problem
 from engine.measurement import Measurement
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.machine.this_machine import Machine
 from harness.metrics.throughput import metrics_of
 from harness.plan.matrix import plan

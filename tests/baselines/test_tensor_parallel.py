@@ -13,7 +13,8 @@ import torch
 
 from baselines.megatron_tp.tensor_parallel import _VocabParallelEmbedding
 from engine.distributed import arrange
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, task_of

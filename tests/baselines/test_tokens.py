@@ -16,7 +16,8 @@ import torch
 from baselines.programs import PROGRAMS
 from baselines.tokens import FOLDER, PLAIN, prefixes, sequences_of, write_tokens
 from engine.data import open_tokens
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 STEPS = 3

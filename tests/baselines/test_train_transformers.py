@@ -22,7 +22,8 @@ from baselines.upstream import PrintedSteps
 from engine.initialise import initialise
 from engine.models.architecture import architecture_named
 from engine.models.decoder import Decoder
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)

@@ -24,7 +24,8 @@ from baselines.upstream import Upstream, foreign_environment
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import GpuReading
 from engine.method import method_unsupported_reason
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
+from engine.settings import Checkpoint, Steps, TrialSettings, to_json
+from engine.shape import ModelShape
 from harness.machine.this_machine import Machine
 from harness.plan.unsupported import unsupported_reason
 from harness.spec.methods import all_methods, method_named

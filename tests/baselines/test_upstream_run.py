@@ -21,7 +21,8 @@ from cluster.files.progress import Progress
 from engine.measurement import GpuState, write_json
 from engine.memory.gpu_state import digest_of
 from engine.reader import to_json
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
 from harness.plan.unsupported import unsupported_reason

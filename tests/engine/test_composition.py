@@ -14,7 +14,8 @@ import torch
 
 from engine.attention.problem import RUNS_OF_TOKENS
 from engine.lora import Lora
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
 from tests.pairwise import Row, pairs_of, pairwise

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.lora import Lora
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from tests.slow import combinations
 

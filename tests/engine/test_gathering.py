@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from tests.engine.parity import errors, parallel_runs, task_of
 from tests.ranks import run_on_ranks
 

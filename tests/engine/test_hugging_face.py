@@ -24,7 +24,7 @@ from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from engine.hf import INDEX, SINGLE, export_hugging_face, import_hugging_face, shards_of
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 # Heads whose width together is not `hidden`, three queries to a KV head, and neither default base nor epsilon.
 SHAPE = {"layers": 3, "hidden": 48, "ffn": 56, "heads": 6, "kv_heads": 2, "head_dim": 16, "vocab": 61}

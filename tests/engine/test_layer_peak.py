@@ -23,7 +23,8 @@ from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear import kernels
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.live_bytes import LiveBytes
 from tests.slow import slow
 

@@ -14,7 +14,8 @@ from engine.lm_head.loss import fused_loss_sum
 from engine.models.decoder import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import set_layers
-from engine.settings import AdamWSettings, Checkpoint, ModelShape, TrialSettings
+from engine.settings import AdamWSettings, Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.live_bytes import LiveBytes
 
 MIB = 1 << 20

@@ -8,7 +8,8 @@ import torch
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
-from engine.settings import AdamWSettings, ModelShape
+from engine.settings import AdamWSettings
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 

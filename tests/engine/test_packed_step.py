@@ -19,7 +19,8 @@ from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
 from engine.lm_head.loss_kernel import IGNORE
 from engine.optimizer import gradient_norm
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks

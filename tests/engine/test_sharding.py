@@ -22,7 +22,8 @@ from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.parallelize import WholeMatrices, parallelize
-from engine.settings import ModelShape, TrialSettings, keeps_whole
+from engine.settings import TrialSettings, keeps_whole
+from engine.shape import ModelShape
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
 from tests.slow import slow

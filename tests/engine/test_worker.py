@@ -17,7 +17,8 @@ import torch
 from engine.burst import METHOD
 from engine.distributed import arrange, check_world_size, limit_threads
 from engine.measurement import Measurement, read_measurement
-from engine.settings import ModelShape, Steps, TrialSettings, to_json
+from engine.settings import Steps, TrialSettings, to_json
+from engine.shape import ModelShape
 from engine.tasks.task import Refused
 from engine.worker import TASKS, PhaseTimer, error_kind, measure, write_error
 from tests.patience import AMPLE

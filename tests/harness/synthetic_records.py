@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.measurement import Measurement
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.records.record import Record, Round, Status, write_record
 from harness.report.tables.particular import HEADERS
 from harness.run.directory import RunDirectory

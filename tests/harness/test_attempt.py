@@ -16,7 +16,8 @@ import pytest
 from cluster.files.progress import Progress
 from engine.burst import METHOD
 from engine.measurement import PROFILE, TRACE_FILE, UNCHECKED, Measurement, unfinished, write_measurement
-from engine.settings import ModelShape, Steps, TrialSettings
+from engine.settings import Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.launch.launcher import Outcome
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine

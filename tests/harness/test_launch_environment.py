@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.launch.environment import rank_environment, render, trial_environment
 from harness.records.provenance import redact
 

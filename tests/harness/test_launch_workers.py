@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.measurement import read_measurement
-from engine.settings import ModelShape, Steps, TrialSettings, to_json
+from engine.settings import Steps, TrialSettings, to_json
+from engine.shape import ModelShape
 from harness.launch.launcher import Job, Part
 from harness.launch.ports import reserve_port
 from harness.launch.supervisor import Patience, Supervisor

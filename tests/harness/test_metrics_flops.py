@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.settings import Checkpoint, LinearKind, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import LinearKind, ModelShape
 from harness.metrics.flops import seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of, work_on_documents
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 

@@ -12,7 +12,8 @@ import pytest
 from engine.checkpoint.planning.memory_settings import left_open
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings

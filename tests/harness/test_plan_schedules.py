@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.attention.problem import HeadsAndRanks, schedule_unsupported_reason
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.machine.this_machine import Machine, together
 from harness.plan.unsupported import unsupported_reason
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.cli import main
 from harness.metrics.hardware import hardware_named
 from harness.metrics.throughput import GIB

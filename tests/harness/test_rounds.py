@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from engine.measurement import ALLOCATION_RETRIES, GpuState, Measurement
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.records.record import Record, Round, Status
 from harness.run.rounds import PendingRounds, arranged, rounds_of, statuses_of, with_round
 from harness.spec.trial import Trial

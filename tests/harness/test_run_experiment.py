@@ -13,7 +13,8 @@ import pytest
 
 from cluster.files.progress import Progress
 from engine.measurement import Measurement, write_measurement
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.cli import main
 from harness.launch.launcher import Job, Outcome

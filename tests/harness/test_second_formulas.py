@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.records.record import Record, Round
 from harness.report.results import row_of
 from tests.harness import second_formulas

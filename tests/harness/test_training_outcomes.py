@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.measurement import write_json
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.training.config import TrainingConfig
 from engine.training.files import MetricsWriter
 from harness.base.errors import UsageError

@@ -19,7 +19,8 @@ from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.hf import SINGLE
 from engine.models.architecture import architecture_named, config_of
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from engine.training.config import Evaluation, TrainingConfig
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import Manifest, checkpoint_path, write_manifest

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.training.config import TrainingConfig
 from engine.training.files import RUN_FILE
 from harness.base.errors import UsageError

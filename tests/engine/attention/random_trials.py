@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 
 COUNT = 320
 SHAPE = ModelShape(name="s", layers=4, hidden=512, ffn=512, heads=8, kv_heads=8, head_dim=64, vocab=64)

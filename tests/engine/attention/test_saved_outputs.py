@@ -34,7 +34,8 @@ from engine.attention.masks.mask import FirstRows
 from engine.attention.reference import visibility
 from engine.attention.resolve import choose_layout
 from engine.burst import METHOD
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.attention.test_parity import problem
 from tests.positions import rank_pair_tiles, shard_positions
 from tests.ranks import run_on_ranks

@@ -10,7 +10,8 @@ import torch
 from engine.checkpoint.planning.memory import memory_of
 from engine.checkpoint.planning.memory_settings import left_open
 from engine.checkpoint.planning.plan import Budget, SearchGrid, planned
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
 from tests.slow import slow

@@ -28,7 +28,8 @@ from engine.checkpoint.planning.plan import (
     least_gpu_bytes,
     planned,
 )
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.slow import slow
 
 B1 = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)

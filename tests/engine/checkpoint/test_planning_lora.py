@@ -19,7 +19,8 @@ from engine.models.decoder import Decoder
 from engine.ops import elementwise
 from engine.optimizer import adamw
 from engine.parallelize import keep_parameters, set_layers
-from engine.settings import AdamWSettings, Checkpoint, ModelShape, TrialSettings
+from engine.settings import AdamWSettings, Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.live_bytes import LiveBytes
 from tests.engine.test_layer_peak import as_on_a_gpu
 from tests.slow import slow

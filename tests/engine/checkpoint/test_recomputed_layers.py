@@ -21,7 +21,8 @@ from engine.burst import METHOD
 from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
 from engine.checkpoint.recompute import AttendOnce, Recompute, set_activations
 from engine.models.decoder import Decoder
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 
 LAYERS = 11  # groups of 2, 3, 5 and 8 leave a shorter one at the end
 SHAPE = ModelShape(name="deep", layers=LAYERS, hidden=16, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=61)

@@ -14,7 +14,8 @@ from engine.data import TokenStore, open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan, joined
 from engine.data.store import HEADER_FILE, StoreHeader, build_store
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 TEXTS = ["one", "a second text", "größe"]
 CHAT = [

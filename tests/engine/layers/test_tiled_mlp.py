@@ -16,7 +16,8 @@ from engine.layers.tiled_mlp import add_mlp_in
 from engine.measurement import relative_errors
 from engine.models.decoder import MLP, AddMLP, Decoder, add_whole_mlp
 from engine.ops import RECOMPUTE
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=61)
 UNGATED = ModelShape(name="plain", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=61, gated=False)

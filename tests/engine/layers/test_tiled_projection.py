@@ -19,7 +19,8 @@ from engine.models.decoder import Attention, Decoder, Project, project_whole
 from engine.ops.elementwise import rotate, rotate_into
 from engine.ops.norm import RMSNorm
 from engine.rope import rotary_tables
-from engine.settings import Checkpoint, ModelShape
+from engine.settings import Checkpoint
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 NORMED = dataclasses.replace(SHAPE, name="normed", qk_norm=True)

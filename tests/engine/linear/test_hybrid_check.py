@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.linear.scan import StateScan
 from engine.models.decoder import Block
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.tasks.test_check_training import checks, fault
 from tests.ranks import run_on_ranks
 from tests.slow import slow

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from engine.models.architecture import config_of, shape_of
-from engine.settings import ModelShape, from_json, to_json
+from engine.settings import from_json, to_json
+from engine.shape import ModelShape
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

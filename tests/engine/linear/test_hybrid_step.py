@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.parity import apart, dense_parameters, dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
 from tests.slow import slow

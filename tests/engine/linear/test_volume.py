@@ -12,7 +12,7 @@ from engine.attention.geometry.layout import as_layout
 from engine.linear.shard import Mix
 from engine.linear.volume import sent_bytes
 from engine.models.linear import mixer_of
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from tests.ranks import run_on_ranks
 
 DELTA = ModelShape(

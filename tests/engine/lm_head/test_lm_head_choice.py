@@ -11,7 +11,8 @@ import torch
 
 from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import LIBRARIES, available, loss_sum_of, unsupported_reason
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from harness.commands.doctor import examine
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan, plan_table

@@ -9,7 +9,8 @@ from torch import Tensor
 from engine.lm_head.loss import fused_loss_sum, plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE, LIBRARIES, loss_sum_of
 from engine.measurement import relative_errors
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.lm_head.softmax_program import LARGE, SMALL, faults
 

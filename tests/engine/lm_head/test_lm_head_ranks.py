@@ -19,7 +19,8 @@ from engine.initialise import initialise
 from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE
 from engine.models.decoder import Decoder
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.engine.parity import whole_of
 from tests.ranks import run_on_ranks

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.checkpoint.recompute import set_activations
 from engine.memory.offload import DeviceStore, HostStore, _OnHost, host_buffer, host_like
 from engine.models.decoder import Decoder, DenseAttention
-from engine.settings import Checkpoint, ModelShape
+from engine.settings import Checkpoint
+from engine.shape import ModelShape
 
 CPU = torch.device("cpu")
 DEVICES = [

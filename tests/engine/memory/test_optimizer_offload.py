@@ -18,7 +18,8 @@ import engine.optimizer
 from engine.memory.offload import host_buffer
 from engine.models.decoder import Decoder
 from engine.optimizer import BUFFERS, MOMENTS, OffloadedAdamW, adamw
-from engine.settings import AdamWSettings, ModelShape
+from engine.settings import AdamWSettings
+from engine.shape import ModelShape
 from tests.ranks import run_on_ranks
 
 # Odd sizes on purpose: shards of unequal length, and pieces that end inside a parameter.

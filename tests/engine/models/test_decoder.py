@@ -11,7 +11,7 @@ from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.ops.elementwise import rotate
 from engine.rope import rotary_tables
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=61)
 UNGATED = ModelShape(

@@ -13,7 +13,8 @@ from engine.lora import Lora
 from engine.method import method_unsupported_reason
 from engine.models.architecture import shortest_pattern
 from engine.models.decoder import Decoder
-from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json, to_json
+from engine.settings import Checkpoint, TrialSettings, from_json, to_json
+from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from harness.spec.methods import method_named
 from harness.spec.trial import id_of

@@ -9,7 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.engine.parity import apart, dense_parameters, parallel_runs, task_of, whole_of
 from tests.ranks import run_on_ranks

@@ -23,7 +23,7 @@ from engine.ops.elementwise import rotate, rotate_into, swiglu, swiglu_again
 from engine.ops.norm import add_norm, norm_gradients
 from engine.optimizer import OnePassAdamW
 from engine.rope import rotary_tables
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What one rounding explains, twice over: the interpreter cuts bf16 off where a GPU rounds.

@@ -13,7 +13,7 @@ from engine.measurement import relative_error
 from engine.models.decoder import MLP
 from engine.ops.elementwise import rotate, swiglu, swiglu_again
 from engine.rope import rotary_tables
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.ops.elementwise_program import faults, plain_swiglu, truth_of, with_gradients
 

@@ -14,7 +14,7 @@ from engine.lm_head.loss import fused_loss_sum
 from engine.models.decoder import MLP, Attention
 from engine.ops.norm import RMSNorm
 from engine.rope import rotary_tables
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=1, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 TOKENS = 7

@@ -14,7 +14,8 @@ from engine.distributed import arrange
 from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, TRACE_FILE, read_measurement
 from engine.profile.breakdown import CATEGORIES
 from engine.profile.capture import StepProfiler, step_to_trace
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.worker import TASKS, PhaseTimer, measure
 from harness.spec.methods import method_named
 from tests.ranks import run_on_ranks

@@ -14,7 +14,8 @@ from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.measurement import Measurement, read_measurement, unfinished, write_measurement
 from engine.profile import capture
-from engine.settings import ModelShape, Steps, TrialSettings
+from engine.settings import Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.worker import PhaseTimer
 from tests.ranks import run_on_ranks
 from tests.slow import slow

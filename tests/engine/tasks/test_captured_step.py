@@ -15,7 +15,8 @@ from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import arrange
 from engine.lm_head.loss_kernel import IGNORE
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks import cuda_graph
 from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks

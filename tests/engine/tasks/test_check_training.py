@@ -15,7 +15,8 @@ import torch
 from engine.attention.masks import parse_mask
 from engine.distributed import arrange
 from engine.measurement import UNCHECKED
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.check_training import DINPUT, HIDDEN, LOSS, check_problem, check_training
 from harness.records.judging import training_fault
 from harness.spec.methods import method_named

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.optimizer import clip_and_step
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks
 

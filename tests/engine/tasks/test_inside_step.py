@@ -12,7 +12,8 @@ import torch
 
 from engine.burst import METHOD
 from engine.distributed import arrange
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks import task as task_module
 from engine.tasks.attention import AttentionTask
 from engine.tasks.train import TrainTask

@@ -11,7 +11,8 @@ import torch
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.measurement import Measurement
-from engine.settings import ModelShape, Steps, TrialSettings
+from engine.settings import Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.lm_head import HeadTask
 from engine.worker import silent
 from harness.metrics.flops import work_of

@@ -16,7 +16,8 @@ from engine.attention.context import ContextParallel
 from engine.distributed import World, arrange
 from engine.measurement import Measurement
 from engine.models.decoder import Decoder
-from engine.settings import ModelShape, Steps, TrialSettings
+from engine.settings import Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks import speeds as speeds_of_trial
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.speeds import IN_THIS_TRIAL, MOMENTS, LinkProbes, gemm_figures, measure_products, rows_of

@@ -15,7 +15,8 @@ from engine.burst import METHOD
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from engine.burst import METHOD
 from engine.distributed import arrange
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from engine.training.config import Evaluation, Order, Saving, Schedule, TrainingConfig
 from engine.training.files import read_metrics
 from engine.training.loop import StopRequest, TrainingRun

@@ -12,7 +12,8 @@ import pytest
 from engine.attention.masks import Documents
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
-from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, Steps, TrialSettings
+from engine.shape import ModelShape
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import hardware_named
 from harness.metrics.throughput import metrics_of

@@ -25,7 +25,8 @@ from engine.attention.kernels import flex
 from engine.attention.masks import parse_mask
 from engine.attention.resolve import Resolved, resolve_trial
 from engine.burst import METHOD
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_named, speeds_of
 from harness.predict.attention import attention_problem, layer_attention

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.settings import ModelShape
+from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from harness.predict.published import published_rows
 from harness.reproduce.computed import BF16, FP32, ComputedNumber, backward_bytes, digits_of, settings_of, shape

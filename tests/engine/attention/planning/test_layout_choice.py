@@ -12,7 +12,8 @@ from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, imbalance
 from engine.attention.resolve import AS_GOOD, PREFERENCE, choose_layout
 from engine.burst import METHOD
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 CHANCE = random.Random(0)
 LONG_FIRST = Documents((3 << 16, *[4096] * 16))

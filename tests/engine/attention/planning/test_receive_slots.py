@@ -20,7 +20,8 @@ from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import trial_layout
 from engine.checkpoint.planning.memory import receive_slot_bytes
-from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
