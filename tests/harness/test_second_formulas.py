@@ -222,4 +222,4 @@ def test_the_second_set_uses_nothing_of_the_first() -> None:
     tree = ast.parse(Path(second_formulas.__file__).read_text(encoding="utf-8"))
     ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} - {"__future__"}
     first = {name for name in ours if name and name.startswith(("harness.", "engine."))}
-    assert first == {"engine.settings", "harness.metrics.hardware", "harness.records.record"}
+    assert first == {"engine.settings", "engine.shape", "harness.metrics.hardware", "harness.records.record"}
