@@ -1,7 +1,7 @@
 """Which upstream systems each native baseline is written after: where both ran, reports say when ours is slower.
 
 `ring` has none: RingAttention itself is a program of JAX, and the other systems' rings balance causal work, as `ring`
-does not. `flash_attn` is the library's own call, and needs none.
+does not. `flash_attn` and `flash_linear_attention` are libraries' own calls, and need none.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.attention.algorithms.saved import AttentionFn
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
+    from engine.linear.shard import LinearShard, Recurrence
     from engine.settings import TrialSettings
 
 
@@ -40,6 +41,11 @@ class Burst(EngineCommand):
         from engine.attention.bound import BoundAttention
 
         return BoundAttention(cp, settings, self.choices(settings), mask)
+
+    def recurrence(self, shard: LinearShard) -> Recurrence:
+        from engine.linear.kernels import recurrence_of
+
+        return recurrence_of(shard)
 
 
 METHOD = Burst()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
     from engine.attention.resolve import Choices
+    from engine.linear.shard import LinearShard, Recurrence
     from engine.settings import TrialSettings
 
 
@@ -57,6 +58,14 @@ class NativeMethod(Method, Protocol):
         ...
 
 
+class RecurrenceMethod(NativeMethod, Protocol):
+    """A native method that runs the recurrence of a linear layer alone (task linear)."""
+
+    def recurrence(self, shard: LinearShard) -> Recurrence:
+        """The recurrence of this rank's consecutive tokens."""
+        ...
+
+
 class PlannedMethod(NativeMethod, Protocol):
     """A native method whose attention the engine plans: its choices are known without running it."""
 
@@ -87,6 +96,8 @@ def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | 
             f"task attention has queries, keys and values alone, and model {settings.model.name} has a latent of them; "
             "choose task train"
         )
+    if settings.task == "linear" and hasattr(method, "layout") and not hasattr(method, "recurrence"):
+        return f"task linear runs no attention, so {method.name} would measure the same as burst; set method to burst"
     feature = settings.model.feature_beyond_llama
     if settings.task == "train" and feature and not hasattr(method, "layout"):
         return (
@@ -143,7 +154,7 @@ def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, node
     """Why the ranks of a planned method, spread evenly over `nodes`, would refuse its choices or their schedule; None
     when they would not, and for other methods, which check their settings themselves."""
     planned = planned_method(method)
-    if planned is None or settings.task == "lm_head":
+    if planned is None or settings.task in ("lm_head", "linear"):
         return None
     from engine.attention.resolve import check_choices
 

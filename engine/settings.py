@@ -15,7 +15,7 @@ from engine.reader import from_json as from_json
 from engine.reader import to_json as to_json
 from engine.shape import MAX_TOKENS, ModelShape
 
-Task = Literal["train", "attention", "lm_head"]
+Task = Literal["train", "attention", "lm_head", "linear"]
 Dtype = Literal["fp64", "fp32", "bf16"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"]
 Schedule = Literal["auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"]
@@ -336,10 +336,14 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
 
 
 def linear_unsupported_reason(settings: TrialSettings) -> str | None:
-    """Why the linear layers of a trial's model cannot be trained so, whatever the method, or None."""
-    model = settings.model
-    if settings.task != "train" or not any(model.linear_layers):
+    """Why the linear layers of a trial's model cannot be run so, whatever the method, or None."""
+    model, alone = settings.model, settings.task == "linear"
+    if alone and not any(model.linear_layers):
+        return f"task linear runs a linear layer, and model {model.name} has none; choose one such as hybrid_1b"
+    if not (alone or settings.task == "train") or not any(model.linear_layers):
         return None
+    if alone and settings.layout not in ("auto", "contiguous"):
+        return f"layout is {settings.layout}, and ranks of task linear have consecutive tokens; set layout to auto"
     has = f"model {model.name} has linear layers"
     kind, *parts = settings.mask.split(":")
     if kind not in ("causal", DOCUMENTS) or "full" in parts:
@@ -350,7 +354,7 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
         return f"lora is set, and {has}, whose matrices have no adapters; leave lora out"
     lengths = settings.row_tokens, settings.steps.warmup_seq_len or settings.row_tokens
     tokens, needed = min(lengths) // settings.cp_size, model.linear_conv - 1
-    if settings.cp_size == 1 or tokens >= needed:
+    if alone or settings.cp_size == 1 or tokens >= needed:
         return None
     return (
         f"each of {settings.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of the "

@@ -388,11 +388,16 @@ class ModelShape:
         return self.projection_parameters + output + self.mlp_parameters
 
     @property
-    def recurrence_products(self) -> float:
-        """Multiply-adds of one layer's recurrence for one token, on average: of every value head the state is written
-        and read, and read once more by the delta rule."""
+    def linear_layer_products(self) -> int:
+        """Multiply-adds of a linear layer's recurrence for one token: of every value head the state is written and
+        read, and read once more by the delta rule."""
         state = self.linear_heads * self.linear_key_dim * self.linear_value_dim
-        return self._of_layers(0, (3 if self.linear == "gated_delta_net" else 2) * state)
+        return (3 if self.linear == "gated_delta_net" else 2) * state
+
+    @property
+    def recurrence_products(self) -> float:
+        """The same of one layer, on average over all."""
+        return self._of_layers(0, self.linear_layer_products)
 
     @property
     def parameters(self) -> int:

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,16 +28,18 @@ from engine.method import NativeMethod, in_worker, method_unsupported_reason
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.settings import TrialSettings, from_json
 from engine.tasks.attention import AttentionTask
+from engine.tasks.linear import LinearTask
 from engine.tasks.lm_head import HeadTask
 from engine.tasks.task import AroundStep, Refused, Task, progress_to
 from engine.tasks.train import TrainTask
 
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
 
-TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
+TASKS: dict[str, Callable[[TrialSettings, NativeMethod, World], Task]] = {
     "train": TrainTask,
     "attention": AttentionTask,
     "lm_head": HeadTask,
+    "linear": LinearTask,
 }
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from burst import Documents
 from conform.context import added_tokens, context_of, padded_part, unpadded_whole
 from conform.target import CaseProblem
-from engine.linear.gated_delta import gated_delta
-from engine.linear.kernels import delta_rule_for, state_space_for
-from engine.linear.mamba2 import state_space
+from engine.linear.kernels import recurrence_of
 from engine.linear.shard import Mix
 
 NAME = "burst linear layers"
@@ -44,9 +42,7 @@ def recurrence(
         q, k, v, decay, *beta = (
             each.unflatten(2, old.shape[2:]).to(old.dtype) for each, old in zip(parts, inputs, strict=True)
         )
-        if beta:
-            return gated_delta(q, k, v, decay, beta[0], part.runs, part.scan, delta_rule_for(v)).flatten(2)
-        return state_space(q, k, v, decay, part.runs, part.scan, state_space_for(v)).flatten(2)
+        return recurrence_of(part)(q, k, v, decay, *beta).flatten(2)
 
     lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := added_tokens(problem)) else []))
     documents = Documents(lengths) if len(lengths) > 1 else None

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engine.linear.chunks import heads_of
-from engine.linear.gated_delta import DeltaRule, chunked_delta_rule
-from engine.linear.mamba2 import StateSpace, chunked_state_space
+from engine.linear.gated_delta import DeltaRule, chunked_delta_rule, gated_delta
+from engine.linear.mamba2 import StateSpace, chunked_state_space, state_space
 from engine.linear.runs import COPIES, Runs
+from engine.linear.shard import LinearShard, Recurrence
 
 LIBRARY = "fla-core"  # the package that has the calls
 OLDEST = (0, 5)  # earlier releases read fewer key heads than value heads as if they were as many, without an error
@@ -50,6 +51,17 @@ def state_space_for(tensor: Tensor) -> StateSpace:
     return _fla_state_space if kernel_of(tensor.device.type, tensor.dtype) == "fla" else chunked_state_space
 
 
+def recurrence_of(shard: LinearShard) -> Recurrence:
+    """The recurrence of a shard: the gated delta rule where it is given beta, else that of Mamba-2."""
+
+    def out(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+        if beta is None:
+            return state_space(q, k, v, decay, shard.runs, shard.scan, state_space_for(v))
+        return gated_delta(q, k, v, decay, beta, shard.runs, shard.scan, delta_rule_for(v))
+
+    return out
+
+
 def _fla_delta_rule(
     q_BLHN: Tensor,
     k_BLHN: Tensor,
@@ -73,7 +85,7 @@ def _fla_state_space(
 
 
 @lru_cache(maxsize=COPIES)
-def _bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
+def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
     """Where the runs of all rows, one row after the other, start, and where the last one ends."""
     starts = torch.tensor(runs.starts) + torch.arange(rows)[:, None] * runs.tokens
     return torch.cat([starts.flatten(), torch.tensor([rows * runs.tokens])]).to(device)
@@ -93,6 +105,6 @@ def _called(
         others = initial_BVNP.new_zeros(rows, len(runs.starts) - 1, *initial_BVNP.shape[1:])
         initial = torch.cat([initial_BVNP[:, None], others], 1).flatten(0, 1)
     packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
-    bounds = _bounds_on(runs, rows, tensors["v"].device)
+    bounds = bounds_on(runs, rows, tensors["v"].device)
     out, states = call(**packed, initial_state=initial, cu_seqlens=bounds, **named)
     return out.squeeze(0).unflatten(0, (rows, -1)), states.unflatten(0, (rows, -1))[:, -1]

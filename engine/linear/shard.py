@@ -29,6 +29,7 @@ class LinearShard:
         return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp)
 
 
+Recurrence: TypeAlias = Callable[..., Tensor]  # q, k, v, decay and, for the delta rule, beta of a shard's tokens -> out
 Mixer: TypeAlias = Callable[[Tensor, LinearShard], Tensor]  # x_BLE of a shard's tokens -> the residual branch
 
 

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.linear.gated_delta import gated_delta
-from engine.linear.kernels import delta_rule_for, state_space_for
-from engine.linear.mamba2 import state_space
+from engine.linear.kernels import recurrence_of
 from engine.linear.shard import LinearShard
 from engine.models.matrices import Linear
 from engine.ops.autograd import accumulation_dtype
@@ -87,9 +85,7 @@ class GatedDeltaNet(LinearMixer):
         """The residual branch [B, L, E] of normed hidden states. Collective where ranks share the sequence."""
         parts, (_, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         q, k, v = parts["q"], parts["k"], parts["v"]
-        out_BLVP = gated_delta(
-            q, k, v, decay_BLV, self.beta(x_BLE).sigmoid(), shard.runs, shard.scan, delta_rule_for(v)
-        )
+        out_BLVP = recurrence_of(shard)(q, k, v, decay_BLV, self.beta(x_BLE).sigmoid())
         gate_BLVP = F.silu(self.gate(x_BLE)).unflatten(-1, (self.heads, self.value_dim))
         branch_BLE: Tensor = self.output((self.norm(out_BLVP) * gate_BLVP).flatten(-2))
         return branch_BLE
@@ -112,9 +108,7 @@ class Mamba2(LinearMixer):
         parts, (step_BLV, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         v_BLVP = parts["v"]
         written_BLVP = v_BLVP * step_BLV[..., None].to(v_BLVP.dtype)
-        out_BLVP = state_space(
-            parts["q"], parts["k"], written_BLVP, decay_BLV, shard.runs, shard.scan, state_space_for(v_BLVP)
-        )
+        out_BLVP = recurrence_of(shard)(parts["q"], parts["k"], written_BLVP, decay_BLV)
         out_BLVP = out_BLVP + v_BLVP * computed(self.skip)[:, None]
         branch_BLE: Tensor = self.output(self.norm(out_BLVP.flatten(-2) * F.silu(self.gate(x_BLE))))
         return branch_BLE

@@ -48,7 +48,8 @@ from engine.parallelize import frozen_dtype
 from engine.settings import Backward, ExchangeName, Kernel, Layout, Schedule, Steps, TrialSettings
 from engine.shape import ModelShape
 from engine.tasks.check_data import RandomTokens, check_data
-from engine.tasks.train import TrainTask, documents_of
+from engine.tasks.task import documents_of
+from engine.tasks.train import TrainTask
 
 TOKENS = 256  # of a sequence of the check problem; more where so many ranks share it that each would hold few
 _LAYERS, _HIDDEN, _FFN, _VOCAB, _HEADS = 3, 128, 384, 512, 8  # the most that it keeps of a larger model

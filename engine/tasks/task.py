@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from engine.attention.algorithms.saved import AttentionFn, SavedOutput
 from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Mask
+from engine.attention.masks import Documents, Mask, parse_mask
 from engine.distributed import World
 from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import GpuReading, read_gpu
@@ -71,6 +71,12 @@ def context_parallel(settings: TrialSettings, method: NativeMethod, world: World
     cp = ContextParallel(group=world.cp_group, layout=layout)
     cp.segments(settings.row_tokens)  # refuses lengths that do not split
     return cp
+
+
+def documents_of(settings: TrialSettings) -> Documents | None:
+    """Documents that the mask of a trial has in every sequence, where linear layers start again."""
+    mask = parse_mask(settings.mask)
+    return mask if isinstance(mask, Documents) else None
 
 
 class RefusingAttention:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.attention.masks import Documents, parse_mask
+from engine.attention.masks import Documents
 from engine.attention.masks.pairs import pair_table
 from engine.data import open_tokens
 from engine.data.sequences import (
@@ -64,6 +64,7 @@ from engine.tasks.task import (
     RefusingAttention,
     StepClock,
     context_parallel,
+    documents_of,
     measured,
     read_gpus,
 )
@@ -87,12 +88,6 @@ def data_of(settings: TrialSettings) -> TrainingData:
     if settings.packs or store.header.answers_only:
         return training_sequences(store, TokenSpan(start=0, stop=store.header.count), settings)
     return store
-
-
-def documents_of(settings: TrialSettings) -> Documents | None:
-    """Documents that the mask of a trial has in every sequence, where linear layers start again."""
-    mask = parse_mask(settings.mask)
-    return mask if isinstance(mask, Documents) else None
 
 
 class TrainTask:

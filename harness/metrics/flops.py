@@ -114,6 +114,8 @@ def work_of(settings: TrialSettings) -> StepFlops:
     head = 2.0 * tokens * model.vocab * model.hidden
     if settings.task == "lm_head":
         return StepFlops(layers=0.0, head=head, attention=0.0)
+    if settings.task == "linear":
+        return StepFlops(layers=2.0 * tokens * model.linear_layer_products, head=0.0, attention=0.0)
     if settings.task == "attention":
         return StepFlops(layers=0.0, head=0.0, attention=attention_forward(settings))
     attention = _attention_flops(settings, layer_pairs(settings))

@@ -40,6 +40,8 @@ FORMULAS: dict[str, str] = {
     "÷ (median seconds of forward + backward × ranks); backward counted 2.5 × forward, as kernels recompute QKᵀ",
     "tflops_per_gpu (lm_head)": "TFLOP/s/GPU = 6 × tokens × vocabulary × hidden ÷ (median seconds of forward + "
     "backward × ranks); logits computed again not counted",
+    "tflops_per_gpu (linear)": "TFLOP/s/GPU = 3 × forward FLOPs of one recurrence ÷ (median seconds of forward + "
+    "backward × ranks); forward FLOPs = 4 × tokens × value heads × key dim × value dim, and 6 × of the delta rule",
     "mfu": "MFU = 3 × forward FLOPs ÷ (median step seconds × ranks × dense bf16 peak), recomputation not counted",
     "mfu_ceiling": "MFU ceiling = MFU of the same work at measured GEMM and attention kernel speeds, nothing "
     "recomputed by checkpointing and no transfer exposed; GEMMs of the model's own shapes where the trial measured "
@@ -178,9 +180,10 @@ class Ceiling:
 
 
 def ceiling_of(record: Record, work: StepFlops, hardware: Hardware) -> Ceiling | None:
-    """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, and for
-    attention alone on one rank: that is the kernel itself, whose speed is no share of its speed at another length."""
-    if record.settings.task == "attention" and record.settings.cp_size == 1:
+    """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, for
+    recurrences alone, whose kernels have none, and for attention alone on one rank: that is the kernel itself, whose
+    speed is no share of its speed at another length."""
+    if record.settings.task == "linear" or (record.settings.task == "attention" and record.settings.cp_size == 1):
         return None
     measured = record.measurement
     assert measured is not None, "an ok record has a measurement"

@@ -109,7 +109,8 @@ def _head_unsupported_reason(settings: TrialSettings, machine: Machine) -> str |
         return (
             f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
         )
-    return None if settings.task == "attention" else loss_kernel.unsupported_reason(settings, machine.device)
+    has_none = settings.task in ("attention", "linear")
+    return None if has_none else loss_kernel.unsupported_reason(settings, machine.device)
 
 
 def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:

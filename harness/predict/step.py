@@ -75,6 +75,8 @@ def step_time(
 ) -> StepTime:
     """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `attention`: of a layer,
     by default as the method's ranks resolve it. Raises ValueError for a method or settings that are not modelled."""
+    if settings.task == "linear":
+        raise ValueError("no time is predicted of task linear, whose kernels have no measured speed; run it")
     node_size = context_ranks_of_node(settings, node_ranks)
     problem = attention_problem(settings, node_size)
     attention = attention or layer_attention(settings, problem, speeds)

@@ -45,7 +45,8 @@ from harness.report.variants import (
 from harness.spec.table import EQUAL
 
 MOST_NAMED = 2  # settings that name a choice of them; of more, what differs from most choices is said
-_WORK = {"train": "Training", "attention": "Attention", "lm_head": "LM head"}  # by task, the most telling first
+# By task, the most telling first.
+_WORK = {"train": "Training", "attention": "Attention", "lm_head": "LM head", "linear": "Linear layer"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ _SIDES = {"query": "query side", "key_value": "key side"}
 # Order of methods in tables, legends and palettes: ours, then the systems it is compared with, then the rest by name.
 METHOD_ORDER: tuple[str, ...] = (
     "burst", "ring", "megatron_cp", "megatron_tp", "ulysses", "loongtrain_double_ring", "loongtrain_usp", "torch_cp",
-    "flash_attn", "flash_1gpu",
+    "flash_attn", "flash_linear_attention", "flash_1gpu",
 )  # fmt: skip
 
 

@@ -411,7 +411,7 @@ def _of_kernels(measured: Sequence[Row]) -> list[str]:
     """Which kernel computed the attention of which names, unless names say it."""
     if "kernel" in varying_settings(measured):
         return []
-    attending = [row for row in measured if row["task"] != "lm_head"]
+    attending = [row for row in measured if row["task"] not in ("lm_head", "linear")]
     by_kernel = grouped(attending, lambda row: kernel_in_words(row.get("chosen_kernel")))
     by_kernel.pop("", None)
     everybody, lines = set(map(_called, attending)), []

@@ -279,7 +279,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
             raise UsageError(f"{where}: no {key} is given; add {choice} or sweep.{key}")
 
     if "task" not in entries:
-        raise UsageError(f"{where}: no task is given; add task: train, attention, lm_head or a list of them")
+        raise UsageError(f"{where}: no task is given; add task: train, attention, lm_head, linear or a list of them")
     tasks = [convert(item, Task, "task") for item in _listed(entries["task"], "task")]
     seeds = [_seed(item) for item in _listed(entries["seeds"], "seeds")] if "seeds" in entries else [0]
     name = _name(entries["name"]) if "name" in entries else path.stem

@@ -32,7 +32,7 @@ def table(*lines: tuple[str, ...]) -> str:
 
 def settings_shown() -> str:
     lines = [("method", "`settings`", *(f"`{name}`" for name in SHOWN))]
-    for method in (name for name in METHOD_ORDER if name in settings_table() and name != "flash_attn"):  # no trainer
+    for method in (name for name in METHOD_ORDER if name in settings_table() and not name.startswith("flash_")):
         for variant in VARIANTS:
             entry = method_settings_of(method, variant)
             assert entry is not None

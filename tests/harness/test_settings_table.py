@@ -48,7 +48,7 @@ NATIVE = [
 def papers_trial(folder: Path, method: str, variant: str, machine: Machine = NODES, **fixed: Any) -> Trial:
     """The paper's 7B trial on 32 GPUs with this method, as near to it as a foreign system runs one."""
     tasks = getattr(method_named(method), "tasks", ("train",))
-    whole = {name: {"cp_size": 1} for name in METHODS if name.startswith(("trl_", "transformers_", "flash_attn"))}
+    whole = {name: {"cp_size": 1} for name in METHODS if name.startswith(("trl_", "transformers_", "flash_"))}
     sizes = {**whole, "megatron_tp": {"tp_size": 8, "world_size": 32}}
     values = {"method": method, "seq_len": "1M", "settings": variant} | sizes.get(method, {"cp_size": 32}) | fixed
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in values.items())

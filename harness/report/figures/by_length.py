@@ -48,7 +48,10 @@ MAX_LINES = 8  # told apart by their names; more are bars
 MAX_BARS = 40
 CLOSE = 0.05  # ratios of speeds nearer to 1, with their intervals, are called no difference
 SAME_MEMORY, SAME_BYTES = 1.03, 1.005  # largest ratio, at any length and size, that needs no figure
-_WORK = {"train": "Training", "attention": "Attention, forward and backward", "lm_head": "LM head and loss"}
+_WORK = {
+    "train": "Training", "attention": "Attention, forward and backward", "lm_head": "LM head and loss",
+    "linear": "Recurrence of a linear layer, forward and backward",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
