@@ -90,7 +90,7 @@ def figures_of(record: Record) -> dict[str, Figure]:
     found["peak_tflops"] = peak
     found["mfu"] = 3.0 * forward / per_peak
     found["hfu"] = (3.0 * forward + 0.5 * attention + _repeated_flops(settings)) / per_peak
-    if settings.task == "attention" and settings.cp_size == 1:
+    if settings.task == "linear" or (settings.task == "attention" and settings.cp_size == 1):
         return found  # the kernel itself
     speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
     gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
@@ -138,6 +138,9 @@ def _forward_flops(settings: TrialSettings) -> float:
         return _attention_flops(settings)
     if settings.task == "lm_head":
         return head
+    if settings.task == "linear":  # the state of every value head is written and read, and read again by the delta rule
+        passes = 3 if model.linear == "gated_delta_net" else 2
+        return 2.0 * tokens * passes * model.linear_heads * model.linear_key_dim * model.linear_value_dim
     projections, matrix = _layer_weights(model)
     weights = projections + (3 if model.gated else 2) * matrix
     return 2.0 * tokens * weights * model.layers + head + _attention_flops(settings)
@@ -145,7 +148,7 @@ def _forward_flops(settings: TrialSettings) -> float:
 
 def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
     """QK^T and PV, two each per pair, head and dimension, of the first `rows` queries (all) in all layers."""
-    if settings.task == "lm_head":
+    if settings.task in ("lm_head", "linear"):
         return 0.0
     model, rows = settings.model, settings.seq_len if rows is None else rows
     pairs = float(visible_pairs(settings.mask, settings.seq_len, rows))

@@ -30,6 +30,7 @@ from harness.report.results import rows_of
 from harness.spec.models import named_model
 from tests.engine.linear.test_hybrid_step import DELTA, MAMBA
 from tests.harness.synthetic_records import H200, record
+from tests.harness.test_second_formulas import differing
 from tests.ranks import run_on_ranks
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
@@ -164,12 +165,17 @@ def test_the_library_gets_what_its_own_layers_give_it(
         torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)))
 
 
-def test_it_is_drawn_by_length_without_a_ceiling() -> None:
-    common: dict[str, Any] = {"task": "linear", "gpu": H200, "dtype": "bf16", "model": named_model("hybrid_1b")}
-    rows = rows_of(
-        record(method=method, seq_len=1 << power, seconds=seconds * 2**power / 1e6, **common)
-        for power in (13, 14, 15)
+def test_its_figures_have_a_second_formula_and_are_drawn_by_length_without_a_ceiling() -> None:
+    records = [
+        record(
+            task="linear", gpu=H200, dtype="bf16", model=named_model(model), method=method, seq_len=1 << power,
+            seconds=seconds * 2**power / 1e6,
+        )
+        for model in ("hybrid_1b", "mamba_1b") for power in (13, 14, 15)
         for method, seconds in (("burst", 1.0), ("flash_linear_attention", 1.5))
-    )
+    ]  # fmt: skip
+    assert [differing(one) for one in records] == [{}] * len(records)
+    rows = rows_of(records)
+    assert all(row["mfu"] for row in rows)
     assert not any(row["tflops_ceiling"] for row in rows)
-    assert "speed" in shown_of(rows)
+    assert "speed" in shown_of(rows[:6])
