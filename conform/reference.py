@@ -1,7 +1,8 @@
 """The truth: dense attention, recurrences token by token, and a small Llama in plain torch, on one process.
 
 In float64 they are what every target is compared with; in a target's dtype they show the error that the dtype itself
-makes. None uses a model, a kernel or a layout of this project: only dense attention of `engine.attention.reference`.
+makes. None uses a model, a kernel or a layout of this project: only dense attention of `engine.attention.reference` and
+`engine.linear.reference`.
 
 Shape letters: B batch, S whole sequence, N query or value heads, K KV or key heads, D head dim, P head dim of values,
 E embedding, V vocabulary.
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy, embedding, linear, pad, silu
 from conform.target import IGNORE, CaseProblem
 from engine.attention.masks import Documents, Mask
 from engine.attention.reference import dense_attention
+from engine.linear.reference import recurrence
 
 
 def mask_of(problem: CaseProblem) -> Mask:
@@ -75,7 +77,8 @@ def call_truth(
         leaves[name] = tensors[name].detach().to(_wide(dtype))
     learnt = {name: each.requires_grad_() for name, each in leaves.items() if name not in problem.frozen}
     if problem.recurrence:
-        out = _recurrence(problem, leaves["q"], leaves["k"], leaves["v"], leaves["decay"], leaves.get("beta"))
+        gates = leaves["decay"], leaves.get("beta")
+        out = recurrence(leaves["q"], leaves["k"], leaves["v"], *gates, problem.documents)
     else:
         out, _ = dense_attention(
             leaves["q"], leaves["k"], leaves["v"], mask_of(problem), problem.scale,
@@ -94,34 +97,6 @@ def with_rows(tensor: Tensor) -> Tensor:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Of gates and states."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _recurrence(
-    problem: CaseProblem, q_BSKD: Tensor, k_BSKD: Tensor, v_BSNP: Tensor, decay_BSN: Tensor, beta_BSN: Tensor | None
-) -> Tensor:
-    """The output [B, S, N, P], token by token as in `conform.target`. The state is in float32 at least, what is written
-    to it and read from it in the dtype of v."""
-    q_BSKD, k_BSKD = q_BSKD.to(decay_BSN.dtype), k_BSKD.to(decay_BSN.dtype)
-    if beta_BSN is not None:
-        q_BSKD, k_BSKD = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q_BSKD, k_BSKD))
-        q_BSKD = q_BSKD * problem.head_dim**-0.5
-    shared = problem.heads // problem.kv_heads
-    q_BSND, k_BSND = (each.repeat_interleave(shared, dim=2) for each in (q_BSKD, k_BSKD))
-    keep_BSN = decay_BSN.exp()
-    starts = {sum(problem.documents[:number]) for number in range(len(problem.documents))}
-    state_BNDP = keep_BSN.new_zeros((problem.batch, problem.heads, problem.head_dim, v_BSNP.shape[-1]))
-    rows = []
-    for token in range(problem.tokens):
-        if token in starts:
-            state_BNDP = torch.zeros_like(state_BNDP)
-        state_BNDP = state_BNDP * keep_BSN[:, token, :, None, None]
-        key_BND, value_BNP = k_BSND[:, token], v_BSNP[:, token]
-        if beta_BSN is not None:
-            known_BNP = torch.einsum("bnd,bndp->bnp", key_BND, state_BNDP)
-            value_BNP = (beta_BSN[:, token, :, None] * (value_BNP - known_BNP)).to(v_BSNP.dtype)
-        state_BNDP = state_BNDP + key_BND[..., None] * value_BNP[..., None, :]
-        rows.append(torch.einsum("bnd,bndp->bnp", q_BSND[:, token], state_BNDP).to(v_BSNP.dtype))
-    return torch.stack(rows, dim=1)
 
 
 # Training

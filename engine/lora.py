@@ -66,8 +66,9 @@ def adapter_sizes(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Size of every adapter by its name in `engine.models.decoder.Decoder`, in the model's order."""
     modules = {MODULES[name] for name in lora.targets}
     found: dict[str, tuple[int, ...]] = {}
+    of_layer = shape.layer_sizes()
     for layer in range(shape.layers):
-        for name, size in shape.layer_sizes().items():
+        for name, size in of_layer.items():
             module, _, kind = name.rpartition(".")
             if module in modules and kind == "weight":
                 found[f"blocks.{layer}.{module}.lora_A"] = (lora.rank, size[1])
@@ -82,6 +83,14 @@ def adapter_parameters(shape: ModelShape, lora: Lora | None, among: Collection[T
     sizes = shape.layer_sizes()
     matrices = (sizes[f"{MODULES[name]}.weight"] for name in lora.targets if name in among)
     return lora.rank * sum(outputs + inputs for outputs, inputs in matrices)
+
+
+def trained_weights(shape: ModelShape, lora: Lora | None, among: Collection[Target]) -> float:
+    """Of `MLP` or `PROJECTIONS` of a layer, the weights whose gradient is formed: those of their adapters, or all where
+    nothing is frozen."""
+    if lora is not None:
+        return adapter_parameters(shape, lora, among)
+    return shape.mlp_share * shape.mlp_parameters if among == MLP else shape.projection_parameters
 
 
 def adapter_passes(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:

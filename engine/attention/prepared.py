@@ -233,7 +233,7 @@ class PreparedAttention:
         except (AttributeError, ValueError) as error:
             _refuse(error, cp, q, k, v)
         self._q_shape, self._k_shape, self._v_shape = q.shape, k.shape, v.shape
-        self._expands = None if expand_NXC is None else (expand_NXC.shape, expand_NXC.dtype, expand_NXC.device)
+        self._expands = _form(expand_NXC)
         self._dtype, self._device = q.dtype, q.device
         self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, choices)
 
@@ -283,11 +283,8 @@ class PreparedAttention:
             raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
-        if (None if expand_NXC is None else (expand_NXC.shape, expand_NXC.dtype, expand_NXC.device)) != self._expands:
-            found_expand = None if expand_NXC is None else (tuple(expand_NXC.shape), expand_NXC.dtype)
-            error = ValueError(
-                f"attention was prepared for expand_NXC {self._expands}, found {found_expand}; give that one"
-            )
+        if (form := _form(expand_NXC)) != self._expands:
+            error = ValueError(f"attention was prepared for expand_NXC {self._expands}, found {form}; give that one")
             self.cp.comms.refuse(error)
             raise error
         if sinks_N is not None:
@@ -337,6 +334,11 @@ class PreparedAttention:
     @staticmethod
     def _described(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size) -> str:
         return f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+
+
+def _form(expand_NXC: Tensor | None) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
+    """What a call is prepared for of a matrix."""
+    return None if expand_NXC is None else (tuple(expand_NXC.shape), expand_NXC.dtype, expand_NXC.device)
 
 
 def prepare_attention(

@@ -21,7 +21,7 @@ from functools import cache
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
 from engine.attention.masks.mask import FirstRows
-from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters
+from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters, trained_weights
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 
@@ -77,25 +77,25 @@ def _bisected(places: int) -> int:
 
 
 def repeated_products(
-    model: ModelShape,
+    settings: TrialSettings,
     checkpoint: Checkpoint,
     *,
     projection_tiles: int,
     mlp_tiles: int,
     tokens: float,
     rank_tokens: int,
-    lora: Lora | None = None,
 ) -> float:
     """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once
-    (none where there are more ranks than tokens; such a trial is refused).
+    (none where there are more ranks than tokens; such a trial is refused). The choices given stand in place of those of
+    the settings.
 
     Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input. What
     autograd recomputes in tiles is repeated whole, and so is the MLP's last matrix where a norm comes after it. Frozen
     matrices are differentiated by autograd, and a product is repeated with that of its adapters; the adapters of the
     MLP's last matrix are repeated where it is not.
     """
+    model, lora, plain_mlp = settings.model, settings.lora, settings.plain_mlp
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
-    plain_mlp, plain_projection = model.plain_mlp and lora is None, model.plain_projection and lora is None
     share, last = model.mlp_share, model.mlp_share * model.ffn * model.hidden
     weights = runs * (model.layer_matrices + model.recurrence_products + adapter_parameters(model, lora))
     if model.norms == "before" and (plain_mlp or mlp_tiles == 1):
@@ -104,7 +104,7 @@ def repeated_products(
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
     of_mlp = share * model.mlp_parameters + adapter_parameters(model, lora, MLP)
     weights += (model.layers - again) * (1 - kept) * (of_mlp - (last if plain_mlp else 0))
-    if projection_tiles > 1 and not plain_projection:
+    if projection_tiles > 1 and not (model.plain_projection and lora is None):
         weights += model.layers * (model.projection_parameters + adapter_parameters(model, lora, PROJECTIONS))
     elif projection_tiles > 1 and model.qk_norm:
         weights += model.attention_layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
@@ -120,12 +120,8 @@ def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
 def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int, lora: Lora | None = None) -> float:
     """Weights whose gradients are sums over tiles, in all layers, each counted once per tile; of one tile there is no
     sum, and frozen weights have no gradients."""
-    of_mlp: float = model.mlp_share * model.mlp_parameters
-    of_projections = model.projection_parameters
-    if lora is not None:
-        of_mlp, of_projections = (adapter_parameters(model, lora, among) for among in (MLP, PROJECTIONS))
-    tiled = (mlp_tiles, of_mlp), (projection_tiles, of_projections)
-    return model.layers * sum(tiles * weights for tiles, weights in tiled if tiles > 1)
+    tiled = (mlp_tiles, MLP), (projection_tiles, PROJECTIONS)
+    return model.layers * sum(tiles * trained_weights(model, lora, among) for tiles, among in tiled if tiles > 1)
 
 
 def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:

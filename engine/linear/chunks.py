@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.linear.runs import COPIES, Runs
+from engine.linear.volume import CHUNK
 from engine.ops.autograd import accumulation_dtype
-
-CHUNK = 64  # tokens: the largest, as in flash-linear-attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,27 +73,26 @@ def _fla_state_space(
 
 
 @lru_cache(maxsize=COPIES)
-def _bounds_on(runs: Runs, device: torch.device) -> Tensor:
-    return torch.tensor(runs.bounds, device=device)
+def _bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
+    """Where the runs of all rows, one row after the other, start, and where the last one ends."""
+    starts = torch.tensor(runs.starts) + torch.arange(rows)[:, None] * runs.tokens
+    return torch.cat([starts.flatten(), torch.tensor([rows * runs.tokens])]).to(device)
 
 
 def _called(
     call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Out, and the state after the last run. Several runs are packed sequences, which the library takes one row of."""
+    """Out, and the state after the last run. Several runs are packed sequences, which the library takes in one row."""
     named = named | {"output_final_state": True}
     if len(runs.starts) == 1:
         out, state = call(**tensors, initial_state=initial_BVNP, **named)
         return out, state
-    bounds = _bounds_on(runs, tensors["v"].device)
-    outs, states = [], []
-    for row in range(tensors["v"].shape[0]):
-        of_row = {name: tensor[row : row + 1] for name, tensor in tensors.items()}
-        initial = None
-        if initial_BVNP is not None:
-            others = initial_BVNP.new_zeros(len(runs.starts) - 1, *initial_BVNP.shape[1:])
-            initial = torch.cat([initial_BVNP[row : row + 1], others])
-        out, state = call(**of_row, initial_state=initial, cu_seqlens=bounds, **named)
-        outs.append(out)
-        states.append(state[-1:])
-    return torch.cat(outs), torch.cat(states)
+    rows = tensors["v"].shape[0]
+    initial = None
+    if initial_BVNP is not None:
+        others = initial_BVNP.new_zeros(rows, len(runs.starts) - 1, *initial_BVNP.shape[1:])
+        initial = torch.cat([initial_BVNP[:, None], others], 1).flatten(0, 1)
+    packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
+    bounds = _bounds_on(runs, rows, tensors["v"].device)
+    out, states = call(**packed, initial_state=initial, cu_seqlens=bounds, **named)
+    return out.squeeze(0).unflatten(0, (rows, -1)), states.unflatten(0, (rows, -1))[:, -1]

@@ -17,6 +17,8 @@ from engine.shape import ModelShape
 
 Integers = NDArray[np.int64]
 
+CHUNK = 64  # tokens of a chunk of a recurrence: the most, as in flash-linear-attention
+
 
 @lru_cache(maxsize=64)
 def moved_tokens(layout: Layout, seq_len: int, cp_size: int) -> Integers:

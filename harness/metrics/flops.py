@@ -126,13 +126,12 @@ def work_of(settings: TrialSettings) -> StepFlops:
         frozen_head=head if adapted else 0.0,
         attention=attention * model.layers,
         recomputed_layers=repeated_products(
-            model,
+            settings,
             checkpoint,
             projection_tiles=settings.projection_tiles,
             mlp_tiles=settings.mlp_tiles,
             tokens=tokens,
             rank_tokens=tokens_of_rank(settings),
-            lora=settings.lora,
         ),
         recomputed_attention=attention
         * repeated_attention(checkpoint, model.layers, head_share(settings, checkpoint.tail)),

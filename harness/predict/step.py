@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from engine.attention.problem import Problem
 from engine.checkpoint.counts import added_weights, layers_run_again
+from engine.linear.volume import sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -26,7 +30,6 @@ from harness.predict.attention import (
     layer_attention,
     tensor_parallel_seconds,
 )
-from harness.predict.linear import linear_layers_waiting
 from harness.predict.packed import step_work
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
@@ -100,7 +103,7 @@ def step_time(
     across = attention.across_gib(speeds)
     _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     runs = 2 + layers_run_again(settings.model, settings.checkpoint) / settings.model.layers  # and one backward
-    _add_waiting(phases, linear_layers_waiting(settings, problem, speeds, across), runs * calls)
+    _add_waiting(phases, _linear_layers_waiting(settings, problem, speeds, across), runs * calls)
     phases |= {term.phase: term.seconds(speeds, ranks) for term in terms(settings, work)}
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
     gathering = _gather_seconds(settings, speeds, node_ranks, across)
@@ -111,6 +114,24 @@ def step_time(
     if not_captured_reason(settings, "cuda") is not None:
         phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
     return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
+
+
+def _linear_layers_waiting(settings: TrialSettings, problem: Problem, speeds: HardwareSpeeds, across: float) -> Pass:
+    """Waiting for tokens in another order, inputs of the rank before, and states, in one forward or one backward of all
+    linear layers: both send equally many bytes.
+
+    Bytes are those of the rank that sends most, over its links inside the node and of `across` GiB/s to other nodes,
+    one after the other. No kernels: those of the recurrence are among the matrix products.
+    """
+    if not any(settings.model.linear_layers) or problem.cp_size == 1:
+        return Pass(kernels=0.0)
+    sent = sent_bytes(
+        settings.model, problem.layout, problem.seq_len, problem.cp_size, dtype=settings.dtype, batch_size=problem.batch
+    )
+    node = np.arange(problem.cp_size) // problem.node_size
+    same = node[:, None] == node
+    inside, between = (int((sent * where).sum(1).max()) for where in (same, ~same))
+    return Pass(kernels=0.0, inside=inside / (speeds.inside_gib * GIB), across=between / (across * GIB))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,10 +129,10 @@ class PointToPoint(Transport):
         received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for _, spec in expected)
         ends = [(dist.isend, tensor, peer) for tensor, (peer, _) in zip(sent, to, strict=True)]
         ends += [(dist.irecv, tensor, peer) for tensor, (peer, _) in zip(received, expected, strict=True)]
-        works = [dist.P2POp(end, unrecorded(tensor), self._ranks[peer], self._group, tag) for end, tensor, peer in ends]
+        sides = [dist.P2POp(end, unrecorded(tensor), self._ranks[peer], self._group, tag) for end, tensor, peer in ends]
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({peer for _, _, peer in ends}))
         with peers_needed(self._group, peers):
-            works = dist.batch_isend_irecv(works) if works else []
+            works = dist.batch_isend_irecv(sides) if sides else []
         return _SendReceive(received, sent, self._group, peers, works, copies)
 
 

@@ -16,7 +16,7 @@ from engine.checkpoint.counts import (
 )
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
-from engine.lora import MLP, adapter_parameters, adapter_passes
+from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
@@ -88,8 +88,7 @@ class CostModel:
         whole = model.layers - choice.checkpoint.layers_again(model.layers)
         if choice.checkpoint.mlp in (0, 1):
             return 0.0
-        weights = model.mlp_share * model.mlp_parameters if lora is None else adapter_parameters(model, lora, MLP)
-        return (2 if choice.mlp_tiles == 1 else 1) * self._sum * weights * whole
+        return (2 if choice.mlp_tiles == 1 else 1) * self._sum * trained_weights(model, lora, MLP) * whole
 
     def fixed(self, choice: MemorySettings) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
@@ -110,13 +109,12 @@ class CostModel:
     def _repeat(self, choice: MemorySettings) -> float:
         checkpoint, model = choice.checkpoint, self._settings.model
         products = repeated_products(
-            model,
+            self._settings,
             checkpoint,
             projection_tiles=choice.projection_tiles,
             mlp_tiles=choice.mlp_tiles,
             tokens=self._tokens,
             rank_tokens=self._rank_tokens,
-            lora=self._settings.lora,
         )
         added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)

@@ -22,9 +22,9 @@ from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
-from engine.linear.volume import state_bytes
+from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
-from engine.lora import MLP, PROJECTIONS, adapter_parameters
+from engine.lora import MLP, PROJECTIONS, adapter_parameters, trained_weights
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
 GIB = 1 << 30
@@ -33,7 +33,6 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 # The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
 _TORCH_MLP = {1: 3, 2: 5}
-_CHUNK = 64  # tokens of a chunk of a recurrence
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
@@ -117,7 +116,7 @@ class _Mixer:
         # The normed input; channels before the convolution, after it, and after its activation. The delta rule saves a
         # matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
         saved: float = shape.hidden + 3 * (2 * keys + values) + after
-        saved += shape.linear_heads * _CHUNK if delta else values + 2 * repeated
+        saved += shape.linear_heads * CHUNK if delta else values + 2 * repeated
         states, written = 0, values
         if shared:  # the input in consecutive order, what tokens read of the state before in fp32, the states
             of_map, of_state = state_bytes(shape, settings.dtype, settings.batch_size)
@@ -128,7 +127,7 @@ class _Mixer:
         # recurrence gives, the states before each chunk and their gradients, and of the tensors that the kernels make:
         # four of the delta rule as wide as keys, four as wide as values; or gradients of queries, keys and values, and
         # that of values which pass by.
-        of_chunks = 2 * repeated * (written // shape.linear_heads) / _CHUNK
+        of_chunks = 2 * repeated * (written // shape.linear_heads) / CHUNK
         made = of_chunks + 4 * repeated + 5 * written if delta else wide * of_chunks + 2 * repeated + 3 * values
         gradients = shape.hidden + max(made - after, 2 * values)
         return cls(saved=tokens * saved + states, gradients=tokens * gradients + states)
@@ -163,13 +162,13 @@ class MemoryModel:
             shards = max(1, shards // max(1, settings.emulate_nodes))
         # Frozen parameters are there once, in the dtype of the computation, and only the others have gradients.
         lora, table, trained = settings.lora, shape.vocab * shape.hidden, shape.largest_layer
-        layer, learns, of_mlp = trained, 1, shape.mlp_parameters  # of all parameters; whether the head has a gradient
+        layer, learns = trained, 1  # of all parameters; whether the head has a gradient
         gradient = shape.layer_parameters  # of a layer, on average
         self._frozen = 0.0
         self._adapted = frozenset(() if lora is None else lora.targets)
         self._between = 0.0 if lora is None else item * tokens * lora.rank  # what an adapter's A gives its B
         if lora is not None:
-            self._frozen, learns, of_mlp = item * shape.parameters / shards, 0, adapter_parameters(shape, lora, MLP)
+            self._frozen, learns = item * shape.parameters / shards, 0
             trained = gradient = adapter_parameters(shape, lora)
             layer += trained
         self._parameters = wide * settings.trained_parameters / shards
@@ -184,7 +183,7 @@ class MemoryModel:
             gathered_first=item * layer + (item + wide) * trained + tied,
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
-            mlp_sums=wide * of_mlp,
+            mlp_sums=wide * trained_weights(shape, lora, MLP),
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(

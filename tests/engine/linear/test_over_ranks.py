@@ -17,10 +17,10 @@ from engine.linear import chunks
 from engine.linear.gated_delta import gated_delta
 from engine.linear.mamba2 import state_space
 from engine.linear.order import order_of
+from engine.linear.reference import convolution, recurrence
 from engine.linear.runs import Runs
 from engine.linear.scan import StateScan
 from engine.linear.shard import LinearShard, Mix
-from tests.engine.linear import recurrences
 from tests.engine.parity import apart
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -71,13 +71,9 @@ def reference(kind: str, name: str) -> dict[str, Tensor]:
     given = problem(kind)
     leaves = {key: given[key].requires_grad_() for key in given if key != "dout"}
     lengths = DOCUMENTS[name]
-    conv = lambda x: recurrences.convolution(x, leaves["weight"], leaves["bias"])  # noqa: E731
-    heads = in_heads(recurrences.of_documents(conv, lengths, [leaves["x"]]))
+    heads = in_heads(convolution(leaves["x"], leaves["weight"], leaves["bias"], lengths))
     decay, beta = gates(leaves["decay"], leaves["beta"])
-    if kind == "mamba2":
-        out = recurrences.of_documents(recurrences.state_space, lengths, [*heads, decay])
-    else:
-        out = recurrences.of_documents(recurrences.delta_rule, lengths, [*heads, decay, beta])
+    out = recurrence(*heads, decay, None if kind == "mamba2" else beta, lengths)
     out.flatten(2).backward(given["dout"])
     return {"out": out.detach().flatten(2)} | gradients(leaves)
 
