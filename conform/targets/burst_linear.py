@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from burst import ContextParallel, Documents
+from burst import Documents
+from conform.context import added_tokens, context_of, padded_part, unpadded_whole
 from conform.target import CaseProblem
 from engine.linear.gated_delta import gated_delta
 from engine.linear.kernels import delta_rule_for, state_space_for
@@ -29,22 +28,8 @@ def VERSION() -> str:
     return version("burst-harness")
 
 
-@lru_cache(maxsize=4)
-def _context(group: dist.ProcessGroup | None) -> ContextParallel:
-    return ContextParallel(group)
-
-
-def _added(problem: CaseProblem) -> int:
-    """Tokens of padding at the end, a document of their own."""
-    cp = _context(problem.group)
-    return -problem.tokens % cp.layout.chunks(cp.size) if cp.size > 1 else 0
-
-
 def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:
-    if added := _added(problem):
-        shape = [added if each == dim else size for each, size in enumerate(whole.shape)]
-        whole = torch.cat((whole, whole.new_zeros(shape)), dim)
-    return _context(problem.group).shard(whole, dim)
+    return padded_part(whole, dim, problem)
 
 
 def recurrence(
@@ -63,23 +48,23 @@ def recurrence(
             return gated_delta(q, k, v, decay, beta[0], part.runs, part.scan, delta_rule_for(v)).flatten(2)
         return state_space(q, k, v, decay, part.runs, part.scan, state_space_for(v)).flatten(2)
 
-    lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := _added(problem)) else []))
+    lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := added_tokens(problem)) else []))
     documents = Documents(lengths) if len(lengths) > 1 else None
     x_BLE = torch.cat([each.flatten(2).to(decay_BLV.dtype) for each in inputs], -1)
-    mix = Mix(_context(problem.group), documents)
+    mix = Mix(context_of(problem.group), documents)
     out_BLE = mix.leave(mix(mixer, mix.enter(x_BLE)))
     return out_BLE.unflatten(2, v_BLVP.shape[2:])
 
 
 def gather(part: Tensor, dim: int, problem: CaseProblem) -> Tensor:
-    return _context(problem.group).unshard(part, dim).narrow(dim, 0, problem.tokens)
+    return unpadded_whole(part, dim, problem)
 
 
 def sent_bytes(problem: CaseProblem) -> int:
     """Inputs and output moved, gradients moved back, and a map with a state in each round of both scans, in float32."""
     if problem.ranks == 1:
         return 0
-    tokens = problem.batch * (problem.tokens + _added(problem)) // problem.ranks
+    tokens = problem.batch * (problem.tokens + added_tokens(problem)) // problem.ranks
     key, value = problem.head_dim, problem.value_dim or problem.head_dim
     gates = 2 if problem.recurrence == "gated_delta_net" else 1
     features = 2 * problem.kv_heads * key + problem.heads * (2 * value + gates)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import burst
-from burst import ContextParallel
+from conform.context import context_of
 from conform.summed import LabelCount, evaluation_of, step_of
 from conform.target import CaseProblem, Part
 
@@ -32,15 +31,10 @@ def VERSION() -> str:
     return f"burst-harness {version('burst-harness')}, transformers {version('transformers')}"
 
 
-@lru_cache(maxsize=4)
-def _context(group: dist.ProcessGroup | None) -> ContextParallel:
-    return ContextParallel(group)
-
-
 def make_model(problem: CaseProblem) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-    burst.register(_context(problem.group))
+    burst.register(context_of(problem.group))
     sizes = dict(
         vocab_size=problem.vocab, hidden_size=problem.hidden, intermediate_size=problem.ffn,
         num_hidden_layers=problem.layers, num_attention_heads=problem.heads, num_key_value_heads=problem.kv_heads,
@@ -62,7 +56,7 @@ def make_model(problem: CaseProblem) -> nn.Module:
 
 
 def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
-    return burst.shard_batch(batch, _context(problem.group))
+    return burst.shard_batch(batch, context_of(problem.group))
 
 
 def _loss(problem: CaseProblem, model: nn.Module, part: Part, labels: LabelCount) -> Tensor:

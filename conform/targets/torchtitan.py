@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from importlib.metadata import version
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conform.flexible import allow_cpu, blocks_of
-from conform.summed import LABELS, LabelCount, evaluation_of, step_of
-from conform.target import IGNORE, CaseProblem, Part
+from conform.flexible import allow_cpu
+from conform.summed import evaluation_of, step_of
+from conform.target import CaseProblem, Part
+from conform.titan import cp_mesh, loss_of, mask_blocks, own_name, part_of, versions
 
 NAME = "torchtitan"
 RANKS = (1, 2, 4)
@@ -32,31 +32,8 @@ CAPABILITIES = (
     "causal", "documents", "grouped_heads", "few_kv_heads", "batch", "bf16", "fp64", "evaluation", "accumulation",
     "checkpointing", "tied", "frozen", "two_models",
 )  # fmt: skip
-_NAMES = {
-    "model.embed_tokens": "tok_embeddings", "self_attn.q_proj": "attention.qkv_linear.wq",
-    "self_attn.k_proj": "attention.qkv_linear.wk", "self_attn.v_proj": "attention.qkv_linear.wv",
-    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-    "model.norm": "norm", "model.layers": "layers",
-}  # fmt: skip
-
-
-def VERSION() -> str:
-    return f"torchtitan {version('torchtitan')}, torch {torch.__version__}"
-
-
-def _own_name(name: str) -> str:
-    """A parameter's name in torchtitan."""
-    for theirs, ours in _NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-@lru_cache
-def _mesh(ranks: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+VERSION = versions
+_own_name = partial(own_name, of_release={f"self_attn.{x}_proj": f"attention.qkv_linear.w{x}" for x in "qkv"})
 
 
 def _config(problem: CaseProblem) -> Any:
@@ -112,7 +89,7 @@ def make_model(problem: CaseProblem) -> nn.Module:
             model.tok_embeddings.weight.copy_(problem.state["model.embed_tokens.weight"])
     model = model.to(problem.torch_dtype).train()
     if problem.ranks > 1:
-        apply_cp_to_forward([each.attention.inner_attention for each in model.layers.values()], _mesh(problem.ranks))
+        apply_cp_to_forward([each.attention.inner_attention for each in model.layers.values()], cp_mesh(problem.ranks))
     if problem.checkpointing:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -125,36 +102,17 @@ def make_model(problem: CaseProblem) -> nn.Module:
 
 
 def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
-    """Labels are shifted first, as its data loaders give them."""
-    import torch.distributed.tensor.experimental._context_parallel._attention as ring
-    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
-
-    tokens, positions = batch["input_ids"], batch["position_ids"]
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
-    block = max(1, tokens.shape[1] // (2 * problem.ranks))
-    with blocks_of(block, ring):
+    positions = batch["position_ids"]
+    with mask_blocks(batch, problem) as block_tokens:
         config = _config(problem)
         for layer in config.layers:
-            layer.attention.inner_attention.block_size = block
+            layer.attention.inner_attention.block_size = block_tokens
         masks = config.build().get_attention_masks(positions)
-        more: dict[str, Any] = {"positions": positions, "attention_masks": masks}
-        if problem.ranks > 1:
-            tokens, labels, more = prepare_context_parallel_input(
-                tokens, labels, more, _mesh(problem.ranks), torch.device("cpu")
-            )
-    whole = int((batch["labels"][:, 1:] != IGNORE).sum())
-    return {"tokens": tokens, "labels": labels, "more": more, LABELS: whole}
-
-
-def _loss(model: nn.Module, part: Part, labels: LabelCount) -> Tensor:
-    from torchtitan.components.loss import cross_entropy_loss
-
-    loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / labels
-    return loss
+        return part_of(batch, {"positions": positions, "attention_masks": masks}, problem)
 
 
 def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
-    return step_of(_loss, model, parts, problem)
+    return step_of(loss_of, model, parts, problem)
 
 
 def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
@@ -165,4 +123,4 @@ def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
 
 
 def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
-    return evaluation_of(_loss, model, part, problem)
+    return evaluation_of(loss_of, model, part, problem)

@@ -8,16 +8,15 @@ are not claimed. Its rotary embedding turns neighbouring channels, those of tran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from importlib.metadata import version
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from conform.flexible import allow_cpu, blocks_of
-from conform.summed import LABELS, LabelCount, evaluation_of, step_of
-from conform.target import IGNORE, CaseProblem, Part
+from conform.flexible import allow_cpu
+from conform.summed import evaluation_of, step_of
+from conform.target import CaseProblem, Part
+from conform.titan import cp_mesh, loss_of, mask_blocks, own_name, part_of, versions
 
 NAME = "torchtitan 0.2"
 RANKS = (1, 2, 4)
@@ -31,23 +30,10 @@ CAPABILITIES = (
     "causal", "grouped_heads", "few_kv_heads", "batch", "bf16", "evaluation", "accumulation", "frozen",
     "two_models",
 )  # fmt: skip
-_NAMES = {
-    "model.embed_tokens": "tok_embeddings", "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm", "model.norm": "norm", "model.layers": "layers", "lm_head": "output",
-}  # fmt: skip
-
-
-def VERSION() -> str:
-    return f"torchtitan {version('torchtitan')}, torch {torch.__version__}"
-
-
-def _own_name(name: str) -> str:
-    """A parameter's name in torchtitan."""
-    for theirs, ours in _NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
+VERSION = versions
+_own_name = partial(
+    own_name, of_release={"lm_head": "output"} | {f"self_attn.{x}_proj": f"attention.w{x}" for x in "qkv"}
+)
 
 
 def _reordered(name: str, weight: Tensor, problem: CaseProblem, pairs: tuple[int, int]) -> Tensor:
@@ -57,13 +43,6 @@ def _reordered(name: str, weight: Tensor, problem: CaseProblem, pairs: tuple[int
         return weight
     by_pair = weight.unflatten(0, (-1, problem.head_dim)).unflatten(1, pairs)
     return by_pair.transpose(1, 2).reshape(weight.shape)
-
-
-@lru_cache
-def _mesh(ranks: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
 
 
 def make_model(problem: CaseProblem) -> nn.Module:
@@ -91,40 +70,22 @@ def make_model(problem: CaseProblem) -> nn.Module:
         parameter.requires_grad_(not name.startswith(problem.frozen or " "))
     if problem.ranks > 1:
         inner = [layer.attention.inner_attention for layer in model.layers.values()]
-        apply_cp_to_attention_module(inner, _mesh(problem.ranks), "flex")
+        apply_cp_to_attention_module(inner, cp_mesh(problem.ranks), "flex")
     built: nn.Module = model.train()
     return built
 
 
 def shard(batch: Mapping[str, Tensor], problem: CaseProblem) -> Part:
-    """Labels are shifted first, as its data loaders give them."""
-    import torch.distributed.tensor.experimental._context_parallel._attention as ring
-    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
     from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
 
-    tokens = batch["input_ids"]
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
-    length = tokens.shape[1]
-    with blocks_of(max(1, length // (2 * problem.ranks)), ring):
+    length = batch["input_ids"].shape[1]
+    with mask_blocks(batch, problem):
         masks = create_attention_mask(get_causal_mask_mod(), 1, None, length, length, device="cpu")
-        more: dict[str, Any] = {"attention_masks": masks}
-        if problem.ranks > 1:
-            tokens, labels, more = prepare_context_parallel_input(
-                tokens, labels, more, _mesh(problem.ranks), torch.device("cpu")
-            )
-    whole = int((batch["labels"][:, 1:] != IGNORE).sum())
-    return {"tokens": tokens, "labels": labels, "more": more, LABELS: whole}
-
-
-def _loss(model: nn.Module, part: Part, labels: LabelCount) -> Tensor:
-    from torchtitan.components.loss import cross_entropy_loss
-
-    loss: Tensor = cross_entropy_loss(model(part["tokens"], **part["more"]), part["labels"]) / labels
-    return loss
+        return part_of(batch, {"attention_masks": masks}, problem)
 
 
 def step(model: nn.Module, parts: Sequence[Part], problem: CaseProblem) -> Tensor:
-    return step_of(_loss, model, parts, problem)
+    return step_of(loss_of, model, parts, problem)
 
 
 def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
@@ -134,4 +95,4 @@ def gather(model: nn.Module, problem: CaseProblem) -> dict[str, Tensor]:
 
 
 def evaluate(model: nn.Module, part: Part, problem: CaseProblem) -> Tensor:
-    return evaluation_of(_loss, model, part, problem)
+    return evaluation_of(loss_of, model, part, problem)
