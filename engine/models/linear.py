@@ -67,8 +67,8 @@ class LinearMixer(nn.Module):
         return {name: part.unflatten(-1, (-1, dims[name])) for name, part in zip(parts, convolved, strict=True)}
 
     def step(self, x_BLE: Tensor) -> tuple[Tensor, Tensor]:
-        """softplus(decay + decay_bias) [the time step], not below its least value, and it times -exp(decay_log): the logarithm of the decay, both
-        [B, L, V] in the accumulation dtype."""
+        """softplus(decay + decay_bias) [the time step], not below its least value, and it times -exp(decay_log): the
+        logarithm of the decay, both [B, L, V] in the accumulation dtype."""
         dtype = accumulation_dtype(x_BLE.dtype)
         step_BLV = F.softplus(self.decay(x_BLE).to(dtype) + computed(self.decay_bias))
         if self.step_min:
