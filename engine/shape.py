@@ -123,8 +123,8 @@ class ModelShape:
         count = sum(self.linear_layers)
         if self.mlp_share < 1 and not (self.mlp_share and count):
             raise ValueError(
-                f"model {self.name}: {sum(self.mlps)} of {self.layers} layers have an MLP and {count} are linear; give "
-                "a layer_pattern with a small letter and a linear layer where it has capitals"
+                f"model {self.name}: layer_pattern has capitals, and {sum(self.mlps)} of {self.layers} layers have an "
+                f"MLP and {count} are linear; give at least one of each"
             )
         if self.linear == "none" and not count:
             sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_step_min")

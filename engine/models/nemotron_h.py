@@ -131,7 +131,9 @@ ARCHITECTURE = Architecture(
     }
     | dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"), (None, False))
     # Other names of keys above, which would replace these.
-    | dict.fromkeys(("mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_dt_limit", "mamba_conv_bias"), (None,)),
+    | dict.fromkeys(
+        ("layer_types", "mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_dt_limit", "mamba_conv_bias"), (None,)
+    ),
     names={
         "embedding": "backbone.embeddings",
         "norm": "backbone.norm_f",

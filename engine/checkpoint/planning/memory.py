@@ -183,7 +183,7 @@ class MemoryModel:
             gathered_first=item * layer + (item + wide) * trained + tied,
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
-            mlp_sums=wide * trained_weights(shape, lora, MLP),
+            mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(
