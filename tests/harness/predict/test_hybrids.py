@@ -17,6 +17,7 @@ from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
+from engine.tasks.products import matrix_products
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import HardwareSpeeds
 from harness.predict.step import step_time
@@ -68,6 +69,9 @@ def test_layers_without_an_mlp_count_what_they_have() -> None:
     into, out, recurrence = hidden * (2 * inner + 2 * 8 * 128 + 128), inner * hidden, 2 * 128 * inner
     attention, mlp = 2 * hidden * (32 + 8) * 128, 2 * hidden * ffn
     products = 24 * (into + out + recurrence) + 4 * attention + 24 * mlp
+    one_a_head = 24 * hidden * 128
+    of_kinds = sum(each.weights for each in matrix_products(NEMOTRON)) - hidden * NEMOTRON.vocab
+    assert of_kinds == products - 24 * recurrence - one_a_head
     kept, again = (work_of(replace(TRIAL, model=NEMOTRON, checkpoint=Checkpoint(every=n))) for n in (0, 1))
     assert kept.layers == again.layers == pytest.approx(2 * tokens * products)
     assert kept.recomputed_layers == 0
@@ -100,13 +104,13 @@ def test_an_mlp_is_planned_and_predicted_in_the_layers_that_have_one() -> None:
         memory_of(replace(TRIAL, model=model, checkpoint=Checkpoint(every=0, mlp=mlp))).allocated for mlp in (0.0, 1.0)
     )
     assert all_kept - none == pytest.approx(24 * 2 * tokens * (2 * model.ffn + 2 * model.hidden), rel=0.02)
-    # One MLP more or less takes the same time, in a layer of either kind.
     whole = replace(TRIAL, checkpoint=Checkpoint(every=0))
-    patterns = ("llff", "lLff", "lLfF")
-    found = [phases(replace(whole, model=replace(MAMBA, layer_pattern=pattern))) for pattern in patterns]
-    for name in ("matrix products", "elementwise", "optimizer"):
-        assert found[0][name] > found[1][name]
-        assert found[0][name] - found[1][name] == pytest.approx(found[1][name] - found[2][name])
+    grown = {}  # what an MLP twice as wide adds
+    for pattern in ("llff", "lLff"):
+        shape = replace(MAMBA, layer_pattern=pattern)
+        narrow, wide = (phases(replace(whole, model=each)) for each in (shape, replace(shape, ffn=2 * shape.ffn)))
+        grown[pattern] = {name: wide[name] - narrow[name] for name in ("matrix products", "elementwise", "optimizer")}
+    assert grown["lLff"] == pytest.approx({name: 3 / 4 * seconds for name, seconds in grown["llff"].items()})
 
 
 @pytest.mark.parametrize(
