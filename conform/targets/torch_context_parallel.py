@@ -89,12 +89,16 @@ class _RingFunction(torch.autograd.Function):
 
 
 @contextmanager
-def _public(ranks: int) -> Iterator[None]:
-    """The public context, with kernels that take each dtype."""
+def _public(ranks: int, shard_tokens: int) -> Iterator[None]:
+    """The public context, with kernels that take each dtype. It wants a whole tensor to divide, of any content."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with context_parallel(_gpus(ranks)), sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+    whole, kernels = torch.empty(ranks * shard_tokens, device="cuda"), ("EFFICIENT_ATTENTION", "FLASH_ATTENTION")
+    with (
+        context_parallel(_gpus(ranks), buffers=[whole], buffer_seq_dims=[0]),
+        sdpa_kernel([getattr(SDPBackend, name) for name in kernels]),
+    ):
         yield
 
 
@@ -110,14 +114,14 @@ class _PublicFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, ranks: int) -> Tensor:
         leaves = [each.detach().requires_grad_() for each in (q, k, v)]
-        with torch.enable_grad(), _public(ranks):
+        with torch.enable_grad(), _public(ranks, q.shape[2]):
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
         ctx.leaves, ctx.out, ctx.ranks = leaves, out, ranks
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with _public(ctx.ranks):
+        with _public(ctx.ranks, dout.shape[2]):
             found = torch.autograd.grad(ctx.out, ctx.leaves, dout.contiguous())
         return *found, None, None, None
 
