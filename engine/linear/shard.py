@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents
 from engine.linear.convolution import convolved
+from engine.linear.kernels import convolution_for
 from engine.linear.order import from_consecutive, to_consecutive
 from engine.linear.runs import Runs, runs_of
 from engine.linear.scan import StateScan
@@ -26,7 +27,7 @@ class LinearShard:
 
     def convolved(self, x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """`engine.linear.convolution.convolved` of this shard."""
-        return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp)
+        return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp, convolution_for(x_BLC))
 
 
 Mixer: TypeAlias = Callable[[Tensor, LinearShard], Tensor]  # x_BLE of a shard's tokens -> the residual branch

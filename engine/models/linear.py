@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.linear.gated_delta import gated_delta
-from engine.linear.kernels import delta_rule_for, state_space_for
+from engine.linear.kernels import delta_rule_for, gated_norm, state_space_for
 from engine.linear.mamba2 import state_space
 from engine.linear.shard import LinearShard
 from engine.models.matrices import Linear
@@ -24,7 +24,7 @@ from engine.shape import ModelShape
 
 
 class ShortConvolution(nn.Module):
-    """Weights of one convolution of every channel; the last tap is that of the token itself."""
+    """Weights of one convolution of every channel and its SiLU; the last tap is that of the token itself."""
 
     def __init__(self, channels: int, taps: int, bias: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x_BLC: Tensor, shard: LinearShard) -> Tensor:
         bias_C = None if self.bias is None else computed(self.bias)
-        return F.silu(shard.convolved(x_BLC, computed(self.weight), bias_C))
+        return shard.convolved(x_BLC, computed(self.weight), bias_C)
 
 
 class LinearMixer(nn.Module):
@@ -79,6 +79,7 @@ class GatedDeltaNet(LinearMixer):
     matrices = ("q", "k", "v", "gate", "beta", "decay")
     channels = ("q", "k", "v")
     beta: Linear
+    norm: RMSNorm
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape, RMSNorm(shape.linear_value_dim, eps=shape.norm_eps), bias=False)
@@ -90,8 +91,8 @@ class GatedDeltaNet(LinearMixer):
         out_BLVP = gated_delta(
             q, k, v, decay_BLV, self.beta(x_BLE).sigmoid(), shard.runs, shard.scan, delta_rule_for(v)
         )
-        gate_BLVP = F.silu(self.gate(x_BLE)).unflatten(-1, (self.heads, self.value_dim))
-        branch_BLE: Tensor = self.output((self.norm(out_BLVP) * gate_BLVP).flatten(-2))
+        gate_BLVP = self.gate(x_BLE).unflatten(-1, (self.heads, self.value_dim))
+        branch_BLE: Tensor = self.output(gated_norm(self.norm, out_BLVP, gate_BLVP).flatten(-2))
         return branch_BLE
 
 

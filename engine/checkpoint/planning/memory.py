@@ -110,12 +110,12 @@ class _Mixer:
         delta, shared = shape.linear == "gated_delta_net", settings.cp_size > 1
         repeated = shape.linear_heads * shape.linear_key_dim  # a key of every value head
         wide = max(4, item) / item  # what is fp32, in elements of the dtype
-        # The recurrence's output before and after its norm, the gate before and after its activation, their product; of
-        # Mamba-2 the normed product before and after its weight.
-        after = (5 if delta else 6) * values
-        # The normed input; channels before the convolution, after it, and after its activation. The delta rule saves a
-        # matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
-        saved: float = shape.hidden + 3 * (2 * keys + values) + after
+        # The recurrence's output, the gate, and what one kernel makes of both; of Mamba-2 the output, the gate before
+        # and after its activation, their product, and the normed product before and after its weight.
+        after = (3 if delta else 6) * values
+        # The normed input; channels before and after the activated convolution, which is one kernel. The delta rule
+        # saves a matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
+        saved: float = shape.hidden + 2 * (2 * keys + values) + after
         saved += shape.linear_heads * CHUNK if delta else values + 2 * repeated
         states, written = 0, values
         if shared:  # the input in consecutive order, what tokens read of the state before in fp32, the states
