@@ -155,6 +155,9 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
+        self._gated = (
+            2 * self._output if shape.attention_gate else 0.0
+        )  # sigmoids of the gate, attention's output by them
         self._mixer = _Mixer.of(settings)
         self._attending = shape.attention_layers / shape.layers
         shards = settings.world_size
@@ -337,6 +340,7 @@ class MemoryModel:
             kept += self._query + self._keys / 2
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
+        kept += self._gated
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
         kept = 2 * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
         kept += choice.checkpoint.mlp * self._between * len(self._adapted & set(MLP))
@@ -370,7 +374,8 @@ class MemoryModel:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
         attention's."""
         checkpoint = choice.checkpoint
-        held = self._query + self._keys + self._between * len(self._adapted)  # computed again, for attention's backward
+        # Computed again, for attention's backward.
+        held = self._query + self._keys + self._gated + self._between * len(self._adapted)
         if choice.projection_tiles == 1:
             held += self._state  # normed
         held = max(held, self._mixer.saved)
