@@ -7,10 +7,10 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 
 from conform.cases import WAYS, ConformCase
 from conform.run import HANG, NOT_CLAIMED, PASSED, CaseResult
+from conform.target import version_of
 
 SCHEMA = "burst-conform/1"  # raised when a field is renamed or goes; fields may be added
 _MARK = {PASSED: "ok", NOT_CLAIMED: "-"}
@@ -64,13 +64,7 @@ class ConformReport:
 
 def versions() -> dict[str, str]:
     """Of what computed: Python, torch and this package."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "burst-harness"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"python": platform.python_version()} | {name: version_of(name) for name in ("torch", "burst-harness")}
 
 
 def summary(report: ConformReport) -> str:

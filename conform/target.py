@@ -53,6 +53,7 @@ Documents are seen in `position_ids`, which begin again with 0; `problem.documen
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -233,6 +234,14 @@ class LoadedTarget:
         """A function of the target: one of its kind, or one that its capabilities need."""
         found: Callable[..., Any] = getattr(self.module, name)
         return found
+
+
+def version_of(package: str = "burst-harness") -> str:
+    """The version of a package: "not installed" of this one, where it runs from a checkout, and of one without any."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class UnknownVariant(ValueError):

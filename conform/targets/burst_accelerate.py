@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conform.target import CaseProblem
+from conform.target import CaseProblem, version_of
 
 NAME = "accelerate with burst.accelerate"
 RANKS = (2, 4)
@@ -29,8 +28,8 @@ CAPABILITIES = (
 
 
 def VERSION() -> str:
-    return f"burst-harness {version('burst-harness')}, " + ", ".join(
-        f"{name} {version(name)}" for name in ("transformers", "accelerate")
+    return f"burst-harness {version_of()}, " + ", ".join(
+        f"{name} {version_of(name)}" for name in ("transformers", "accelerate")
     )
 
 

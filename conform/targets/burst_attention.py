@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from torch import Tensor
 
 import burst
 from conform.context import added_tokens, context_of, padded_part, unpadded_whole
-from conform.target import CaseProblem
+from conform.target import CaseProblem, version_of
 
 NAME = "burst_attention"
 RANKS = (1, 2, 4, 8)
@@ -20,7 +18,7 @@ CAPABILITIES = (
 
 
 def VERSION() -> str:
-    return version("burst-harness")
+    return version_of()
 
 
 def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from burst import Documents
 from conform.context import added_tokens, context_of, padded_part, unpadded_whole
-from conform.target import CaseProblem
+from conform.target import CaseProblem, version_of
 from engine.linear.gated_delta import gated_delta
 from engine.linear.kernels import delta_rule_for, state_space_for
 from engine.linear.mamba2 import state_space
@@ -25,7 +24,7 @@ CAPABILITIES = (
 
 
 def VERSION() -> str:
-    return version("burst-harness")
+    return version_of()
 
 
 def shard(whole: Tensor, dim: int, problem: CaseProblem) -> Tensor:

@@ -7,14 +7,13 @@ Where it asks for the current GPU the CPU is named. Its loss of each token is in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conform.summed import LABELS, LabelCount, evaluation_of, step_of
-from conform.target import IGNORE, CaseProblem, Part
+from conform.target import IGNORE, CaseProblem, Part, version_of
 
 NAME = "Megatron Core with burst.megatron"
 RANKS = (1, 2, 4)
@@ -33,7 +32,7 @@ _NAMES = {
 
 
 def VERSION() -> str:
-    return f"burst-harness {version('burst-harness')}, megatron-core {version('megatron-core')}"
+    return f"burst-harness {version_of()}, megatron-core {version_of('megatron-core')}"
 
 
 class _TorchWithoutGpu:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import burst
 from conform.context import context_of
 from conform.summed import LabelCount, evaluation_of, step_of
-from conform.target import CaseProblem, Part
+from conform.target import CaseProblem, Part, version_of
 
 NAME = "transformers with burst.register"
 RANKS = (1, 2, 4, 8)
@@ -28,7 +27,7 @@ CAPABILITIES = (
 
 
 def VERSION() -> str:
-    return f"burst-harness {version('burst-harness')}, transformers {version('transformers')}"
+    return f"burst-harness {version_of()}, transformers {version_of('transformers')}"
 
 
 def make_model(problem: CaseProblem) -> nn.Module:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from conform.target import CaseProblem, variant_of
+from conform.target import CaseProblem, variant_of, version_of
 from engine.attention.context import ContextParallel
 from engine.settings import TrialSettings
 from engine.shape import ModelShape
@@ -29,7 +28,7 @@ CAPABILITIES = (*_COMMON, *_MASKS, *_FEW)
 
 
 def VERSION() -> str:
-    return version("burst-harness")
+    return version_of()
 
 
 @lru_cache

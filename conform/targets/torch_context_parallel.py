@@ -1,35 +1,40 @@
-"""torch's own context parallelism: its ring in two layouts, and its flexible attention with keys gathered.
+"""torch's own context parallelism: its ring in two layouts, its public call, and its flexible attention with keys
+gathered.
 
-The public `context_parallel` replaces scaled dot-product attention on GPUs alone. The ring below it takes the
-attention of one block as an argument, here torch's for CPUs; it has no grouped heads. `flex` is
+The public `context_parallel` replaces scaled dot-product attention on GPUs alone, so `public` runs there. The ring
+below it takes the attention of one block as an argument, here torch's for CPUs; it has no grouped heads. `flex` is
 the parallel style that torchtitan 0.3 uses, with a block mask of the whole sequence.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conform.flexible import allow_cpu, blocks_of
 from conform.positions import positions_of, put_together, take
 from conform.target import CaseProblem, variant_of
 
-VARIANTS = ("zigzag", "contiguous", "flex")
+VARIANTS = ("zigzag", "contiguous", "flex", "public")
 VARIANT = variant_of(__name__, VARIANTS)
-NAME = f"torch context_parallel, {VARIANT if VARIANT == 'flex' else f'{VARIANT} ring'}"
+NAME = "torch context_parallel, " + {"flex": "flex", "public": "the public call"}.get(VARIANT, f"{VARIANT} ring")
 RANKS = (2, 4, 8)
-DEVICES = ("cpu",)
+DEVICES = ("cuda",) if VARIANT == "public" else ("cpu",)
 _OF_VARIANT: dict[str, tuple[str, ...]] = {
     "zigzag": (),
+    "public": (),
     "contiguous": ("full",),
     "flex": ("full", "documents", "window", "grouped_heads", "few_kv_heads", "softcap", "fp64"),
 }
 CAPABILITIES = ("causal", "batch", "bf16", "frozen", "two_models", "scale", *_OF_VARIANT[VARIANT])
-_LAYOUT = "zigzag" if VARIANT == "flex" else VARIANT
+_LAYOUT = "contiguous" if VARIANT == "contiguous" else "zigzag"
 
 
 def VERSION() -> str:
@@ -83,6 +88,44 @@ class _RingFunction(torch.autograd.Function):
         return *found[:3], None, None, None
 
 
+@contextmanager
+def _public(ranks: int, shard_tokens: int) -> Iterator[None]:
+    """The public context, with kernels that take each dtype. It wants a whole tensor to divide, of any content."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    whole, kernels = torch.empty(ranks * shard_tokens, device="cuda"), ("EFFICIENT_ATTENTION", "FLASH_ATTENTION")
+    with (
+        context_parallel(_gpus(ranks), buffers=[whole], buffer_seq_dims=[0]),
+        sdpa_kernel([getattr(SDPBackend, name) for name in kernels]),
+    ):
+        yield
+
+
+@lru_cache
+def _gpus(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cuda", (ranks,))
+
+
+class _PublicFunction(torch.autograd.Function):
+    """(q, k, v as [B, heads, tokens, D], whether causal, scale, ranks) -> out. The context replaces backward too, so
+    that runs inside it as well."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, ranks: int) -> Tensor:
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        with torch.enable_grad(), _public(ranks, q.shape[2]):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
+        ctx.leaves, ctx.out, ctx.ranks = leaves, out, ranks
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        with _public(ctx.ranks, dout.shape[2]):
+            found = torch.autograd.grad(ctx.out, ctx.leaves, dout.contiguous())
+        return *found, None, None, None
+
+
 class _Flexible(torch.nn.Module):
     """Attention that torch's parallel style is applied to."""
 
@@ -95,8 +138,6 @@ class _Flexible(torch.nn.Module):
 @lru_cache
 def _flexible(ranks: int) -> tuple[Any, Any]:
     """The module with its keys gathered, and the ranks as torch names them."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     allow_cpu()
     mesh, style = init_device_mesh("cpu", (ranks,)), _ring()._ContextParallel
     return style(seq_dim=2, attention_type=style.AttentionType.FLEX)._apply(_Flexible(), mesh), mesh
@@ -127,8 +168,12 @@ def _block_mask(tokens: int, documents: tuple[int, ...], window: int | None, mas
 
 def attention(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, problem: CaseProblem) -> Tensor:
     q, k, v = (each.transpose(1, 2).contiguous() for each in (q_BLND, k_BLKD, v_BLKD))
+    causal = problem.mask == "causal"
+    if VARIANT == "public":
+        public: Tensor = _PublicFunction.apply(q, k, v, causal, problem.scale, problem.ranks)
+        return public.transpose(1, 2)
     if VARIANT != "flex":
-        out: Tensor = _RingFunction.apply(q, k, v, problem.mask == "causal", problem.scale, problem.group)
+        out: Tensor = _RingFunction.apply(q, k, v, causal, problem.scale, problem.group)
         return out.transpose(1, 2)
     lengths, cap = problem.documents or (problem.tokens,), problem.softcap
 

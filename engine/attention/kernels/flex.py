@@ -126,8 +126,8 @@ class FlexKernel(Kernel):
 
     def refuse(self, problem: KernelProblem) -> str | None:
         for dim in (problem.head_dim, problem.value_dim):
-            if dim & (dim - 1):
-                return f"kernel flex takes head dims that are powers of 2, found {dim}; choose kernel auto"
+            if dim < 16 or dim & (dim - 1):
+                return f"kernel flex takes head dims that are powers of 2 from 16 on, found {dim}; choose kernel auto"
         return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(

@@ -91,6 +91,7 @@ def test_head_dims_and_dtypes_it_cannot_run_are_refused() -> None:
         )
 
     assert unsupported_reason(torch.bfloat16, 128) is None
-    assert "powers of 2" in (unsupported_reason(torch.bfloat16, 96) or "")
+    for dim in (8, 96):  # torch refuses the first on GPUs, with an error of its compiler
+        assert "powers of 2 from 16 on" in (unsupported_reason(torch.bfloat16, dim) or "")
     assert "bf16 or fp16" in (unsupported_reason(torch.float32, 128) or "")
     assert "up to 256" in (unsupported_reason(torch.bfloat16, 512) or "")
