@@ -55,6 +55,7 @@ def parse_program(output: str) -> PrintedSteps:
         peak_allocated_bytes=end.get("peak_allocated_bytes", []),
         peak_reserved_bytes=end.get("peak_reserved_bytes", []),
         own=end.get("own", {}),
+        chosen={name: value for line in lines for name, value in line.get("chosen", {}).items()},
     )
 
 

@@ -76,6 +76,7 @@ class PrintedSteps:
     peak_allocated_bytes: Sequence[int] = ()  # of ranks that print it
     peak_reserved_bytes: Sequence[int] = ()
     own: Mapping[str, float] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
+    chosen: Mapping[str, str] = field(default_factory=dict)  # what ran where the system itself chooses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +129,7 @@ class Upstream:
     repeats_batches = False  # whether it takes several micro-batches per step
     offloads_parts = False  # whether a part of the optimizer can be in host memory, where it honours optimizer_offload
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
+    beyond_llama: tuple[str, ...] = ()  # architectures of `engine.models` that it trains besides Llama
     attends = ""  # the kernel of attention in words, where every trial asks it for the same
 
     def refuse(self, settings: TrialSettings) -> str | None:
@@ -250,7 +252,7 @@ class Upstream:
             grad_norm=list(best.grad_norm),
             peak_allocated_bytes=_all(each.peak_allocated_bytes for each in printed),
             peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
-            chosen={"kernel": ran.kernel},
+            chosen={"kernel": ran.kernel, **best.chosen},
             device=ran.device,
             software=dict(ran.packages) | ({"driver": driver} if driver else {}),
             gpus=[gpu.digest for gpu in gpus],

@@ -43,9 +43,7 @@ class Burst(EngineCommand):
         return BoundAttention(cp, settings, self.choices(settings), mask)
 
     def recurrence(self, shard: LinearShard) -> Recurrence:
-        from engine.linear.kernels import recurrence_of
-
-        return recurrence_of(shard)
+        return shard.recurrence
 
 
 METHOD = Burst()

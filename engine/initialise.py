@@ -1,7 +1,7 @@
 """Initial parameters that do not depend on how the model is sharded.
 
 Programs of compared systems load this file by its path, with torch alone beside it, so that their losses begin where
-ours do (`draw`).
+ours do (`fill`).
 """
 
 from __future__ import annotations
@@ -50,16 +50,23 @@ def initialise(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             first_row, local = held_rows(parameter)
-            if name.endswith((".decay_log", ".decay_bias")):
-                local.copy_(_of_heads(name, first_row, parameter.shape[0], local))
-            elif parameter.ndim == 1:
-                local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
-            elif name.endswith(".lora_B"):
-                local.zero_()  # the adapters' product is zero at first
-            elif local.numel():
-                own = name.endswith((".lora_A", ".conv.weight"))
-                std = (3 * parameter.shape[1]) ** -0.5 if own else std_of(name, model.shape)
-                draw(local, first_row, parameter.shape[0], f"{seed}:{name}", std, part_of(name))
+            fill(local, name, seed, std_of(name, model.shape), first_row, parameter.shape[0], part_of(name))
+
+
+def fill(
+    local: Tensor, name: str, seed: int, std: float, first_row: int, all_rows: int, part: Part | None = None
+) -> None:
+    """Fill `local`, the rows from `first_row` on of a parameter of `all_rows`, with its initial values; `std` as
+    `std_of` gives it. With `part` that parameter is a part of another one."""
+    if name.endswith((".decay_log", ".decay_bias")):
+        local.copy_(_of_heads(name, first_row, all_rows, local))
+    elif local.ndim == 1:
+        local.fill_(0.0 if name.endswith((".bias", ".sinks")) else 1.0)  # else norms
+    elif name.endswith(".lora_B"):
+        local.zero_()  # the adapters' product is zero at first
+    elif local.numel():
+        own = name.endswith((".lora_A", ".conv.weight"))
+        draw(local, first_row, all_rows, f"{seed}:{name}", (3 * local.shape[1]) ** -0.5 if own else std, part)
 
 
 def _of_heads(name: str, first_row: int, heads: int, like: Tensor) -> Tensor:

@@ -99,7 +99,9 @@ def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | 
     if settings.task == "linear" and hasattr(method, "layout") and not hasattr(method, "recurrence"):
         return f"task linear runs no attention, so {method.name} would measure the same as burst; set method to burst"
     feature = settings.model.feature_beyond_llama
-    if settings.task == "train" and feature and not hasattr(method, "layout"):
+    # Methods of the engine train every model; of the others, those that train more than Llama say themselves what.
+    answers = hasattr(method, "layout") or getattr(method, "beyond_llama", None)
+    if settings.task == "train" and feature and not answers:
         return (
             f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
             f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"

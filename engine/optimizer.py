@@ -216,7 +216,10 @@ class OnePassAdamW(torch.optim.AdamW):
             assert self.device_rates is None, "torch's update takes the learning rate from the host"
             if scale is not None:
                 torch._foreach_mul_([parameter.grad for parameter in self._with_gradient()], scale)
-            return super().step(closure)
+            loss: float | None = super().step(closure)
+            # torch's fused update leaves versions as they are, and by them the copies see what was written.
+            torch.autograd.graph.increment_version(self._with_gradient())
+            return loss
         rates = self.device_rates or [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             self._step(group, rate, scale)

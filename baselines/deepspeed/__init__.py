@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, render_program, training_request
+from baselines.called import UpstreamAttention, render_program
 from baselines.install.places import InstallPlace
-from baselines.transformers import PROGRAM, llama_reason, transformers_kernel
+from baselines.transformers import PROGRAM, model_reason, transformers_kernel, transformers_request
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -46,7 +46,7 @@ class DeepSpeed(UpstreamAttention):
                     f"and cp_size {cp_size}; choose a cp_size that divides {heads}"
                 )
         if settings.task == "train":
-            if (reason := llama_reason(self, settings)) is not None:
+            if (reason := model_reason(self, settings)) is not None:
                 return reason
         elif settings.kernel != "auto":
             return f"{self.name} attends with torch's own kernel, found kernel {settings.kernel}; set kernel to auto"
@@ -62,7 +62,7 @@ class DeepSpeed(UpstreamAttention):
     def training(self, settings: TrialSettings, trial_dir: Path) -> dict[str, object]:
         """A trial of `task: train` for the program."""
         local = settings.seq_len // settings.cp_size
-        return training_request(settings, self.steps(settings), trial_dir) | {
+        return transformers_request(settings, self.steps(settings), trial_dir) | {
             "engine": "deepspeed",
             "loss_tiles": max(1, local // _LOSS_TILE_TOKENS),
             "mlp_tiles": settings.mlp_tiles,

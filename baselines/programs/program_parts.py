@@ -59,24 +59,18 @@ def batch(request, step, replica, replicas):
     return run[:-1].view(size, length), run[1:].view(size, length)
 
 
-def llama_config(request):
-    """The trial's model as a Llama of transformers."""
-    from transformers import LlamaConfig
+def model_config(request):
+    """The trial's model as a configuration of transformers."""
+    from transformers import AutoConfig
 
-    return LlamaConfig(
-        vocab_size=request["vocab"],
-        hidden_size=request["hidden"],
-        intermediate_size=request["ffn"],
-        num_hidden_layers=request["layers"],
-        num_attention_heads=request["heads"],
-        num_key_value_heads=request["kv_heads"],
-        head_dim=request["head_dim"],
-        max_position_embeddings=request["seq_len"],
-        rms_norm_eps=request["norm_eps"],
-        rope_theta=request["rope_base"],
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    return AutoConfig.for_model(**request["config"], use_cache=False)
+
+
+def model_class(request):
+    """Its class in transformers."""
+    import transformers
+
+    return getattr(transformers, request["config"]["architectures"][0])
 
 
 def attention_name(request):

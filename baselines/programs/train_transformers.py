@@ -1,4 +1,4 @@
-"""Run by the interpreter of a compared system: trains a Llama of transformers, under DeepSpeed, TRL or no trainer.
+"""Run by the interpreter of a compared system: trains a model of transformers, under DeepSpeed, TRL or no trainer.
 
 `python train_transformers.py REQUEST.json`, one process per rank, with torchrun's variables. The model starts from
 random weights, under TRL and no trainer those with which burst starts, and learns the tokens of the trial's file. Rank
@@ -12,12 +12,23 @@ of `documents` are one packed row, or with `padded` a row each.
 """
 
 import contextlib
+import inspect
 import json
 import os
 import sys
 import time
 
-from program_parts import attention_name, batch, leave, llama_config, load, register_ulysses, say, say_peaks
+from program_parts import (
+    attention_name,
+    batch,
+    leave,
+    load,
+    model_class,
+    model_config,
+    register_ulysses,
+    say,
+    say_peaks,
+)
 
 sys.path[:1] = []  # the folder of this program
 
@@ -39,9 +50,15 @@ def start_as_ours(model, request):
     initialise = load(request["initial"]["file"])
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, (ours, std) in request["initial"]["matrices"].items():
+        for name, tensor in request["initial"]["tensors"].items():
             whole = parameters[name]
-            initialise.draw(whole, 0, len(whole), f"{request['seed']}:{ours}", std)
+            whole = whole.squeeze(1) if tensor["conv"] else whole
+            rows = [part["rows"] // tensor["groups"] for part in tensor["parts"]]
+            places = whole.unflatten(0, (tensor["groups"], -1)).split(rows, 1)  # of each part
+            for place, part in zip(places, tensor["parts"], strict=True):
+                drawn = torch.empty(part["rows"], *whole.shape[1:], dtype=whole.dtype, device=whole.device)
+                initialise.fill(drawn, part["name"], request["seed"], part["std"], 0, len(drawn))
+                place.copy_(drawn.view_as(place))
 
 
 def tile_mlp(tiles):
@@ -63,7 +80,6 @@ def train_with_deepspeed(request):
     import deepspeed
     import deepspeed.comm as comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-    from transformers import LlamaForCausalLM
 
     cuda = torch.cuda.is_available()
     deepspeed.init_distributed("nccl" if cuda else "gloo")
@@ -72,10 +88,10 @@ def train_with_deepspeed(request):
     torch.manual_seed(request["seed"])
     if request["mlp_tiles"] > 1:
         tile_mlp(request["mlp_tiles"])
-    config = llama_config(request)
+    config = model_config(request)
     mpu = register_ulysses(config, request)
     with deepspeed.zero.Init(config_dict_or_path=request["deepspeed"], mpu=mpu):
-        model = LlamaForCausalLM(config)
+        model = model_class(request)(config)
     if request["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -142,12 +158,13 @@ def train_with_trl(request):
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from tokenizers import Tokenizer, models
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     torch.manual_seed(request["seed"])
-    model = LlamaForCausalLM._from_config(llama_config(request), attn_implementation=attention_name(request))
+    config = model_config(request)
+    model = model_class(request)._from_config(config, attn_implementation=attention_name(request))
     start_as_ours(model.to("cuda") if cuda else model, request)  # generators of CPUs draw other numbers
     unused = "t0"
     names = {f"t{number}": number for number in range(request["vocab"])}
@@ -240,23 +257,39 @@ def padded(request, inputs, targets):
     return {"input_ids": documents, "shift_labels": labels, "attention_mask": real.to(inputs.device, torch.long)}
 
 
-def train_plain(request):
-    from transformers import LlamaForCausalLM
+# What puts Liger's kernels into a model, by its type.
+LIGER = {"llama": "apply_liger_kernel_to_llama", "qwen3_5_text": "apply_liger_kernel_to_qwen3_5"}
 
+
+def linear_kernel(model):
+    """What computes the recurrence of linear layers: flash-linear-attention (`fla`) where transformers found it when it
+    was imported, which it tells nobody, else `torch`. None where there are no such layers."""
+    rule = getattr(sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule", None)
+    if rule is None:
+        return None
+    found = inspect.getclosurevars(rule).nonlocals["implementation"]
+    return "fla" if inspect.unwrap(found).__module__.partition(".")[0] == "fla" else "torch"
+
+
+def train_plain(request):
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(request["seed"])
     if cuda:  # its kernels are of GPUs
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers
 
-        apply_liger_kernel_to_llama()
+        getattr(liger_kernel.transformers, LIGER[request["config"]["model_type"]])()
+    else:  # so are flash-linear-attention's, which transformers takes wherever they are installed
+        sys.modules["fla"] = None
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     weights, products = dtypes[request["weights"]], dtypes[request["products"]]
     with device:
-        model = LlamaForCausalLM._from_config(
-            llama_config(request), attn_implementation=attention_name(request), dtype=weights
+        model = model_class(request)._from_config(
+            model_config(request), attn_implementation=attention_name(request), dtype=weights
         )
     start_as_ours(model, request)
+    if kernel := linear_kernel(model):
+        say(0, chosen={"linear_kernel": kernel})
     if request["recompute"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

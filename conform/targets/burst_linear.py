@@ -10,7 +10,6 @@ from torch import Tensor
 from burst import Documents
 from conform.context import added_tokens, context_of, padded_part, unpadded_whole
 from conform.target import CaseProblem, version_of
-from engine.linear.kernels import recurrence_of
 from engine.linear.shard import Mix
 
 NAME = "burst linear layers"
@@ -41,7 +40,7 @@ def recurrence(
         q, k, v, decay, *beta = (
             each.unflatten(2, old.shape[2:]).to(old.dtype) for each, old in zip(parts, inputs, strict=True)
         )
-        return recurrence_of(part)(q, k, v, decay, *beta).flatten(2)
+        return part.recurrence(q, k, v, decay, *beta).flatten(2)
 
     lengths = (*(problem.documents or (problem.tokens,)), *([added] if (added := added_tokens(problem)) else []))
     documents = Documents(lengths) if len(lengths) > 1 else None

@@ -1,6 +1,6 @@
-"""The short causal convolution of every channel, over documents and ranks.
+"""The short causal convolution of every channel and its activation, over documents and ranks.
 
-    y_t = w_0 x_t + w_1 x_(t-1) + ... over the taps that are in the document of t
+    y_t = silu(w_0 x_t + w_1 x_(t-1) + ... over the taps that are in the document of t)
 
 A rank needs the last inputs, one fewer than taps, of the rank before; their gradient goes back to it.
 """
@@ -8,9 +8,10 @@ A rank needs the last inputs, one fewer than taps, of the rank before; their gra
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
@@ -20,36 +21,57 @@ from engine.linear.runs import Runs
 from engine.ops.autograd import refuse_second_derivative
 
 
-def convolved(
-    x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None, runs: Runs, cp: ContextParallel | None
-) -> Tensor:
-    """The convolution of this rank's consecutive tokens. The last tap is that of the token itself.
+class Convolution(Protocol):
+    """The activated convolution on one rank: y_BLC. The last tap is that of the token itself; a run begins with zeros
+    before it. Differentiable in all tensors."""
 
-    `cp` are the ranks that hold the others; None: there are none. Collective, and so is its backward.
-    """
+    def __call__(self, x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor: ...
+
+
+def shifted_sums(x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
+    """A `Convolution` of one product for each tap."""
     tokens, earlier = x_BLC.shape[1], weight_CT.shape[1] - 1
-    padded_BMC = with_earlier(x_BLC, earlier, cp)
-    # Zeros in front of a sequence are as good as its own tokens; those of the rank before may be another document's.
-    others = cp is not None and cp.rank > 0 and not runs.continues
-    runs = (runs if others else replace(runs, continues=True)).after(earlier)
-    number_M = numbers_on(runs, x_BLC.device) if len(runs.starts) > 1 else None  # None: all in one document
-    result = padded_BMC[:, earlier:] * weight_CT[:, earlier]
+    padded_BMC = F.pad(x_BLC, (0, 0, earlier, 0))
+    number_M = None  # all in one document
+    if len(runs.starts) > 1:
+        number_M = F.pad(numbers_on(runs, x_BLC.device), (earlier, 0))
+    result = x_BLC * weight_CT[:, earlier]
     for back in range(1, earlier + 1):
         shifted = slice(earlier - back, earlier - back + tokens)
         part = padded_BMC[:, shifted] * weight_CT[:, earlier - back]
         if number_M is not None:
             part = part * (number_M[shifted] == number_M[earlier:])[:, None]
         result = result + part
-    return result if bias_C is None else result + bias_C
+    return F.silu(result if bias_C is None else result + bias_C)
 
 
-def with_earlier(x_BLC: Tensor, earlier: int, cp: ContextParallel | None) -> Tensor:
+def convolved(
+    x_BLC: Tensor,
+    weight_CT: Tensor,
+    bias_C: Tensor | None,
+    runs: Runs,
+    cp: ContextParallel | None,
+    convolution: Convolution = shifted_sums,
+) -> Tensor:
+    """The activated convolution of this rank's consecutive tokens.
+
+    `cp` are the ranks that hold the others; None: there are none. Collective, and so is its backward.
+    """
+    earlier = weight_CT.shape[1] - 1
+    if cp is None or earlier == 0:
+        return convolution(x_BLC, weight_CT, bias_C, runs)
+    padded_BMC = with_earlier(x_BLC, earlier, cp)
+    # Zeros in front of a sequence are as good as its own tokens; those of the rank before may be another document's.
+    others = cp.rank > 0 and not runs.continues
+    runs = (runs if others else replace(runs, continues=True)).after(earlier)
+    return convolution(padded_BMC, weight_CT, bias_C, runs)[:, earlier:]
+
+
+def with_earlier(x_BLC: Tensor, earlier: int, cp: ContextParallel) -> Tensor:
     """The shard behind the `earlier` tokens that precede it, zeros on the first rank. Collective, differentiable.
 
     Raises ValueError where a shard has fewer tokens than that.
     """
-    if cp is None or cp.size == 1 or earlier == 0:
-        return torch.nn.functional.pad(x_BLC, (0, 0, earlier, 0))
     if x_BLC.shape[1] < earlier:
         raise ValueError(
             f"a convolution of {earlier + 1} taps needs {earlier} tokens of the rank before, which holds "

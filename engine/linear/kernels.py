@@ -1,5 +1,4 @@
-"""The kernels of the recurrences: flash-linear-attention's on GPUs where it is installed, else the chunked forms in
-torch.
+"""The kernels of linear layers: flash-linear-attention's on GPUs where it is installed, else the forms in torch.
 
 Only its public calls are used. They compute in 16 bits with states in fp32, so other dtypes are left to torch.
 """
@@ -13,22 +12,25 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.linear.chunks import heads_of
-from engine.linear.gated_delta import DeltaRule, chunked_delta_rule, gated_delta
-from engine.linear.mamba2 import StateSpace, chunked_state_space, state_space
+from engine.linear.convolution import Convolution, shifted_sums
+from engine.linear.gated_delta import DeltaRule, chunked_delta_rule
+from engine.linear.mamba2 import StateSpace, chunked_state_space
 from engine.linear.runs import COPIES, Runs
-from engine.linear.shard import LinearShard, Recurrence
+from engine.ops.copies import computed
+from engine.ops.norm import RMSNorm, epsilon
 
 LIBRARY = "fla-core"  # the package that has the calls
-OLDEST = (0, 5)  # earlier releases read fewer key heads than value heads as if they were as many, without an error
+OLDEST = (0, 6)  # 0.5 has the convolution elsewhere; before it fewer key heads than value heads were read as if as many
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @cache
 def library_installed() -> bool:
-    """Whether a release of flash-linear-attention that computes these recurrences is installed."""
+    """Whether a release of flash-linear-attention with these calls is installed."""
     try:
         release = importlib.metadata.version(LIBRARY)
     except importlib.metadata.PackageNotFoundError:
@@ -51,15 +53,19 @@ def state_space_for(tensor: Tensor) -> StateSpace:
     return _fla_state_space if kernel_of(tensor.device.type, tensor.dtype) == "fla" else chunked_state_space
 
 
-def recurrence_of(shard: LinearShard) -> Recurrence:
-    """The recurrence of a shard: the gated delta rule where it is given beta, else that of Mamba-2."""
+def convolution_for(tensor: Tensor) -> Convolution:
+    """The short convolution for tensors like this one."""
+    return _fla_convolution if kernel_of(tensor.device.type, tensor.dtype) == "fla" else shifted_sums
 
-    def out(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
-        if beta is None:
-            return state_space(q, k, v, decay, shard.runs, shard.scan, state_space_for(v))
-        return gated_delta(q, k, v, decay, beta, shard.runs, shard.scan, delta_rule_for(v))
 
-    return out
+def gated_norm(norm: RMSNorm, x_BLVP: Tensor, gate_BLVP: Tensor) -> Tensor:
+    """norm(x) * silu(gate)."""
+    if kernel_of(x_BLVP.device.type, x_BLVP.dtype) == "torch":
+        normed: Tensor = norm(x_BLVP)
+        return normed * F.silu(gate_BLVP)
+    call = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
+    gated: Tensor = call(x_BLVP, gate_BLVP, computed(norm.weight), None, eps=epsilon(x_BLVP, norm.eps))
+    return gated
 
 
 def _fla_delta_rule(
@@ -73,7 +79,7 @@ def _fla_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     named: dict[str, object] = {"use_qk_l2norm_in_kernel": True}
     call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return _called(call, named, runs, initial_BVNP, q=q_BLHN, k=k_BLHN, v=v_BLVP, g=decay_BLV, beta=beta_BLV)
+    return _recurred(call, named, runs, initial_BVNP, q=q_BLHN, k=k_BLHN, v=v_BLVP, g=decay_BLV, beta=beta_BLV)
 
 
 def _fla_state_space(
@@ -81,7 +87,12 @@ def _fla_state_space(
 ) -> tuple[Tensor, Tensor]:
     call = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     q, k = (heads_of(x_BLHN, v_BLVP.shape[2]) for x_BLHN in (q_BLHN, k_BLHN))
-    return _called(call, {"scale": 1.0}, runs, None, q=q, k=k, v=v_BLVP, g=decay_BLV)
+    return _recurred(call, {"scale": 1.0}, runs, None, q=q, k=k, v=v_BLVP, g=decay_BLV)
+
+
+def _fla_convolution(x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
+    call = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+    return _called(call, {"weight": weight_CT, "bias": bias_C, "activation": "silu"}, runs, x=x_BLC)[0]
 
 
 @lru_cache(maxsize=COPIES)
@@ -91,20 +102,25 @@ def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
     return torch.cat([starts.flatten(), torch.tensor([rows * runs.tokens])]).to(device)
 
 
-def _called(
+def _recurred(
     call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Out, and the state after the last run. Several runs are packed sequences, which the library takes in one row."""
-    named = named | {"output_final_state": True}
+    """Out, and the state after the last run."""
+    rows, others = tensors["v"].shape[0], len(runs.starts) - 1
+    initial = initial_BVNP
+    if initial_BVNP is not None and others:
+        zeros = initial_BVNP.new_zeros(rows, others, *initial_BVNP.shape[1:])
+        initial = torch.cat([initial_BVNP[:, None], zeros], 1).flatten(0, 1)
+    out, states = _called(call, named | {"initial_state": initial, "output_final_state": True}, runs, **tensors)
+    return out, states.unflatten(0, (rows, -1))[:, -1]
+
+
+def _called(call: Any, named: dict[str, object], runs: Runs, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Both results of a call. Several runs are packed sequences, which the library takes, and gives, in one row."""
     if len(runs.starts) == 1:
-        out, state = call(**tensors, initial_state=initial_BVNP, **named)
-        return out, state
-    rows = tensors["v"].shape[0]
-    initial = None
-    if initial_BVNP is not None:
-        others = initial_BVNP.new_zeros(rows, len(runs.starts) - 1, *initial_BVNP.shape[1:])
-        initial = torch.cat([initial_BVNP[:, None], others], 1).flatten(0, 1)
+        out, states = call(**tensors, **named)
+        return out, states
+    first = next(iter(tensors.values()))
     packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
-    bounds = bounds_on(runs, rows, tensors["v"].device)
-    out, states = call(**packed, initial_state=initial, cu_seqlens=bounds, **named)
-    return out.squeeze(0).unflatten(0, (rows, -1)), states.unflatten(0, (rows, -1))[:, -1]
+    out, states = call(**packed, **named, cu_seqlens=bounds_on(runs, len(first), first.device))
+    return out.squeeze(0).unflatten(0, (len(first), -1)), states

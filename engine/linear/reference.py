@@ -50,11 +50,11 @@ def recurrence(
 
 
 def convolution(x_BSC: Tensor, weight_CT: Tensor, bias_C: Tensor, lengths: Sequence[int] = ()) -> Tensor:
-    """The output [B, S, C] of `engine.linear.convolution`, over documents of these lengths."""
+    """The activated output [B, S, C] of `engine.linear.convolution`, over documents of these lengths."""
     last, starts, begin = weight_CT.shape[1] - 1, set(itertools.accumulate(lengths)), 0
     rows = []
     for token in range(x_BSC.shape[1]):
         begin = token if token in starts else begin
         seen = range(max(begin, token - last), token + 1)
         rows.append(bias_C + sum(weight_CT[:, last - (token - each)] * x_BSC[:, each] for each in seen))
-    return torch.stack(rows, 1)
+    return torch.nn.functional.silu(torch.stack(rows, 1))

@@ -10,6 +10,9 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents
 from engine.linear.convolution import convolved
+from engine.linear.gated_delta import gated_delta
+from engine.linear.kernels import convolution_for, delta_rule_for, state_space_for
+from engine.linear.mamba2 import state_space
 from engine.linear.order import from_consecutive, to_consecutive
 from engine.linear.runs import Runs, runs_of
 from engine.linear.scan import StateScan
@@ -26,7 +29,13 @@ class LinearShard:
 
     def convolved(self, x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """`engine.linear.convolution.convolved` of this shard."""
-        return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp)
+        return convolved(x_BLC, weight_CT, bias_C, self.runs, self._cp, convolution_for(x_BLC))
+
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+        """Of this shard: the gated delta rule where beta is given, else the recurrence of Mamba-2."""
+        if beta is None:
+            return state_space(q, k, v, decay, self.runs, self.scan, state_space_for(v))
+        return gated_delta(q, k, v, decay, beta, self.runs, self.scan, delta_rule_for(v))
 
 
 Recurrence: TypeAlias = Callable[..., Tensor]  # q, k, v, decay and, for the delta rule, beta of a shard's tokens -> out

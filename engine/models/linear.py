@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.linear.kernels import recurrence_of
+from engine.linear.kernels import gated_norm
 from engine.linear.shard import LinearShard
 from engine.models.matrices import Linear
 from engine.ops.autograd import accumulation_dtype
@@ -22,7 +22,7 @@ from engine.shape import ModelShape
 
 
 class ShortConvolution(nn.Module):
-    """Weights of one convolution of every channel; the last tap is that of the token itself."""
+    """Weights of one convolution of every channel and its SiLU; the last tap is that of the token itself."""
 
     def __init__(self, channels: int, taps: int, bias: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x_BLC: Tensor, shard: LinearShard) -> Tensor:
         bias_C = None if self.bias is None else computed(self.bias)
-        return F.silu(shard.convolved(x_BLC, computed(self.weight), bias_C))
+        return shard.convolved(x_BLC, computed(self.weight), bias_C)
 
 
 class LinearMixer(nn.Module):
@@ -80,6 +80,7 @@ class GatedDeltaNet(LinearMixer):
     matrices = ("q", "k", "v", "gate", "beta", "decay")
     channels = ("q", "k", "v")
     beta: Linear
+    norm: RMSNorm
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape, RMSNorm(shape.linear_value_dim, eps=shape.norm_eps), bias=False)
@@ -88,9 +89,9 @@ class GatedDeltaNet(LinearMixer):
         """The residual branch [B, L, E] of normed hidden states. Collective where ranks share the sequence."""
         parts, (_, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         q, k, v = parts["q"], parts["k"], parts["v"]
-        out_BLVP = recurrence_of(shard)(q, k, v, decay_BLV, self.beta(x_BLE).sigmoid())
-        gate_BLVP = F.silu(self.gate(x_BLE)).unflatten(-1, (self.heads, self.value_dim))
-        branch_BLE: Tensor = self.output((self.norm(out_BLVP) * gate_BLVP).flatten(-2))
+        out_BLVP = shard.recurrence(q, k, v, decay_BLV, self.beta(x_BLE).sigmoid())
+        gate_BLVP = self.gate(x_BLE).unflatten(-1, (self.heads, self.value_dim))
+        branch_BLE: Tensor = self.output(gated_norm(self.norm, out_BLVP, gate_BLVP).flatten(-2))
         return branch_BLE
 
 
@@ -111,7 +112,7 @@ class Mamba2(LinearMixer):
         parts, (step_BLV, decay_BLV) = self.qkv(x_BLE, shard), self.step(x_BLE)
         v_BLVP = parts["v"]
         written_BLVP = v_BLVP * step_BLV[..., None].to(v_BLVP.dtype)
-        out_BLVP = recurrence_of(shard)(parts["q"], parts["k"], written_BLVP, decay_BLV)
+        out_BLVP = shard.recurrence(parts["q"], parts["k"], written_BLVP, decay_BLV)
         out_BLVP = out_BLVP + v_BLVP * computed(self.skip)[:, None]
         branch_BLE: Tensor = self.output(self.norm(out_BLVP.flatten(-2) * F.silu(self.gate(x_BLE))))
         return branch_BLE

@@ -37,9 +37,9 @@ _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
 _BACKWARD_HIDDEN = 10 + 6  # the norms' gradients and their weights', the sums of gradients
 _FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, and the product once more
 _ROTARY = 2  # read and written, of queries and keys
-# The same of a linear layer, in elements of its channels and of its values: the convolution of four taps with its
-# activation, and the gate, its activation, the norm and their product.
-_MIXER_CHANNELS, _MIXER_VALUES = 8, 8
+# The same of a linear layer's forward: in elements of its channels the convolution with its activation, and its parts
+# as tensors of their own; in elements of its values the norm with the gate, which is several operations of Mamba-2.
+_MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 8}
 # Bytes per parameter of a rank's shard and step. In one pass over whole parameters: AdamW in fp32, which clips as it
 # reads and writes the copy, and the gradient's norm. Sharded: AdamW, the norm, clipping in a pass of its own.
 _ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
@@ -207,7 +207,8 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     again = work.recomputed_layers / work.layers if work.layers else 0.0
     values = model.linear_heads * model.linear_value_dim
     channels = 2 * model.linear_key_heads * model.linear_key_dim + values
-    mixers = sum(model.linear_layers) * (_MIXER_CHANNELS * channels + _MIXER_VALUES * values) * (3 + again)
+    mixer = _MIXER_CHANNELS * channels + _MIXER_VALUES.get(model.linear, 0) * values
+    mixers = sum(model.linear_layers) * mixer * (3 + again)
     layers = model.layers * ((1 + again) * forward + backward)
     return item * tokens * (layers + mixers) + _tile_bytes(settings)
 

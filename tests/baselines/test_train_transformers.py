@@ -1,4 +1,4 @@
-"""The program that trains a Llama of transformers, run for real on a CPU rank: without a trainer, and without Liger's
+"""The program that trains a model of transformers, run for real on a CPU rank: without a trainer, and without Liger's
 kernels, which are of GPUs."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from baselines.programs import PROGRAMS
-from baselines.programs.program_parts import batch, llama_config
+from baselines.programs.program_parts import batch, model_config
 from baselines.tokens import PLAIN, write_tokens
 from baselines.transformers import Transformers
 from baselines.transformers.transformers_bf16 import TransformersBf16
@@ -24,15 +24,16 @@ from engine.models.architecture import architecture_named
 from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
+from harness.spec.models import named_model
 from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
-
+HYBRID = named_model("tiny_hybrid")
 
 # Imports once, and runs the program for each request in a process of its own.
 STARTER = """
 import os, runpy, sys
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 program, *folders = sys.argv[1:]
 sys.path[0] = os.path.dirname(program)
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[Transformers, dict[str, object]]] = {
     # Two sequences of four documents.
     "packed": (Transformers(), {"dtype": "fp32", "mask": "documents:25,1,20,18", "batch_size": 2}),
     "padded": (TransformersPadded(), {"dtype": "fp32", "mask": "documents:25,1,20,18", "batch_size": 2}),
+    "hybrid": (Transformers(), {"dtype": "fp32", "model": HYBRID}),
 }
 
 
@@ -90,7 +92,7 @@ def our_model(request: dict[str, object]) -> LlamaForCausalLM:
     ours = Decoder(SHAPE)
     initialise(ours, 0, torch.device("cpu"))
     parameters = dict(ours.named_parameters())
-    model = LlamaForCausalLM._from_config(llama_config(request), attn_implementation="eager", dtype=torch.float32)
+    model = LlamaForCausalLM._from_config(model_config(request), attn_implementation="eager", dtype=torch.float32)
     stored = architecture_named("llama").stored(SHAPE)
     model.load_state_dict({one.name: one.join([parameters[part] for part in one.parts]) for one in stored})
     return model
@@ -155,6 +157,29 @@ def test_documents_do_not_see_each_other_packed_or_padded(runs) -> None:
     assert in_one_row.loss[0] == pytest.approx(alone, abs=1e-5)
     assert padded.loss == pytest.approx(in_one_row.loss, abs=1e-5)
     assert padded.grad_norm == pytest.approx(in_one_row.grad_norm, rel=1e-4)
+
+
+def test_a_hybrid_takes_the_steps_of_ours_from_the_same_weights(runs) -> None:
+    """Interleaved queries and gate, joined matrices, decays and taps among them."""
+    request, printed = runs["hybrid"]
+    model = Decoder(HYBRID)
+    initialise(model, 0, torch.device("cpu"))
+    matrices, others = ([each for each in model.parameters() if (each.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for step in range(4):
+        inputs, targets = batch(request, step, 0, 1)
+        loss = model(inputs, torch.arange(64), targets) / targets.numel()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert printed.loss == pytest.approx(losses, abs=1e-4)
+    assert printed.grad_norm == pytest.approx(norms, rel=1e-3)
+    assert printed.chosen == {"linear_kernel": "torch"}
+    assert runs["fp32"][1].chosen == {}
 
 
 def as_bf16(value: float) -> float:

@@ -29,6 +29,7 @@ from engine.shape import ModelShape
 from harness.machine.this_machine import Machine
 from harness.plan.unsupported import unsupported_reason
 from harness.spec.methods import all_methods, method_named
+from harness.spec.models import named_model
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 UPSTREAM = [name for name in all_methods() if name.endswith("_upstream")]
@@ -441,7 +442,18 @@ def test_the_two_forms_of_transformers_differ_in_the_dtype_of_their_weights(
         ),
         (
             {"model": replace(SHAPE, gated=False)},
-            "transformers_upstream trains transformers' Llama, and 1b is another model; choose a Llama",
+            "transformers_upstream trains transformers' Llama or Qwen3.5, and 1b is another model; choose a Llama or "
+            "Qwen3.5",
+        ),
+        (
+            {"model": named_model("mamba_1b")},
+            "transformers_upstream has no kernels of Mamba-2, for which transformers needs mamba_ssm, found model "
+            "mamba_1b; choose a model with gated delta nets",
+        ),
+        (
+            {"model": named_model("hybrid_1b"), "mask": "documents:1k,..."},
+            "transformers_upstream keeps packed documents of linear layers apart only with causal-conv1d, found mask "
+            "documents:1k,...; set mask to causal",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
+from engine.ops.copies import Copies, copy_of
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.settings import AdamWSettings
 from engine.shape import ModelShape
@@ -51,6 +52,19 @@ def test_a_scale_serves_one_step_alone() -> None:
     assert torch.equal(parameter.grad, torch.full((3,), 0.5))
     optimizer.step()
     assert torch.equal(parameter.grad, torch.full((3,), 0.5))
+
+
+def test_copies_are_made_again_of_what_torchs_update_wrote() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, copies = OnePassAdamW([parameter], lr=0.5, fused=True), Copies([parameter], torch.bfloat16)
+    copies.refresh()
+    parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    copies.refresh()
+    copy = copy_of(parameter)
+    assert copy is not None
+    assert copy.max() < 1
+    assert torch.equal(copy, parameter.detach().bfloat16())
 
 
 def test_matrices_are_decayed_and_norms_are_not() -> None:

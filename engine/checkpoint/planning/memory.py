@@ -110,12 +110,12 @@ class _Mixer:
         delta, shared = shape.linear == "gated_delta_net", settings.cp_size > 1
         repeated = shape.linear_heads * shape.linear_key_dim  # a key of every value head
         wide = max(4, item) / item  # what is fp32, in elements of the dtype
-        # The recurrence's output before and after its norm, the gate before and after its activation, their product; of
-        # Mamba-2 the normed product before and after its weight.
-        after = (5 if delta else 6) * values
-        # The normed input; channels before the convolution, after it, and after its activation. The delta rule saves a
-        # matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
-        saved: float = shape.hidden + 3 * (2 * keys + values) + after
+        # The recurrence's output, the gate, and what one kernel makes of both; of Mamba-2 the output, the gate before
+        # and after its activation, their product, and the normed product before and after its weight.
+        after = (3 if delta else 6) * values
+        # The normed input; channels before and after the activated convolution, which is one kernel. The delta rule
+        # saves a matrix of each chunk; Mamba-2 values times time steps, and queries and keys of every value head.
+        saved: float = shape.hidden + 2 * (2 * keys + values) + after
         saved += shape.linear_heads * CHUNK if delta else values + 2 * repeated
         states, written = 0, values
         if shared:  # the input in consecutive order, what tokens read of the state before in fp32, the states
@@ -155,6 +155,9 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
+        self._gated = (
+            2 * self._output if shape.attention_gate else 0.0
+        )  # sigmoids of the gate, attention's output by them
         self._mixer = _Mixer.of(settings)
         self._attending = shape.attention_layers / shape.layers
         shards = settings.world_size
@@ -337,6 +340,7 @@ class MemoryModel:
             kept += self._query + self._keys / 2
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
+        kept += self._gated
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
         kept = (1 + shape.mlp_share) * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
         of_mlp = shape.mlp_share * choice.checkpoint.mlp
@@ -371,7 +375,8 @@ class MemoryModel:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
         attention's."""
         checkpoint = choice.checkpoint
-        held = self._query + self._keys + self._between * len(self._adapted)  # computed again, for attention's backward
+        # Computed again, for attention's backward.
+        held = self._query + self._keys + self._gated + self._between * len(self._adapted)
         if choice.projection_tiles == 1:
             held += self._state  # normed
         held = max(held, self._mixer.saved)

@@ -1,6 +1,5 @@
 """The public calls of flash-linear-attention are made as it takes them: documents as packed sequences, a state for
-each. A stand-in with its signatures, which is the recurrence of each sequence alone, computes what the chunked forms in
-torch compute."""
+each. A stand-in with its signatures, which is each sequence alone, computes what the forms in torch compute."""
 
 from __future__ import annotations
 
@@ -14,9 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.linear import kernels
+from engine.linear.convolution import shifted_sums
 from engine.linear.gated_delta import chunked_delta_rule
 from engine.linear.mamba2 import chunked_state_space
 from engine.linear.runs import Runs
+from engine.ops.norm import RMSNorm
+from tests.engine.linear import library
 
 RUNS = {
     "one": Runs(tokens=21, continues=True),
@@ -24,56 +26,16 @@ RUNS = {
 }
 
 
-def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert use_qk_l2norm_in_kernel
-    assert output_final_state
-    assert scale is None
-    return sequences(chunked_delta_rule, initial_state, cu_seqlens, q, k, v, g, beta)
+GENERATOR = torch.Generator().manual_seed(0)
 
 
-def chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert q.shape[2] == v.shape[2]
-    assert scale == 1.0
-    assert initial_state is None
-    return sequences(chunked_state_space, initial_state, cu_seqlens, q, k, v, g)
-
-
-def sequences(form, initial_state, cu_seqlens, *tensors):
-    """Every sequence alone, with its own state."""
-    if cu_seqlens is None:
-        runs = Runs(tokens=tensors[0].shape[1])
-        return form(*tensors, runs) if initial_state is None else form(*tensors, runs, initial_state)
-    assert len(tensors[0]) == 1, "packed sequences are one row"
-    outs, states = [], []
-    for number, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        initial = () if initial_state is None else (initial_state[number : number + 1],)
-        out, state = form(*(tensor[:, start:stop] for tensor in tensors), Runs(tokens=stop - start), *initial)
-        outs.append(out)
-        states.append(state)
-    return torch.cat(outs, 1), torch.cat(states)
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, call in (("gated_delta_rule", chunk_gated_delta_rule), ("simple_gla", chunk_simple_gla)):
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{call.__name__: call}))
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-def test_a_call_of_the_library_gives_outputs_and_the_last_state(runs: Runs) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+def test_a_call_of_the_library_gives_outputs_and_the_last_state(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.install(monkeypatch)
     q, k, v = normal(2, 21, 2, 4), normal(2, 21, 2, 4), normal(2, 21, 4, 6)
     decay, beta, initial = -normal(2, 21, 4).square(), normal(2, 21, 4).sigmoid(), normal(2, 4, 4, 6)
     for state in (None, initial):
@@ -82,6 +44,21 @@ def test_a_call_of_the_library_gives_outputs_and_the_last_state(runs: Runs) -> N
     torch.testing.assert_close(
         kernels._fla_state_space(q, k, v, decay, runs), chunked_state_space(q, k, v, decay, runs)
     )
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_the_convolution_and_the_gated_norm_of_the_library_are_those_in_torch(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, bias, gate = normal(2, 21, 6), normal(6, 4), normal(6), normal(2, 21, 6)
+    norm = RMSNorm(6, eps=1e-3, dtype=torch.float64)
+    norm.weight.data = normal(6)
+    expected = [shifted_sums(x, weight, each, runs) for each in (bias, None)] + [kernels.gated_norm(norm, x, gate)]
+    library.install(monkeypatch)
+    form = kernels.convolution_for(x)
+    assert form is not shifted_sums
+    found = [form(x, weight, each, runs) for each in (bias, None)] + [kernels.gated_norm(norm, x, gate)]
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_library_is_for_sixteen_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +71,10 @@ def test_the_library_is_for_sixteen_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("release", "taken"), [(None, False), ("0.4.1", False), ("0.5.0", True), ("0.6.1.dev2", True), ("1.0", True)]
+    ("release", "taken"),
+    [(None, False), ("0.4.1", False), ("0.5.2", False), ("0.6.0", True), ("0.6.1.dev2", True), ("1.0", True)],
 )
-def test_a_release_without_groups_of_value_heads_is_left_alone(
+def test_a_release_without_these_calls_is_left_alone(
     release: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(_: str) -> str:

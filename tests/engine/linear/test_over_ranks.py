@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.masks import Documents
-from engine.linear import chunks
+from engine.linear import chunks, kernels
 from engine.linear.gated_delta import gated_delta
 from engine.linear.mamba2 import state_space
 from engine.linear.order import order_of
@@ -21,6 +21,7 @@ from engine.linear.reference import convolution, recurrence
 from engine.linear.runs import Runs
 from engine.linear.scan import StateScan
 from engine.linear.shard import LinearShard, Mix
+from tests.engine.linear import library
 from tests.engine.parity import apart
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -82,6 +83,13 @@ def gradients(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
+def by_library(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
+    """`over_ranks` with a stand-in of flash-linear-attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        library.install(patch)
+        return over_ranks(cases)
+
+
 def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
     """The same on these ranks, gathered."""
     found = {}
@@ -101,8 +109,8 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
             heads = in_heads(shard.convolved(channels, leaves["weight"], leaves["bias"]))
             decay, beta = gates(decay, beta)
             if kind == "mamba2":
-                return state_space(*heads, decay, shard.runs, shard.scan).flatten(2)
-            return gated_delta(*heads, decay, beta, shard.runs, shard.scan).flatten(2)
+                return state_space(*heads, decay, shard.runs, shard.scan, kernels.state_space_for(x)).flatten(2)
+            return gated_delta(*heads, decay, beta, shard.runs, shard.scan, kernels.delta_rule_for(x)).flatten(2)
 
         mix = Mix(cp, None if name == "one text" else documents)
         out = mix.leave(mix(mixer, mix.enter(torch.cat([leaves["x"], leaves["decay"], leaves["beta"]], -1))))
@@ -119,13 +127,20 @@ def over_ranks(cases: list[tuple[str, str, str]]) -> dict[str, dict[str, Any]]:
 
 
 ALL = [(kind, name, layout) for kind in KINDS for name in DOCUMENTS for layout in LAYOUTS]
+CALLED = [("gated_delta_net", name, "contiguous") for name in DOCUMENTS]  # a layout only moves tokens
+CALLED += [("mamba2", "at the edges of ranks", "zigzag")]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(1, ALL[::4]), (2, ALL[1::5]), (4, ALL[::3]), *slow((2, ALL), (4, ALL), (8, ALL))]
+    ("form", "world_size", "cases"),
+    [
+        *((over_ranks, 1, ALL[::4]), (over_ranks, 2, ALL[1::5]), (over_ranks, 4, ALL[::3])),
+        *((by_library, size, CALLED) for size in (1, 2, 4)),
+        *slow((over_ranks, 2, ALL), (over_ranks, 4, ALL), (over_ranks, 8, ALL), (by_library, 4, ALL)),
+    ],
 )
-def test_outputs_and_gradients_are_those_of_the_recurrence(world_size: int, cases: list[Any]) -> None:
-    found = run_on_ranks(world_size, over_ranks, cases)[0]
+def test_outputs_and_gradients_are_those_of_the_recurrence(form: Any, world_size: int, cases: list[Any]) -> None:
+    found = run_on_ranks(world_size, form, cases)[0]
     truth = {(kind, name): reference(kind, name) for kind, name, _ in cases}
     wrong = {}
     for kind, name, layout in cases:
