@@ -64,7 +64,8 @@ _CHOICES: dict[str, Any] = {
     "kernel": Kernel,
 }
 _ENOUGH = 256  # elements of a gradient whose rounding averages out: fewer have no entry in `error_scale`
-_SECOND_STD = 0.25  # of the second adapters, which are zero before a first step
+# Of a matrix's output, what its adapters add: were it as much as the matrix, rounding would grow with the rank.
+_ADAPTED = 0.25
 _NEGLIGIBLE = 1e-6  # of the gradients' usual size: below it a gradient is zero but for rounding
 
 HIDDEN, DINPUT, LOSS = "hidden", "dinput", "loss"  # tensors beside the parameters' gradients
@@ -276,7 +277,9 @@ class _CheckedStep:
 
     @torch.no_grad()
     def _multiply(self, model: Decoder) -> None:
-        draw_second_adapters(model, self.problem.seed, _SECOND_STD)
+        if (lora := self.problem.lora) is not None:
+            # The elements of the first adapter have the variance 1 / (3 inputs), those of the matrix 1 / inputs.
+            draw_second_adapters(model, self.problem.seed, _ADAPTED / (lora.scale * math.sqrt(lora.rank / 3)))
         for name, parameter in model.named_parameters():
             _local(parameter).mul_(self._factors.get(name, 1.0))
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.masks import parse_mask
 from engine.distributed import arrange
+from engine.lora import Lora, Target
 from engine.measurement import UNCHECKED
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
@@ -26,6 +27,7 @@ from tests.slow import slow
 
 TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, head_dim=16, vocab=256)
 DEEP = dataclasses.replace(TINY, name="deep", layers=32, hidden=4096, ffn=14336, vocab=128256, qk_norm=True)
+TARGETS: tuple[Target, ...] = ("q", "k", "v", "output", "gate", "up", "down")
 LONG = TrialSettings(task="train", method="burst", model=TINY, seq_len=1 << 20, dtype="fp32")
 
 
@@ -42,6 +44,7 @@ EXACT = {
         of(dtype="bf16", mask="documents:7,17,5,..."),
         of(dtype="fp64", mlp_tiles=64, projection_tiles=8, head_tiles=16, batch_size=4),
         of(method="torch_cp"),
+        *(of(model=DEEP, dtype="bf16", lora=Lora(rank=rank, alpha=2 * rank, targets=TARGETS)) for rank in (1, 64)),
         # Every query sees one key, so dq and dk are 0 but for rounding, which has no error relative to them.
         of(mask="sliding_window:0"),
         of(mask="sliding_window:0", dtype="bf16"),
@@ -113,7 +116,8 @@ def test_every_native_method_takes_the_step_of_a_dense_run(ranks: int, cases: li
         assert fault(settings, found) == "", settings
         layers = min(settings.model.layers, 3)
         of_a_layer = 11 if settings.model.qk_norm else 9
-        assert len(found["error"]) == 6 + layers * of_a_layer  # loss, hidden, dinput; embedding, last norm, head
+        gradients = 3 + layers * of_a_layer if settings.lora is None else layers * 2 * len(TARGETS)
+        assert len(found["error"]) == 3 + gradients  # loss, hidden, dinput; of a whole model embedding, last norm, head
         assert min(error for name, error in found["error"].items() if name != "loss") > 0
         assert found["checked"]["tokens"] < 1024
         tokens = found["checked"]["tokens"] * (settings.batch_size if settings.packs else 1)  # packed rows are joined
