@@ -22,7 +22,7 @@ from engine.linear.runs import COPIES, Runs
 from engine.linear.shard import LinearShard, Recurrence
 
 LIBRARY = "fla-core"  # the package that has the calls
-OLDEST = (0, 5)  # earlier releases read fewer key heads than value heads as if they were as many, without an error
+OLDEST = (0, 6)  # earlier releases do not know `state_v_first`, and ignore it without an error
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -71,9 +71,12 @@ def _fla_delta_rule(
     runs: Runs,
     initial_BVNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    named: dict[str, object] = {"use_qk_l2norm_in_kernel": True}
+    named: dict[str, object] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}  # as in the library's layers
     call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return _called(call, named, runs, initial_BVNP, q=q_BLHN, k=k_BLHN, v=v_BLVP, g=decay_BLV, beta=beta_BLV)
+    initial_BVPN = None if initial_BVNP is None else initial_BVNP.mT
+    tensors = {"q": q_BLHN, "k": k_BLHN, "v": v_BLVP, "g": decay_BLV, "beta": beta_BLV}
+    out_BLVP, state_BVPN = _called(call, named, runs, initial_BVPN, **tensors)
+    return out_BLVP, state_BVPN.mT
 
 
 def _fla_state_space(
@@ -92,18 +95,17 @@ def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
 
 
 def _called(
-    call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
+    call: Any, named: dict[str, object], runs: Runs, initial: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Out, and the state after the last run. Several runs are packed sequences, which the library takes in one row."""
     named = named | {"output_final_state": True}
     if len(runs.starts) == 1:
-        out, state = call(**tensors, initial_state=initial_BVNP, **named)
+        out, state = call(**tensors, initial_state=initial, **named)
         return out, state
     rows = tensors["v"].shape[0]
-    initial = None
-    if initial_BVNP is not None:
-        others = initial_BVNP.new_zeros(rows, len(runs.starts) - 1, *initial_BVNP.shape[1:])
-        initial = torch.cat([initial_BVNP[:, None], others], 1).flatten(0, 1)
+    if initial is not None:
+        others = initial.new_zeros(rows, len(runs.starts) - 1, *initial.shape[1:])
+        initial = torch.cat([initial[:, None], others], 1).flatten(0, 1)
     packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
     bounds = bounds_on(runs, rows, tensors["v"].device)
     out, states = call(**packed, initial_state=initial, cu_seqlens=bounds, **named)
