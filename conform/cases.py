@@ -1,6 +1,7 @@
-"""What a target is asked: a table of cases. The source of each is a public thread, or a fault that the case finds.
+"""The table of cases that targets have to pass. The source of each is a public thread, or a fault that it finds.
 
-A case is a problem and a way to ask it. `needs` follow from the problem, so that no case forgets one.
+A case is a problem together with a sequence of calls that solves it (`WAYS`). The capabilities that a case needs are
+derived from its problem, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from conform.target import CaseProblem
 
-# How a problem is asked.
+# The calls that a case makes.
 WAYS = {
     # of attention, and of a recurrence
     "once": "one call and its backward",

@@ -1,7 +1,7 @@
 """What `burst conform` found of each system, as one table: the results that are committed in results/conform.
 
-Each file there is the `report.json` of a run; `not_run.yaml` has the systems that do not run on this machine, each with
-the reason in one sentence.
+Each file there is the `report.json` of a run on CPU ranks, and in its folder `cuda` of one on GPUs. `not_run.yaml` has
+the systems that do not run, each with the reason in one sentence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from conform.report import SCHEMA
 from conform.run import NOT_CLAIMED, PASSED
 
 NOT_RUN = "not_run.yaml"
+ON_GPUS = ", on GPUs"  # behind a system's name
 
 
 def matrix_lines(folder: Path) -> list[str]:
@@ -26,10 +27,10 @@ def matrix_lines(folder: Path) -> list[str]:
     Raises ValueError for a file of another schema, or one that has another case than there are now.
     """
     lines = ["| system | version | passes | not claimed | fails |", "| --- | --- | --- | --- | --- |"]
-    reports = [_read(path) for path in sorted(folder.glob("*.json"))]
+    reports = [_read(path) for path in sorted(folder.rglob("*.json"))]
     for report in sorted(reports, key=lambda each: (each["failed"] > 0, each["target"].lower())):
         cells = (
-            report["target"],
+            report["target"] + (ON_GPUS if report["device"] == "cuda" else ""),
             f"`{report['version']}`",
             f"{report['passed']} of {report['claimed']}",
             report["silent"],

@@ -87,7 +87,7 @@ def _fitting(directory: Path) -> tuple[ModelShape, SafetensorsFolder, list[Store
         raise ValueError(f"{directory}: lacks {_some(missing)}; fetch the missing files")
     # Older exports hold RoPE's frequencies, which follow from the base, and a tied head beside the embedding.
     spare = {name for name in shards.names if name.endswith("rotary_emb.inv_freq")}
-    surplus = sorted(shards.names - names - spare - {architecture.stored_name("head.weight")})
+    surplus = sorted(shards.names - names - spare - {architecture.stored_name("head.weight", shape)})
     if surplus:
         raise ValueError(
             f"{directory}: holds {_some(surplus)}, which this model has no place for; choose a plain model"
@@ -285,7 +285,7 @@ def export_adapters(
     tensors: dict[str, Tensor] = {}
     for name, tensor in _checked(state, adapter_sizes(shape, lora)):
         place, _, kind = name.rpartition(".")
-        module = architecture.stored_name(f"{place}.weight").removesuffix(".weight")
+        module = architecture.stored_name(f"{place}.weight", shape).removesuffix(".weight")
         modules.add(module.rpartition(".")[2])
         tensors[f"base_model.model.{module}.{kind}.weight"] = tensor.to(dtype).contiguous()
     config = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Part = tuple[int, int, int]  # of a parameter: (dimension that is divided, number of the part, parts)
 
-STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrowed by sqrt(2 x layers), as there
+STD = 0.02  # GPT-2's; the projections that end a residual branch are narrowed by sqrt(all branches), as there
 # As torchtitan's Llama. At 0.02 the residual stream starts so small that a first Adam step outweighs it: the loss of a
 # 1B model then jumps about for dozens of steps even at a learning rate of 1e-5.
 EMBEDDING_STD = 1.0
@@ -75,7 +75,7 @@ def std_of(name: str, shape: ModelShape) -> float:
     """Standard deviation of a matrix's initial values."""
     if name == "embedding.weight" and not shape.tied:  # a tied one is the LM head as well
         return EMBEDDING_STD
-    return STD / (2 * shape.layers) ** 0.5 if name.endswith(ENDS_OF_BRANCHES) else STD
+    return STD / (shape.layers + sum(shape.mlps)) ** 0.5 if name.endswith(ENDS_OF_BRANCHES) else STD
 
 
 def draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: Part | None = None) -> None:

@@ -90,7 +90,7 @@ def trained_weights(shape: ModelShape, lora: Lora | None, among: Collection[Targ
     nothing is frozen."""
     if lora is not None:
         return adapter_parameters(shape, lora, among)
-    return shape.mlp_parameters if among == MLP else shape.projection_parameters
+    return shape.mlp_share * shape.mlp_parameters if among == MLP else shape.projection_parameters
 
 
 def adapter_passes(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
-from engine.rope import RopeScaling, parse_rope
+from engine.rope import DEFAULT_BASE, RopeScaling, parse_rope
 
 Norms = Literal["before", "after", "both"]
-Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "clamped_silu"]
+Activation = Literal["auto", "silu", "gelu", "gelu_tanh", "relu2", "clamped_silu"]
 LinearKind = Literal["none", "gated_delta_net", "mamba2"]
 
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being refused at its start.
@@ -41,7 +42,7 @@ class ModelShape:
     vocab: int
     gated: bool = True  # the MLP has a gate (three matrices) rather than two matrices
     qk_norm: bool = False  # RMS norm of queries and keys before RoPE
-    rope_base: float = 10000.0
+    rope_base: float = DEFAULT_BASE
     norm_eps: float = 1e-5
     note: str = field(default="", compare=False)  # where sources disagree; words, no part of what is computed
     architecture: str = "llama"  # module of `engine/models`: names of weights and keys of config.json
@@ -53,9 +54,11 @@ class ModelShape:
     norms: Norms = "before"  # RMS norms of a layer's halves: of their inputs, of their results, or of both
     activation: Activation = "auto"  # of the MLP; auto: silu of a gated one, gelu of another
     window: int = 0  # tokens that a query of a layer with a window sees, itself among them; 0: no layer has one
-    layer_pattern: str = "w"  # one letter a layer, repeated: w with the window, f without, l linear
+    # One letter a layer, repeated: w with the window, f without, l linear; a capital: likewise, but without an MLP.
+    layer_pattern: str = "w"
     rope_base_window: float = 0.0  # RoPE's base in layers with a window, where it is never scaled; 0: as in the others
     rope_scaling: str = "none"  # of RoPE's frequencies (`engine.rope`)
+    rope: bool = True  # queries and keys are rotated
     embedding_scale: float = 1.0  # of the embedding's output
     attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     sinks: bool = False  # each head has one more logit in its softmax, a parameter, and no value for it
@@ -73,6 +76,7 @@ class ModelShape:
     linear_key_dim: int = 0  # of a key: the state of a value head is linear_key_dim x linear_value_dim
     linear_value_dim: int = 0
     linear_conv: int = 4  # taps of their short convolution
+    linear_step_min: float = 0.0  # of Mamba-2: the least time step
 
     RENAMED: ClassVar[Mapping[str, str]] = {"window_pattern": "layer_pattern"}  # until 0.3: keys of older files
 
@@ -87,7 +91,7 @@ class ModelShape:
         for name in ("rope_base", "norm_eps", "embedding_scale", "activation_alpha", "activation_limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a finite number above 0")
-        for name in ("rope_base_window", "attention_scale"):
+        for name in ("rope_base_window", "attention_scale", "linear_step_min"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a finite number, or 0")
         if self.heads % self.kv_heads:
@@ -99,23 +103,31 @@ class ModelShape:
         if self.rotated_dim % 2:
             name = "rope_dim" if self.rope_dim else "head_dim"
             raise ValueError(f"model {self.name}: {name} {self.rotated_dim} is odd; RoPE needs an even {name}")
+        if not self.rope:
+            self._check_no_rope()
         if self.rope_scaling != "none":
             self._check_rope(parse_rope(self.rope_scaling))
         if self.activation == "clamped_silu" and not self.gated:
             raise ValueError(f"model {self.name}: activation clamped_silu needs a gated MLP; set gated: true")
         if not 0 <= self.window <= MAX_TOKENS:
             raise ValueError(f"model {self.name}: window is {self.window}; give a number of tokens, or 0 for none")
-        if not re.fullmatch("[wfl]+", self.layer_pattern):
+        if not re.fullmatch("[wflWFL]+", self.layer_pattern):
             raise ValueError(
                 f"model {self.name}: layer_pattern is {self.layer_pattern[:40]!r}; give a letter for each "
-                "layer, w with the window, f without and l for a linear one, such as wf"
+                "layer, w with the window, f without and l for a linear one, such as wf, and a capital for one without "
+                "an MLP"
             )
         self._check_linear()
 
     def _check_linear(self) -> None:
         count = sum(self.linear_layers)
+        if self.mlp_share < 1 and not (self.mlp_share and count):
+            raise ValueError(
+                f"model {self.name}: layer_pattern has capitals, and {sum(self.mlps)} of {self.layers} layers have an "
+                f"MLP and {count} are linear; give at least one of each"
+            )
         if self.linear == "none" and not count:
-            sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim")
+            sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_step_min")
             if given := [name for name in sizes if getattr(self, name)]:
                 raise ValueError(f"model {self.name}: {given[0]} is given without linear; give both, or neither")
             return
@@ -133,6 +145,11 @@ class ModelShape:
             raise ValueError(
                 f"model {self.name}: {self.linear_heads} linear heads are not divisible by {self.linear_key_heads} "
                 "linear key heads; choose linear_key_heads that divides linear_heads"
+            )
+        if self.linear_step_min and self.linear != "mamba2":
+            raise ValueError(
+                f"model {self.name}: linear_step_min is {self.linear_step_min:g}, and linear is {self.linear}; leave "
+                "it out: only mamba2 has time steps"
             )
         if self.norms != "before":
             raise ValueError(f"model {self.name}: linear layers have norms before alone; set norms to before")
@@ -164,6 +181,14 @@ class ModelShape:
                     "of its own and no gate; leave it out"
                 )
 
+    def _check_no_rope(self) -> None:
+        for name in ("rope_base", "rope_base_window", "rope_scaling", "attention_scale", "kv_latent"):
+            if getattr(self, name) != LLAMA_FEATURES.get(name, DEFAULT_BASE):
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)} with rope: false, where nothing is rotated; "
+                    "leave one of them out"
+                )
+
     def _check_rope(self, scaling: RopeScaling) -> None:
         if scaling.partial_rotary_factor != 1 and self.attention_scale:
             raise ValueError(
@@ -176,12 +201,22 @@ class ModelShape:
     @property
     def windowed(self) -> tuple[bool, ...]:
         """Of each layer, whether it attends within the window alone."""
-        return tuple(self.window > 0 and letter == "w" for letter in self._letters)
+        return tuple(self.window > 0 and letter in "wW" for letter in self._letters)
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether it is linear, and so has no attention."""
-        return tuple(letter == "l" for letter in self._letters)
+        return tuple(letter in "lL" for letter in self._letters)
+
+    @property
+    def mlps(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has an MLP."""
+        return tuple(letter.islower() for letter in self._letters)
+
+    @property
+    def mlp_share(self) -> float:
+        """Layers with an MLP over all layers."""
+        return sum(self.mlps) / self.layers if any(map(str.isupper, self.layer_pattern)) else 1
 
     @property
     def linear_runs(self) -> int:
@@ -217,7 +252,7 @@ class ModelShape:
     @property
     def rotated_dim(self) -> int:
         """Dims of a head that RoPE's tables are for."""
-        return self.rope_dim or self.head_dim
+        return (self.rope_dim or self.head_dim) if self.rope else 0
 
     @property
     def output_dim(self) -> int:
@@ -238,7 +273,7 @@ class ModelShape:
     @property
     def plain_projection(self) -> bool:
         """Whether queries, keys and values have a hand-written backward (`engine.layers.tiled_projection`)."""
-        rotates_all = parse_rope(self.rope_scaling).partial_rotary_factor == 1
+        rotates_all = self.rope and parse_rope(self.rope_scaling).partial_rotary_factor == 1
         plain = self.norms == "before" and not self.qkv_bias and not self.qk_norm_whole
         return plain and rotates_all and not self.attention_gate and not self.kv_latent
 
@@ -248,8 +283,8 @@ class ModelShape:
         own = "silu" if self.gated else "gelu"
         return self.norms == "before" and not self.mlp_bias and self.mlp_activation == own
 
-    def layer_sizes(self, *, linear: bool = False) -> dict[str, tuple[int, ...]]:
-        """Size of every parameter of one layer, with attention or a linear one, by its name in
+    def layer_sizes(self, *, linear: bool = False, mlp: bool = True) -> dict[str, tuple[int, ...]]:
+        """Size of every parameter of one layer, with attention or a linear one, with an MLP or without, by its name in
         `engine.models.decoder.Block`, in the module's order."""
         hidden, ffn = self.hidden, self.ffn
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -281,6 +316,8 @@ class ModelShape:
                 sizes["attention.k_norm.weight"] = (keys if self.qk_norm_whole else self.head_dim,)
             if self.norms != "before":
                 sizes["attention.post_norm.weight"] = (hidden,)
+        if not mlp:
+            return sizes
         if self.norms != "after":
             sizes["mlp_norm.weight"] = (hidden,)
         if self.gated:
@@ -332,10 +369,10 @@ class ModelShape:
     def parameter_sizes(self) -> dict[str, tuple[int, ...]]:
         """Size of every parameter by its name in `engine.models.decoder.Decoder`, in the model's order."""
         table = (self.vocab, self.hidden)
-        kinds = {kind: self.layer_sizes(linear=kind) for kind in set(self.linear_layers)}
+        kinds = {kind: self.layer_sizes(linear=kind[0], mlp=kind[1]) for kind in set(self._kinds)}
         layers = {
             f"blocks.{index}.{name}": size
-            for index, kind in enumerate(self.linear_layers)
+            for index, kind in enumerate(self._kinds)
             for name, size in kinds[kind].items()
         }
         head = {} if self.tied else {"head.weight": table}
@@ -349,19 +386,23 @@ class ModelShape:
     @property
     def largest_layer(self) -> int:
         """Parameters of one decoder layer, of the larger kind."""
-        return max(self._layer_parameters(linear) for linear in set(self.linear_layers))
+        return max(self._layer_parameters(*kind) for kind in set(self._kinds))
 
     @property
     def layer_parameters(self) -> float:
         """Parameters of one decoder layer, on average over all."""
-        return self._of_layers(self._layer_parameters(False), self._layer_parameters(True) if self._hybrid else 0)
+        kinds = Counter(self._kinds)
+        if len(kinds) == 1:
+            return self.largest_layer
+        return sum(count * self._layer_parameters(*kind) for kind, count in kinds.items()) / self.layers
 
-    def _layer_parameters(self, linear: bool) -> int:
-        return sum(map(math.prod, self.layer_sizes(linear=linear).values()))
+    def _layer_parameters(self, linear: bool, mlp: bool) -> int:
+        return sum(map(math.prod, self.layer_sizes(linear=linear, mlp=mlp).values()))
 
     @property
-    def _hybrid(self) -> bool:
-        return self.linear != "none"
+    def _kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """Of each layer, whether it is linear, and whether it has an MLP."""
+        return tuple(zip(self.linear_layers, self.mlps, strict=True))
 
     @property
     def projection_parameters(self) -> float:
@@ -374,7 +415,7 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of the matrices of one layer's MLP."""
+        """Of the matrices of the MLP of one layer that has one."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
@@ -385,7 +426,14 @@ class ModelShape:
         gates = self.linear_heads * (2 if self.linear == "gated_delta_net" else 1)  # decay, and beta
         mixer = self.hidden * (2 * keys + 3 * values + gates)
         output = self._of_layers(self.hidden * self.heads * self.output_dim, mixer)
-        return self.projection_parameters + output + self.mlp_parameters
+        return self.projection_parameters + output + self.mlp_share * self.mlp_parameters
+
+    @property
+    def bare_outputs(self) -> float:
+        """Of the matrices after attention or recurrence those of layers without an MLP, which end these; on average."""
+        attention, linear = self.heads * self.output_dim, self.linear_heads * self.linear_value_dim
+        widths = (linear if is_linear else attention for is_linear, mlp in self._kinds if not mlp)
+        return self.hidden * sum(widths) / self.layers
 
     @property
     def linear_layer_products(self) -> int:

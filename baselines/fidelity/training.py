@@ -127,7 +127,7 @@ def reference(parameters: Tensors, drawn: Tensor, steps: int) -> tuple[list[floa
 def _from_hugging_face(left: Sequence[Mapping[str, Any]], kind: Literal["parameters", "gradients"]) -> Tensors:
     """Our names for those of transformers; rank 0 left all of them whole."""
     stored_name = architecture_named(SHAPE.architecture).stored_name
-    return {name: left[0][kind][stored_name(name)] for name in SHAPE.parameter_sizes()}
+    return {name: left[0][kind][stored_name(name, SHAPE)] for name in SHAPE.parameter_sizes()}
 
 
 def _from_megatron(left: Sequence[Mapping[str, Any]], kind: Literal["parameters", "gradients"]) -> Tensors:

@@ -5,7 +5,7 @@ no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers onc
 `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
 (`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the MLP's
 matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections repeat
-queries and keys where these are normed.
+queries and keys where these are normed. A layer without an MLP repeats all but the matrix that it ends with.
 
 Of a group of layers only the first one's input is saved, and backward needs the inputs last layer first. `hold` runs
 the group once and holds every input. `bisect` runs from the nearest input it has to the one it needs, and saves the
@@ -96,12 +96,13 @@ def repeated_products(
     """
     model, lora, plain_mlp = settings.model, settings.lora, settings.plain_mlp
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
-    last = model.ffn * model.hidden
+    share, last = model.mlp_share, model.mlp_share * model.ffn * model.hidden
     weights = runs * (model.layer_matrices + model.recurrence_products + adapter_parameters(model, lora))
     if model.norms == "before" and (plain_mlp or mlp_tiles == 1):
         weights -= again * last
+    weights -= again * model.bare_outputs
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
-    of_mlp = model.mlp_parameters + adapter_parameters(model, lora, MLP)
+    of_mlp = share * model.mlp_parameters + adapter_parameters(model, lora, MLP)
     weights += (model.layers - again) * (1 - kept) * (of_mlp - (last if plain_mlp else 0))
     if projection_tiles > 1 and not (model.plain_projection and lora is None):
         weights += model.layers * (model.projection_parameters + adapter_parameters(model, lora, PROJECTIONS))

@@ -213,6 +213,8 @@ class Architecture:
     experts: Mapping[str, str] = field(default_factory=dict)
     # Tensors of a layer that have no effect, and their sizes.
     unused: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda _: {}
+    layers: str = "model.layers"  # what the name of a layer's tensor begins with
+    halves: bool = False  # what is before the MLP, and the MLP, are numbered as layers of their own
     tied: bool = False  # what a configuration without `tie_word_embeddings` means
     partial_rotary: bool = False  # whether a configuration may rotate a part of each head
 
@@ -220,7 +222,7 @@ class Architecture:
         """The tensors of a model's files, in the model's order."""
         found: dict[str, list[str]] = {}
         for name in shape.parameter_sizes():
-            found.setdefault(self.stored_name(name), []).append(name)
+            found.setdefault(self.stored_name(name, shape), []).append(name)
         groups = self.interleaved(shape)
         stored = [
             Stored(
@@ -235,22 +237,24 @@ class Architecture:
         ]
         unused = self.unused(shape).items()
         layers = range(shape.layers)
-        return stored + [Stored(name=f"model.layers.{n}.{name}", unused=size) for n in layers for name, size in unused]
+        return stored + [Stored(name=f"{self.layers}.{n}.{name}", unused=size) for n in layers for name, size in unused]
 
-    def stored_name(self, parameter: str) -> str:
+    def stored_name(self, parameter: str, shape: ModelShape) -> str:
         """Name of the tensor that holds a parameter of `Decoder`."""
         module, kind = module_of(parameter), parameter.rpartition(".")[2]
         if module in OUTSIDE:
             return f"{self.names.get(module) or OUTSIDE[module]}.{kind}"
         layer, own = parameter.split(".", 2)[1:]
+        if self.halves:
+            layer = str(int(layer) + sum(shape.mlps[: int(layer)]) + own.startswith("mlp"))
         if own in self.experts:
-            return f"model.layers.{layer}.{self.experts[own]}"
+            return f"{self.layers}.{layer}.{self.experts[own]}"
         if own in self.names:
-            return f"model.layers.{layer}.{self.names[own]}"
+            return f"{self.layers}.{layer}.{self.names[own]}"
         name = self.names.get(module) or IN_LAYER.get(module)
         if name is None:
             raise ValueError(f"architecture {self.model_type} has no name for {module}; add it to its `names`")
-        return f"model.layers.{layer}.{name}.{kind}"
+        return f"{self.layers}.{layer}.{name}.{kind}"
 
 
 def in_layer(parameter: str) -> str:
@@ -284,14 +288,17 @@ def shape_of(content: Mapping[str, object], name: str) -> ModelShape:
     architecture_name, architecture = _architecture_of(content)
     for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
         config.expect(key, *accepted)
-    found: dict[str, Any] = {"layers": config.layers} | {name: config.whole(key) for name, key in SIZES.items()}
+    found: dict[str, Any] = {name: config.whole(key) for name, key in SIZES.items()}
     found["kv_heads"] = found["heads"]
     if content.get("num_key_value_heads") is not None:
         found["kv_heads"] = config.whole("num_key_value_heads")
-    found["norm_eps"] = config.number("rms_norm_eps")
     found["tied"] = config.flag("tie_word_embeddings", architecture.tied)
     found |= architecture.read(config)
-    if "rope_base" not in found:
+    if "layers" not in found:
+        found["layers"] = config.layers
+    if "norm_eps" not in found:
+        found["norm_eps"] = config.number("rms_norm_eps")
+    if found.get("rope", True) and "rope_base" not in found:
         found["rope_base"], found["rope_scaling"] = read_rope(content)
     if "head_dim" not in found:
         found["head_dim"] = head_dim_of(config, found["hidden"], found["heads"])
@@ -333,7 +340,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
         "tie_word_embeddings": shape.tied,
         "torch_dtype": dtype,
         **({} if max_positions is None else {"max_position_embeddings": max_positions}),
-        **write_rope(shape.rope_base, shape.rope_scaling),
+        **(write_rope(shape.rope_base, shape.rope_scaling) if shape.rope else {}),
         **architecture.write(shape),
     }
     found = shape_of(config, shape.name)

@@ -86,10 +86,13 @@ class MixCall(Protocol):
 
 
 def rotary_of(shape: ModelShape, windowed: bool, positions_L: Tensor, dtype: torch.dtype, seq_len: int) -> Rotary:
-    """The tables of the layers with the window, or of those without; `seq_len` is of the whole sequence.
+    """The tables of the layers with the window, or of those without; `seq_len` is of the whole sequence. Without RoPE
+    they have no columns.
 
     Queries and keys are both turned by them, so a factor of the scores is in them as its square root.
     """
+    if not shape.rope:
+        return (torch.empty(len(positions_L), 0, dtype=dtype, device=positions_L.device),) * 2
     base, scaling = shape.rope_base, shape.rope_scaling
     if windowed and shape.rope_base_window:
         base, scaling = shape.rope_base_window, "none"
@@ -154,6 +157,8 @@ class Attention(nn.Module):
         """Queries or keys, normalised and rotated."""
         heads = normed(norm, self._in_heads(x_BLF)) if self.norms_heads else self._in_heads(normed(norm, x_BLF))
         rotated = 2 * rotary[0].shape[-1]
+        if not rotated:
+            return heads.contiguous()
         if rotated == self.head_dim:
             return rotate(heads, rotary)
         return torch.cat((rotate(heads[..., :rotated], rotary), heads[..., rotated:]), -1)
@@ -192,6 +197,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -250,7 +256,8 @@ def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend |
 
 
 class Block(nn.Module):
-    """One decoder layer: attention, or the mixer of a linear layer, then the MLP."""
+    """One decoder layer: attention, or the mixer of a linear layer, then the MLP, which some models leave out of some
+    layers."""
 
     attend: Attend
     mix: MixCall
@@ -259,7 +266,9 @@ class Block(nn.Module):
     add_mlp: AddMLP
     joins_sum: bool  # whether `add_mlp` forms the sum of the residual stream before it, in one pass with its norm
 
-    def __init__(self, shape: ModelShape, *, windowed: bool = False, linear: bool = False) -> None:
+    def __init__(
+        self, shape: ModelShape, *, windowed: bool = False, linear: bool = False, with_mlp: bool = True
+    ) -> None:
         super().__init__()
         self.windowed = windowed  # attends within the shape's window
         before = shape.norms != "after"
@@ -271,8 +280,8 @@ class Block(nn.Module):
             self.attention = attention_of(shape)
         self.linear = linear
         self.enters = self.leaves = linear  # the layer before, or after, has tokens in the layout's order
-        self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before else None
-        self.mlp = MLP(shape)
+        self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps) if before and with_mlp else None
+        self.mlp = MLP(shape) if with_mlp else None
         self.attend = DenseAttention(parse_mask(shape.window_mask) if windowed else None)
         self.mix = Mix()
         self.activations = keep_all
@@ -295,6 +304,8 @@ class Block(nn.Module):
 
     def _with_mlp(self, branch_BLE: Tensor, x_BLE: Tensor) -> Tensor:
         """The residual stream after the MLP, from the first half's branch."""
+        if self.mlp is None:
+            return x_BLE + branch_BLE
         if self.joins_sum:
             return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
         return self.add_mlp(self.mlp_norm, self.mlp, x_BLE + branch_BLE)
@@ -343,8 +354,10 @@ class Decoder(nn.Module):
         self.shards = 1  # that a sequence is divided into, of equal length; one of them is here
         self.longest = 0  # tokens of the longest document that a packed row may hold; 0: the sequence is one text
         self.embedding = Embedding(shape.vocab, shape.hidden)
-        kinds = zip(shape.windowed, shape.linear_layers, strict=True)
-        self.blocks = nn.ModuleList(Block(shape, windowed=windowed, linear=linear) for windowed, linear in kinds)
+        kinds = zip(shape.windowed, shape.linear_layers, shape.mlps, strict=True)
+        self.blocks = nn.ModuleList(
+            Block(shape, windowed=windowed, linear=linear, with_mlp=mlp) for windowed, linear, mlp in kinds
+        )
         for block, following in itertools.pairwise(self.blocks):
             if block.linear and following.linear:
                 block.leaves = following.enters = False

@@ -47,6 +47,7 @@ class LinearMixer(nn.Module):
         super().__init__()
         self.heads, self.key_dim, self.value_dim = shape.linear_heads, shape.linear_key_dim, shape.linear_value_dim
         keys, values = shape.linear_key_heads * self.key_dim, self.heads * self.value_dim
+        self.step_min = shape.linear_step_min
         self.decay_log, self.decay_bias = (nn.Parameter(torch.empty(self.heads)) for _ in range(2))
         rows = {"q": keys, "k": keys, "v": values, "gate": values, "beta": self.heads, "decay": self.heads}
         for name in self.matrices:
@@ -64,10 +65,12 @@ class LinearMixer(nn.Module):
         return {name: part.unflatten(-1, (-1, dims[name])) for name, part in zip(parts, convolved, strict=True)}
 
     def step(self, x_BLE: Tensor) -> tuple[Tensor, Tensor]:
-        """softplus(decay + decay_bias) [the time step], and it times -exp(decay_log): the logarithm of the decay, both
-        [B, L, V] in the accumulation dtype."""
+        """softplus(decay + decay_bias) [the time step], not below its least value, and it times -exp(decay_log): the
+        logarithm of the decay, both [B, L, V] in the accumulation dtype."""
         dtype = accumulation_dtype(x_BLE.dtype)
         step_BLV = F.softplus(self.decay(x_BLE).to(dtype) + computed(self.decay_bias))
+        if self.step_min:
+            step_BLV = step_BLV.clamp(min=self.step_min)
         return step_BLV, -computed(self.decay_log).to(dtype).exp() * step_BLV
 
 

@@ -153,10 +153,10 @@ def _small_model(settings: TrialSettings) -> ModelShape:
         fewer = (count for count in range(min(2, kv_heads), kv_heads) if kv_heads % count == 0)
         kv_heads = next((count for count in fewer if divided(count) == divided(kv_heads)), kv_heads)
     # Few layers have every kind of layers too, and of two kinds also linear layers in a row.
-    kinds = {"l" if linear else "w" if windowed else "f" for windowed, linear in _kinds(shape)}
-    pattern = "".join(kind for kind in "lwf" if kind in kinds)
+    kinds = set(_kinds(shape))
+    pattern = "".join(kind for kind in "lLwWfF" if kind in kinds)
     if len(kinds) == 2 and shape.linear_runs < sum(shape.linear_layers):
-        pattern = f"l{pattern}"
+        pattern = pattern[0] + pattern
     group_linear = shape.linear_heads // max(1, shape.linear_key_heads)
     key_heads = min(shape.linear_key_heads, _LINEAR_KEY_HEADS)
     return replace(
@@ -165,7 +165,7 @@ def _small_model(settings: TrialSettings) -> ModelShape:
         layer_pattern=pattern if len(kinds) > 1 else shape.layer_pattern,
         linear_heads=key_heads * group_linear,
         linear_key_heads=key_heads,
-        layers=min(shape.layers, _LAYERS),
+        layers=min(shape.layers, max(_LAYERS, len(kinds))),
         hidden=min(shape.hidden, _HIDDEN),
         ffn=cut(shape.ffn, _FFN),
         vocab=cut(shape.vocab, _VOCAB),
@@ -174,8 +174,11 @@ def _small_model(settings: TrialSettings) -> ModelShape:
     )
 
 
-def _kinds(shape: ModelShape) -> Iterator[tuple[bool, bool]]:
-    return zip(shape.windowed, shape.linear_layers, strict=True)
+def _kinds(shape: ModelShape) -> Iterator[str]:
+    """Letters of the layers, which say w where there is a window alone."""
+    for windowed, linear, mlp in zip(shape.windowed, shape.linear_layers, shape.mlps, strict=True):
+        letter = "l" if linear else "w" if windowed else "f"
+        yield letter if mlp else letter.upper()
 
 
 def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int]:

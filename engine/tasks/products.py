@@ -49,8 +49,8 @@ def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
         ("linear_query_key", model.hidden, linear_keys, 2 * mixers),
         ("linear_value_gate", model.hidden, linear_values, 2 * mixers),
         ("linear_out", linear_values, model.hidden, mixers),
-        (first, model.hidden, model.ffn, (2 if model.gated else 1) * model.layers),
-        ("down", model.ffn, model.hidden, model.layers),
+        (first, model.hidden, model.ffn, (2 if model.gated else 1) * sum(model.mlps)),
+        ("down", model.ffn, model.hidden, sum(model.mlps)),
         ("lm_head", model.hidden, model.vocab, 1),
     )
     return tuple(

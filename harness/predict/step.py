@@ -201,8 +201,9 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     rotary = _ROTARY * (model.heads + (1 if model.kv_latent else model.kv_heads)) * model.rotated_dim
     of_adapters = adapter_passes(model, settings.lora)
-    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary + of_adapters[0]
-    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary + of_adapters[1]
+    hidden, ffn = model.hidden * (1 + model.mlp_share) / 2, model.ffn * model.mlp_share  # a layer may have one half
+    forward = _FORWARD_HIDDEN * hidden + _FORWARD_MLP * ffn + rotary + of_adapters[0]
+    backward = _BACKWARD_HIDDEN * hidden + _BACKWARD_MLP * ffn + rotary + of_adapters[1]
     again = work.recomputed_layers / work.layers if work.layers else 0.0
     values = model.linear_heads * model.linear_value_dim
     channels = 2 * model.linear_key_heads * model.linear_key_dim + values

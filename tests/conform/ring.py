@@ -1,6 +1,7 @@
 """A small ring of attention, and a Llama on it, that `burst conform` finds right; and seeded faults that it finds.
 
-Zigzag over gloo, K and V travel, dense within a pair of shards. Each fault is a line or two below, at `has(...)`.
+Shards are in zigzag layout and gloo connects the ranks. K and V go round the ring, and the attention of a pair of
+shards is dense. A seeded fault is the line or two below a `has(...)`.
 Shape letters: B batch, S whole sequence, L this rank's tokens, M tokens of a chunk, N heads, K KV heads, D head dim.
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conform.matrix import matrix_lines
+from conform.matrix import ON_GPUS, matrix_lines
 from conform.target import load, target_names, variant_of
 
 RESULTS = Path(__file__).parents[2] / "results" / "conform"
@@ -32,10 +32,11 @@ def test_a_variant_that_a_file_has_not_is_refused_with_those_that_it_has() -> No
 def test_every_committed_report_is_of_a_target_and_its_failures_are_in_the_table() -> None:
     lines = "\n".join(matrix_lines(RESULTS))
     names = {name.replace(":", "-") for name in target_names()}
-    for path in RESULTS.glob("*.json"):
+    for path in RESULTS.rglob("*.json"):
         report = json.loads(path.read_text(encoding="utf-8"))
         assert path.stem in names, path.name
-        assert f"| {report['target']} | `{report['version']}` | {report['passed']} of {report['claimed']} |" in lines
+        name = report["target"] + (ON_GPUS if path.parent.name == "cuda" else "")
+        assert f"| {name} | `{report['version']}` | {report['passed']} of {report['claimed']} |" in lines
         silent = sum(case["status"] == "not claimed" for case in report["cases"])
         assert report["claimed"] + silent == len(report["cases"])
         for case in report["cases"]:

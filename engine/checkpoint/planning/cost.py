@@ -57,7 +57,7 @@ class CostModel:
         row = item * model.output_dim + 4  # of output and LSE, of one token and head
         attending = model.attention_layers / model.layers
         self._copy_attention = attending * self._tokens * model.heads * row / speeds.host_link  # of a layer, on average
-        elements = PASSES_AGAIN * model.hidden + adapter_passes(model, settings.lora)[0]
+        elements = PASSES_AGAIN * model.hidden * (1 + model.mlp_share) / 2 + adapter_passes(model, settings.lora)[0]
         self._passes = item * self._tokens * elements / speeds.memory  # of one layer's forward
         of_mlp = adapter_passes(model, settings.lora, MLP)[0]
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications

@@ -183,7 +183,7 @@ class MemoryModel:
             gathered_first=item * layer + (item + wide) * trained + tied,
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
-            mlp_sums=wide * trained_weights(shape, lora, MLP),
+            mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(
@@ -338,14 +338,15 @@ class MemoryModel:
         if shape.norms != "before":
             kept += self._state  # attention's branch before its norm
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
-        kept = 2 * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
-        kept += choice.checkpoint.mlp * self._between * len(self._adapted & set(MLP))
+        kept = (1 + shape.mlp_share) * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
+        of_mlp = shape.mlp_share * choice.checkpoint.mlp
+        kept += of_mlp * self._between * len(self._adapted & set(MLP))
         if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
             inputs = self._state if self._adapted & {"gate", "up"} else 0.0
             products = self._gates + ("down" in self._adapted)
-            return kept + choice.checkpoint.mlp * (products * self._mlp_state + inputs)
+            return kept + of_mlp * (products * self._mlp_state + inputs)
         # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
-        return kept + choice.checkpoint.mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
+        return kept + of_mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
 
     def _whole_layer(self, choice: MemorySettings, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""

@@ -24,7 +24,7 @@ DELTA = ModelShape(
 )  # fmt: skip
 MAMBA = replace(
     DELTA, linear="mamba2", linear_key_heads=1, linear_value_dim=24, attention_gate=False, qk_norm=False,
-    window=4096, layer_pattern="lwlf",
+    window=4096, layer_pattern="lwLF",
 )  # fmt: skip
 LONG = TrialSettings(task="train", method="burst", model=DELTA, seq_len=1 << 18, cp_size=2, world_size=2, dtype="fp32")
 CASES = [

@@ -24,6 +24,11 @@ BAMBA = SIZES | {
     "architectures": ["BambaForCausalLM"], "attn_layer_indices": [3, 7], "mamba_expand": 2, "mamba_n_heads": 16,
     "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
 }  # fmt: skip
+NEMOTRON = SIZES | {
+    "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 7, "hybrid_override_pattern": "M-M*-M-",
+    "mlp_hidden_act": "relu2", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
+    "ssm_state_size": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [NEXT, DENSE, BAMBA])
@@ -32,6 +37,22 @@ def test_every_fourth_layer_has_attention_unless_a_configuration_says_otherwise(
     assert shape.layer_pattern == "lllf"
     assert shape.rope_scaling.endswith("0.5" if config is BAMBA else "0.25")
     assert shape_of(config_of(shape, "float32", None), "hybrid") == shape
+
+
+def test_halves_of_nemotron_h_are_layers_with_and_without_an_mlp() -> None:
+    shape = shape_of(NEMOTRON, "hybrid")
+    assert (shape.layers, shape.layer_pattern, shape.rope) == (4, "lLf", False)
+    assert shape.mlps == (True, False, True, True)
+    again = config_of(shape, "float32", None)
+    assert again["hybrid_override_pattern"] == "M-M*-M-"
+    assert shape_of(again, "hybrid") == shape
+    kinds = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp"]  # as in files of before 5.23
+    assert (
+        shape_of(
+            NEMOTRON | {"num_hidden_layers": 7, "layers_block_type": kinds, "hybrid_override_pattern": None}, "hybrid"
+        )
+        == shape
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,6 +69,23 @@ def test_every_fourth_layer_has_attention_unless_a_configuration_says_otherwise(
         (BAMBA, {"mamba_d_head": 16}, "mamba_d_head is 16 and mamba_n_heads 16; expected together .* = 128"),
         (BAMBA, {"mamba_proj_bias": True}, "mamba_proj_bias is True, which this model does not have"),
         (BAMBA, {"time_step_limit": [0.1, 1.0]}, r"time_step_limit is \[0.1, 1.0\], which this model does not have"),
+        (
+            NEMOTRON,
+            {"hybrid_override_pattern": "MEM*-M-"},
+            "layer 1 has experts, which this model does not have; expec",
+        ),
+        (NEMOTRON, {"hybrid_override_pattern": "M--*-M-"}, "layer 2 is an MLP, and the one before it is an MLP too; e"),
+        (NEMOTRON, {"hybrid_override_pattern": "-MM*-M-"}, "layer 0 is an MLP, and the one before it is missing; exp"),
+        (NEMOTRON, {"hybrid_override_pattern": "M-M*-MX"}, "layer 6 is 'X'; expected linear_attention, full_attention"),
+        (NEMOTRON, {"hybrid_override_pattern": "MMM*MMM"}, "capitals, and 0 of 7 layers have an MLP and 6 are linear"),
+        (NEMOTRON, {"hybrid_override_pattern": "M-"}, "num_hidden_layers is 7, which this model does not have; expect"),
+        (NEMOTRON, {"hybrid_override_pattern": None}, "layers_block_type is 'None' and hybrid_override_pattern 'None'"),
+        (NEMOTRON, {"layers_block_type": ["mlp"] * 7}, r"layers_block_type is .* or the same as a text of M, \* and -"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu', which this model does not have; expected 'r"),
+        (NEMOTRON, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, which this model does not have"),
+        (NEMOTRON, {"auto_map": {"AutoModelForCausalLM": "other.Model"}}, "auto_map is .*, which this model does not"),
+        (NEMOTRON, {"time_step_limit": [0.1, 1.0]}, r"time_step_limit is \[0.1, 1.0\], which this model does not have"),
+        (NEMOTRON, {"use_bias": True}, "use_bias is True, which this model does not have; expected missing or False"),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused(

@@ -17,10 +17,10 @@ from tests.slow import slow
 
 DELTA = ModelShape(
     name="hybrid", layers=5, hidden=18, ffn=30, heads=4, kv_heads=2, head_dim=4, vocab=257, attention_gate=True,
-    qk_norm=True, layer_pattern="llf", linear="gated_delta_net", linear_heads=4, linear_key_heads=2, linear_key_dim=4,
+    qk_norm=True, layer_pattern="lLf", linear="gated_delta_net", linear_heads=4, linear_key_heads=2, linear_key_dim=4,
     linear_value_dim=5, rope_scaling="default:partial_rotary_factor=0.5",
 )  # fmt: skip
-MAMBA = replace(DELTA, linear="mamba2", attention_gate=False, qk_norm=False, layer_pattern="flwl", window=9)
+MAMBA = replace(DELTA, linear="mamba2", attention_gate=False, qk_norm=False, layer_pattern="FlwL", window=9)
 SHAPES = {"delta": DELTA, "mamba": MAMBA}
 SETTINGS = TrialSettings(task="train", method="burst", model=DELTA, seq_len=48, batch_size=2, dtype="fp64")
 TILED = {"projection_tiles": 3, "mlp_tiles": 2}

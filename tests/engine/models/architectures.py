@@ -150,6 +150,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": rope(100.0),
         },
     ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": None,
+            "hybrid_override_pattern": "M-MM-*-*M",
+            "layer_norm_epsilon": 1e-3,
+            "mlp_bias": True,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 6,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "chunk_size": 16,
+            "time_step_min": 0.09,  # large enough for some time steps to be below it
+        },
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ OLMO_2_7B = LLAMA_3_8B | {
     "architectures": ["Olmo2ForCausalLM"], "intermediate_size": 11008, "model_type": "olmo2",
     "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "vocab_size": 100352,
 }  # fmt: skip
+NEMOTRON_H_8B = {
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_head_dim": 128, "auto_map": {
+    "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+    "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}, "chunk_size": 128, "conv_kernel": 4,
+    "expand": 2, "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,
+    "mamba_proj_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "n_groups": 8,
+    "num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 8, "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05, "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False,
+    "time_step_floor": 0.0001, "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001,
+    "use_bias": False, "use_conv_bias": True, "vocab_size": 131072,
+}  # fmt: skip
 # Of 20B, at the sizes of tiny_gpt_oss and with one expert.
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 16, "hidden_act": "silu",
@@ -73,6 +87,7 @@ PUBLISHED = {
     "qwen2_5_7b": QWEN2_5_7B,
     "gemma3_4b": GEMMA_3_4B,
     "olmo2_7b": OLMO_2_7B,
+    "nemotron_h_8b": NEMOTRON_H_8B,
     "tiny_gpt_oss": GPT_OSS,
     "tiny_deepseek_v3": DEEPSEEK_V3,
 }

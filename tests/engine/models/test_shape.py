@@ -21,6 +21,10 @@ from harness.spec.trial import id_of
 from tests.harness import second_formulas as formulas
 
 LLAMA = ModelShape(name="m", layers=5, hidden=24, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=257)
+MAMBA: dict[str, Any] = {
+    "linear": "mamba2", "linear_heads": 4, "linear_key_heads": 2, "linear_key_dim": 6, "linear_value_dim": 3,
+    "layer_pattern": "fL",
+}  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "tied": {"tied": True},
@@ -37,7 +41,7 @@ def trial(shape: ModelShape, **settings: Any) -> TrialSettings:
     return TrialSettings(**{"task": "train", "method": "burst", "model": shape, "seq_len": 64} | settings)
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=list(FEATURES))
+@pytest.mark.parametrize("features", [*FEATURES.values(), MAMBA], ids=[*FEATURES, "layers without an MLP"])
 def test_sizes_said_without_the_model_are_those_of_the_model_in_its_order(features: dict[str, Any]) -> None:
     shape = replace(LLAMA, **features)
     with torch.device("meta"):
@@ -72,6 +76,11 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
         ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 3}, "rope_dim 3 is odd; RoPE needs an even rope_dim"),
         ({"linear_heads": 4, "linear_key_heads": 2}, "linear_heads is given without linear"),
+        ({"layer_pattern": "wF"}, "capitals, and 3 of 5 layers have an MLP and 0 are linear; give at least one of eac"),
+        (MAMBA | {"layer_pattern": "LF"}, "capitals, and 0 of 5 layers have an MLP and 3 are linear; give at least"),
+        (MAMBA | {"linear": "gated_delta_net", "linear_step_min": 0.1}, "linear_step_min is 0.1, and linear is gated_"),
+        ({"rope": False, "rope_base": 1e6}, "rope_base is 1000000.0 with rope: false, where nothing is rotated; leave"),
+        ({"rope": False, "attention_scale": 0.5}, "attention_scale is 0.5 with rope: false, where nothing is rotated"),
         (
             {"kv_latent": 7, "kv_heads": 4, "rope_dim": 2, "qk_norm": True},
             "norms and a scale of its own and no gate; leave it out",
