@@ -38,7 +38,7 @@ class FlashLinearAttention(EngineCommand):
         from engine.linear.kernels import library_installed
 
         if torch.cuda.is_available() and not library_installed():
-            return f"{self.name} calls a library that is missing or before 0.5; pip install flash-linear-attention"
+            return f"{self.name} calls a library that is missing or before 0.6; pip install flash-linear-attention"
         return None
 
     def layout(self, settings: TrialSettings) -> str:

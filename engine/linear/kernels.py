@@ -24,7 +24,7 @@ from engine.ops.copies import computed
 from engine.ops.norm import RMSNorm, epsilon
 
 LIBRARY = "fla-core"  # the package that has the calls
-OLDEST = (0, 6)  # 0.5 has the convolution elsewhere; before it fewer key heads than value heads were read as if as many
+OLDEST = (0, 6)  # 0.5 has the convolution elsewhere, and ignores `state_v_first` without an error
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -77,9 +77,12 @@ def _fla_delta_rule(
     runs: Runs,
     initial_BVNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    named: dict[str, object] = {"use_qk_l2norm_in_kernel": True}
+    named: dict[str, object] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}  # as in the library's layers
     call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return _recurred(call, named, runs, initial_BVNP, q=q_BLHN, k=k_BLHN, v=v_BLVP, g=decay_BLV, beta=beta_BLV)
+    initial_BVPN = None if initial_BVNP is None else initial_BVNP.mT
+    tensors = {"q": q_BLHN, "k": k_BLHN, "v": v_BLVP, "g": decay_BLV, "beta": beta_BLV}
+    out_BLVP, state_BVPN = _recurred(call, named, runs, initial_BVPN, **tensors)
+    return out_BLVP, state_BVPN.mT
 
 
 def _fla_state_space(
@@ -103,14 +106,13 @@ def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
 
 
 def _recurred(
-    call: Any, named: dict[str, object], runs: Runs, initial_BVNP: Tensor | None, **tensors: Tensor
+    call: Any, named: dict[str, object], runs: Runs, initial: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Out, and the state after the last run."""
     rows, others = tensors["v"].shape[0], len(runs.starts) - 1
-    initial = initial_BVNP
-    if initial_BVNP is not None and others:
-        zeros = initial_BVNP.new_zeros(rows, others, *initial_BVNP.shape[1:])
-        initial = torch.cat([initial_BVNP[:, None], zeros], 1).flatten(0, 1)
+    if initial is not None and others:
+        zeros = initial.new_zeros(rows, others, *initial.shape[1:])
+        initial = torch.cat([initial[:, None], zeros], 1).flatten(0, 1)
     out, states = _called(call, named | {"initial_state": initial, "output_final_state": True}, runs, **tensors)
     return out, states.unflatten(0, (rows, -1))[:, -1]
 

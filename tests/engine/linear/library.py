@@ -23,12 +23,15 @@ from engine.linear.runs import Runs
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert use_qk_l2norm_in_kernel
     assert output_final_state
+    assert state_v_first
     assert scale is None
-    return sequences(chunked_delta_rule, initial_state, cu_seqlens, q, k, v, g, beta)
+    initial = None if initial_state is None else initial_state.mT
+    out, states = sequences(chunked_delta_rule, initial, cu_seqlens, q, k, v, g, beta)
+    return out, states.mT
 
 
 def chunk_simple_gla(
