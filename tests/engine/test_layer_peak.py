@@ -102,6 +102,34 @@ class LibrarySpace(torch.autograd.Function):
         return found
 
 
+class LibraryConvolution(torch.autograd.Function):
+    """The short convolution with its SiLU, of which the input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+class LibraryGatedNorm(torch.autograd.Function):
+    """norm(x) * silu(gate), of which both inputs are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        x, gate, weight = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(gate), torch.zeros_like(weight)
+
+
 def states_of(k: Tensor, v: Tensor) -> Tensor:
     """A state of every chunk."""
     return k.new_zeros(v.shape[0], v.shape[1] // 64, v.shape[2], k.shape[-1], v.shape[-1])
@@ -185,11 +213,16 @@ def _called(form: Any, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 def test_a_linear_layer_holds_what_the_planner_counts(linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "kernel_of", lambda *_: "fla")
     for name, call, form in (
-        ("gated_delta_rule", "chunk_gated_delta_rule", LibraryRule),
-        ("simple_gla", "chunk_simple_gla", LibrarySpace),
+        ("ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_called, LibraryRule)),
+        ("ops.simple_gla", "chunk_simple_gla", partial(_called, LibrarySpace)),
+        ("modules.causal_conv1d", "causal_conv1d", lambda x, weight, **_: (LibraryConvolution.apply(x, weight), None)),
+        (
+            "modules.norm.fused_norm_gate",
+            "rms_norm_gated",
+            lambda x, gate, w, *_, **__: LibraryGatedNorm.apply(x, gate, w),
+        ),
     ):
-        made = partial(_called, form)
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{call: made}))
+        monkeypatch.setitem(sys.modules, f"fla.{name}", SimpleNamespace(**{call: form}))
     settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), linear=linear, **LINEAR)
     counted = MemoryModel(settings)._layer(memory_settings_of(settings), 0.0)
     assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), rel=0.04)

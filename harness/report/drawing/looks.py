@@ -43,6 +43,7 @@ SPARE = tuple(light for name, (light, _) in PALETTE.items() if name.startswith("
 NATIVE_BASELINE = {
     "megatron_lm": "megatron_cp", "deepspeed": "ulysses", "torchtitan": "torch_cp", "trl": "megatron_tp",
     "transformers": "loongtrain_double_ring", "transformers_bf16": "loongtrain_usp",
+    "flash_linear_attention": "spare_2",
 }  # fmt: skip
 MAX_SERIES = 12  # told apart in one figure
 MARKERS = ("o", "s", "D", "^", "v", "<", ">", "p")
