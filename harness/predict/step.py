@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.attention.problem import Problem
 from engine.checkpoint.counts import added_weights, layers_run_again
-from engine.linear.volume import sent_bytes
+from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.cuda_graph import not_captured_reason
@@ -39,7 +39,11 @@ _FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, 
 _ROTARY = 2  # read and written, of queries and keys
 # The same of a linear layer's forward: in elements of its channels the convolution with its activation, and its parts
 # as tensors of their own; in elements of its values the norm with the gate, which is several operations of Mamba-2.
-_MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 8}
+_MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 20}
+# Of a recurrence beside its products, forward and backward: as many bytes as the GPU could move meanwhile, in elements
+# of a value head's key, value and share of the state that is kept for each chunk. Measured with flash-linear-attention
+# 0.6 at 128K and 256K tokens (results/published/h200x1/linear_layers).
+_RECURRENCE_PASSES = {"gated_delta_net": (10.3, 24.7), "mamba2": (5.3, 11.7)}
 # Bytes per parameter of a rank's shard and step. In one pass over whole parameters: AdamW in fp32, which clips as it
 # reads and writes the copy, and the gradient's norm. Sharded: AdamW, the norm, clipping in a pass of its own.
 _ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
@@ -158,6 +162,7 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
         Term(phase="matrix products", flops=work.all_layers),
         Term(phase="matrix products again", flops=work.recomputed_layers),
         Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
+        Term(phase="recurrences", memory_bytes=_recurrence_bytes(settings, work)),
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
         Term(
             phase="optimizer",
@@ -170,8 +175,8 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}
 _ORDER = (
     "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
-    "elementwise", "LM head", "optimizer", "schedule's steps", "waiting inside nodes", "waiting between nodes",
-    "parameters", "host copies", "waiting for launches",
+    "elementwise", "recurrences", "LM head", "optimizer", "schedule's steps", "waiting inside nodes",
+    "waiting between nodes", "parameters", "host copies", "waiting for launches",
 )  # fmt: skip
 
 
@@ -211,6 +216,18 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     mixers = sum(model.linear_layers) * mixer * (3 + again)
     layers = model.layers * ((1 + again) * forward + backward)
     return item * tokens * (layers + mixers) + _tile_bytes(settings)
+
+
+def _recurrence_bytes(settings: TrialSettings, work: StepFlops) -> float:
+    """Bytes that a rank could move while the recurrences of its linear layers run in a step, beside their products."""
+    model = settings.model
+    forward, backward = _RECURRENCE_PASSES.get(model.linear, (0.0, 0.0))
+    again = work.recomputed_layers / work.layers if work.layers else 0.0
+    state = model.linear_key_dim * model.linear_value_dim / CHUNK
+    head = model.linear_key_dim + model.linear_value_dim + state
+    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
+    elements = sum(model.linear_layers) * model.linear_heads * head * ((1 + again) * forward + backward)
+    return BYTES_OF[settings.dtype] * tokens * elements
 
 
 def _tile_bytes(settings: TrialSettings) -> float:

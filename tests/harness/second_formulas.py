@@ -57,7 +57,8 @@ def figures_of(record: Record) -> dict[str, Figure]:
     tokens = settings.seq_len * _sequences(settings)
     forward, attention = _forward_flops(settings), _attention_flops(settings)
     # What tflops_per_gpu counts: for attention alone as kernels are quoted, else the model's own work.
-    quoted = 3.5 * attention if settings.task == "attention" else 3.0 * forward
+    model = 3.0 * forward - _without_weight_gradients(settings)
+    quoted = 3.5 * attention if settings.task == "attention" else model
     found |= {
         "samples": len(measured.step_seconds),
         "rounds": len(rounds),
@@ -88,18 +89,18 @@ def figures_of(record: Record) -> dict[str, Figure]:
     peak = hardware.peak_bf16_tflops
     per_peak = step * ranks * _TERA * peak
     found["peak_tflops"] = peak
-    found["mfu"] = 3.0 * forward / per_peak
-    found["hfu"] = (3.0 * forward + 0.5 * attention + _repeated_flops(settings)) / per_peak
+    found["mfu"] = model / per_peak
+    found["hfu"] = (model + 0.5 * attention + _repeated_flops(settings)) / per_peak
     if settings.task == "linear" or (settings.task == "attention" and settings.cp_size == 1):
         return found  # the kernel itself
     speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
     gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
-    products = 3.0 * (forward - attention)
+    products = model - 3.0 * attention
     if (gemm or not products) and (speeds or not attention):
         fastest = products / gemm / _TERA if gemm else 0.0
         if speeds and attention:
             fastest += attention * (1.0 / speeds["forward"] + 2.5 / speeds["backward"]) / _TERA
-        found["mfu_ceiling"] = 3.0 * forward / fastest / _TERA / peak
+        found["mfu_ceiling"] = model / fastest / _TERA / peak
         found["tflops_ceiling"] = quoted / fastest / _TERA
     return found
 
@@ -110,18 +111,62 @@ def _sequences(settings: TrialSettings) -> int:
     return settings.batch_size * replicas * (settings.gradient_accumulation if settings.task == "train" else 1)
 
 
-def _layer_weights(model: ModelShape) -> tuple[int, int]:
-    """Weights of one layer in matrix products: of queries, keys, values and output; of one matrix of the MLP."""
-    if model.kv_latent:
-        return _formed_weights(model) + model.hidden * model.heads * model.value_dim, model.hidden * model.ffn
-    width = (model.heads + model.kv_heads) * model.head_dim
-    return 2 * model.hidden * width, model.hidden * model.ffn
+_FORMED, _MLP = ("q", "k", "v"), ("gate", "up", "down")
+
+
+def _share(model: ModelShape, letters: str) -> float:
+    """Of the layers, those with one of these letters in the pattern."""
+    of_layer = itertools.islice(itertools.cycle(model.layer_pattern), model.layers)
+    return sum(letter in letters for letter in of_layer) / model.layers
+
+
+def _layer_weights(model: ModelShape) -> tuple[float, float]:
+    """Weights of one layer in matrix products, on average: of queries, keys, values and output, or of a linear layer's
+    mixer; of one matrix of the MLP."""
+    attention = _formed_weights(model) + model.hidden * model.heads * (model.value_dim or model.head_dim)
+    values, per_head = model.linear_heads * model.linear_value_dim, 2 if model.linear == "gated_delta_net" else 1
+    keys = model.linear_key_heads * model.linear_key_dim
+    mixer = model.hidden * (2 * keys + 3 * values + per_head * model.linear_heads)  # q and k; v, gate and output
+    linear = _share(model, "lL")
+    return (1 - linear) * attention + linear * mixer, _share(model, "lwf") * model.hidden * model.ffn
+
+
+def _adapter_weights(settings: TrialSettings, of: Sequence[str] = (*_FORMED, "output", *_MLP)) -> int:
+    """Of the adapters of one layer's matrices: two of rank x inputs and rank x outputs for each."""
+    model, lora = settings.model, settings.lora
+    if lora is None:
+        return 0
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sides = {
+        "q": model.hidden + queries, "k": model.hidden + keys, "v": model.hidden + keys,
+        "output": model.hidden + queries, "gate": model.hidden + model.ffn, "up": model.hidden + model.ffn,
+        "down": model.hidden + model.ffn,
+    }  # fmt: skip
+    return sum(lora.rank * sides[name] for name in lora.targets if name in of)
+
+
+def _without_weight_gradients(settings: TrialSettings) -> float:
+    """FLOPs of frozen matrices' own gradients, which are not formed."""
+    model = settings.model
+    if settings.lora is None or settings.task != "train":
+        return 0.0
+    projections, matrix = _layer_weights(model)
+    layer = projections + (3 if model.gated else 2) * matrix
+    return 2.0 * settings.seq_len * _sequences(settings) * (model.layers * layer + model.hidden * model.vocab)
+
+
+def _recurrence(model: ModelShape) -> int:
+    """Multiply-adds of a linear layer for one token: the state of every value head is written and read, and read again
+    by the delta rule."""
+    passes = 3 if model.linear == "gated_delta_net" else 2
+    return passes * model.linear_heads * model.linear_key_dim * model.linear_value_dim
 
 
 def _formed_weights(model: ModelShape) -> int:
     """Weights of one layer that form queries, keys and values."""
     if not model.kv_latent:
-        return model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+        gates = model.heads if model.attention_gate else 0
+        return model.hidden * (model.heads + gates + 2 * model.kv_heads) * model.head_dim
     queries = model.hidden * model.heads * model.head_dim
     if model.q_latent:
         queries = model.q_latent * (model.hidden + model.heads * model.head_dim)
@@ -138,11 +183,11 @@ def _forward_flops(settings: TrialSettings) -> float:
         return _attention_flops(settings)
     if settings.task == "lm_head":
         return head
-    if settings.task == "linear":  # the state of every value head is written and read, and read again by the delta rule
-        passes = 3 if model.linear == "gated_delta_net" else 2
-        return 2.0 * tokens * passes * model.linear_heads * model.linear_key_dim * model.linear_value_dim
+    if settings.task == "linear":
+        return 2.0 * tokens * _recurrence(model)
     projections, matrix = _layer_weights(model)
-    weights = projections + (3 if model.gated else 2) * matrix
+    weights = projections + (3 if model.gated else 2) * matrix + _adapter_weights(settings)
+    weights += _share(model, "lL") * _recurrence(model)
     return 2.0 * tokens * weights * model.layers + head + _attention_flops(settings)
 
 
@@ -156,10 +201,8 @@ def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
         inside = pairs
         if model.window:  # a query and the window - 1 tokens before it
             inside = sum(min(model.window, query + 1) for query in range(rows))
-        pairs = sum(
-            inside if model.window and model.layer_pattern[layer % len(model.layer_pattern)] == "w" else pairs
-            for layer in range(model.layers)
-        )
+        windowed, linear = _share(model, "wW") if model.window else 0.0, _share(model, "lL")
+        pairs = model.layers * (windowed * inside + (1 - windowed - linear) * pairs)
     return 2.0 * pairs * model.heads * (model.head_dim + (model.value_dim or model.head_dim)) * _sequences(settings)
 
 
@@ -170,23 +213,25 @@ def _repeated_flops(settings: TrialSettings) -> float:
     model, checkpoint = settings.model, settings.checkpoint
     per_weight = 2.0 * settings.seq_len * _sequences(settings)
     projections, matrix = _layer_weights(model)
-    matrices = 3 if model.gated else 2
+    matrices, plain = 3 if model.gated else 2, model.plain_mlp and settings.lora is None
     whole = model.layers if checkpoint.every == 0 else min(model.layers, checkpoint.whole_layers)
     again = model.layers - whole
     repeated = 0.0
     if again:
         # Each of these layers once for its activations, and some again for the inputs that are not kept.
         runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
-        ends = model.norms == "before" and (model.plain_mlp or settings.mlp_tiles == 1)
-        repeated += per_weight * (runs * (projections + matrices * matrix) - (again * matrix if ends else 0))
+        ends = model.norms == "before" and (plain or settings.mlp_tiles == 1)
+        layer = projections + matrices * matrix + _adapter_weights(settings) + _share(model, "lL") * _recurrence(model)
+        repeated += per_weight * (runs * layer - (again * matrix if ends else 0))
         head = _attention_flops(settings, settings.seq_len - _kept_rows(settings)) / model.layers
         repeated += head * (runs if checkpoint.replay == "bisect" else again)
     tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
     not_kept = tokens - round(checkpoint.mlp * tokens)
-    first = matrices - 1 if model.plain_mlp else matrices
-    repeated += per_weight * whole * first * matrix * not_kept / tokens
-    if settings.projection_tiles > 1 and not model.plain_projection:
-        repeated += per_weight * model.layers * _formed_weights(model)
+    first = (matrices - 1 if plain else matrices) * matrix + _adapter_weights(settings, _MLP)
+    repeated += per_weight * whole * first * not_kept / tokens
+    formed = (1 - _share(model, "lL")) * _formed_weights(model) + _adapter_weights(settings, _FORMED)
+    if settings.projection_tiles > 1 and not (model.plain_projection and settings.lora is None):
+        repeated += per_weight * model.layers * formed
     elif settings.projection_tiles > 1 and model.qk_norm:
         repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return repeated
@@ -207,14 +252,21 @@ def _own_gemm_speed(model: ModelShape, measured: Mapping[str, Mapping[str, float
     """TFLOP/s of the model's products one after another, where the trial measured each of them in each direction
     (`extra.gemm_tflops`); all directions of a product take equally many FLOPs."""
     width, matrix = model.hidden * model.head_dim, model.hidden * model.ffn
+    linear = model.layers * _share(model, "lL")
+    attention = model.layers - linear
+    mixer = linear * model.hidden  # of each product of a mixer
     weights = {
-        "query": model.layers * width * model.heads,
-        "key_value": model.layers * width * model.kv_heads * 2,
-        "out": model.layers * width * model.heads,
+        "query": attention * width * model.heads * (2 if model.attention_gate else 1),
+        "key_value": attention * width * model.kv_heads * 2,
+        "out": attention * width * model.heads,
+        "linear_query_key": 2 * mixer * model.linear_key_heads * model.linear_key_dim,
+        "linear_value_gate": 2 * mixer * model.linear_heads * model.linear_value_dim,
+        "linear_out": mixer * model.linear_heads * model.linear_value_dim,
         "gate_up" if model.gated else "up": model.layers * matrix * (2 if model.gated else 1),
         "down": model.layers * matrix,
         "lm_head": model.hidden * model.vocab,
     }
+    weights = {product: count for product, count in weights.items() if count}
     seconds = 0.0
     for product, count in weights.items():
         for direction in ("forward", "dgrad", "wgrad"):

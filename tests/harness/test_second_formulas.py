@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from engine.lora import Lora
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from harness.records.record import Record, Round
@@ -142,13 +143,20 @@ def differing(one: Record) -> dict[str, Any]:
     }
 
 
+def any_shape(layers: int, mixer: tuple[str, str], **sizes: int) -> ModelShape:
+    linear: dict[str, Any] = {}
+    if mixer[0] and layers >= len(mixer[1]):
+        linear = {"linear": mixer[0], "layer_pattern": mixer[1], "linear_heads": 8, "linear_key_heads": 2}
+        linear |= {"linear_key_dim": 3, "linear_value_dim": 5}
+    return ModelShape(name="any", layers=layers, **sizes, **linear)
+
+
 settings_of_any_kind = st.builds(
     TrialSettings,
     task=st.sampled_from(["train", "attention", "lm_head"]),
     method=st.just("burst"),
     model=st.builds(
-        ModelShape,
-        name=st.just("any"),
+        any_shape,
         layers=st.integers(1, 20),
         hidden=st.integers(1, 500),
         ffn=st.integers(1, 500),
@@ -158,6 +166,7 @@ settings_of_any_kind = st.builds(
         vocab=st.integers(1, 1000),
         gated=st.booleans(),
         qk_norm=st.booleans(),
+        mixer=st.sampled_from([("", "f"), ("", "f"), ("gated_delta_net", "lf"), ("mamba2", "llf")]),
     ),
     seq_len=st.just(S),
     cp_size=st.sampled_from([1, 2, 3, 5]),
@@ -176,6 +185,7 @@ settings_of_any_kind = st.builds(
         mlp=st.sampled_from([0.0, 0.3, 1.0]),
     ),
     kernel=st.sampled_from(["fa4", "cudnn", "flex"]),
+    lora=st.sampled_from([None, None, Lora(rank=2, alpha=4, targets=("q", "v", "output", "up", "down"))]),
 )
 
 
