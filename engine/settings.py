@@ -348,6 +348,8 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
     kind, *parts = settings.mask.split(":")
     if kind not in ("causal", DOCUMENTS) or "full" in parts:
         return f"mask is {settings.mask}, and {has}, which are causal; set mask to causal or documents"
+    if alone and any(part.startswith("left-") for part in parts):
+        return f"mask is {settings.mask}, and recurrences have no window; leave out what begins with left-"
     if settings.tp_size > 1:
         return f"tp_size is {settings.tp_size}, and {has}, whose heads no rank divides; set tp_size to 1"
     if settings.lora is not None:

@@ -35,11 +35,11 @@ class FlashLinearAttention(EngineCommand):
             return f"{self.name} has kernels for GPUs alone, and the ranks here use CPUs; run it on GPUs"
         import torch
 
-        from engine.linear.kernels import library_installed
+        from engine.linear.kernels import library_installed, refused_here
 
         if torch.cuda.is_available() and not library_installed():
             return f"{self.name} calls a library that is missing or before 0.6; pip install flash-linear-attention"
-        return None
+        return refused_here() or None
 
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"

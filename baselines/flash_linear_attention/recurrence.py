@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.linear.chunks import heads_of
-from engine.linear.kernels import bounds_on
+from engine.linear.kernels import library_call
 from engine.linear.runs import Runs
 from engine.linear.shard import Recurrence
 
@@ -31,12 +31,6 @@ def plain_call(runs: Runs) -> Recurrence:
             call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
             named |= {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
             tensors |= {"beta": beta}
-        if len(runs.starts) == 1:
-            whole: Tensor = call(**tensors, **named)[0]
-            return whole
-        rows = v.shape[0]
-        packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
-        joined: Tensor = call(**packed, cu_seqlens=bounds_on(runs, rows, v.device), **named)[0]
-        return joined.squeeze(0).unflatten(0, (rows, -1))
+        return library_call(call, named, runs, **tensors)[0]
 
     return out

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -25,7 +27,23 @@ from engine.ops.norm import RMSNorm, epsilon
 
 LIBRARY = "fla-core"  # the package that has the calls
 OLDEST = (0, 6)  # 0.5 has the convolution elsewhere, and ignores `state_v_first` without an error
+MOST_KEY_DIM = 256  # of its gated delta rule
 DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def refused_here() -> str:
+    """Why the library's backward refuses this GPU, which it says itself after the first forward; empty: it does not."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return ""
+    release = importlib.metadata.version("triton")
+    wrong = (3, 4) <= tuple(map(int, re.findall(r"\d+", release)[:3])) < (3, 7, 1)
+    if not wrong or importlib.util.find_spec("tilelang"):
+        return ""
+    return (
+        f"Triton is {release}, with which flash-linear-attention's backward is wrong on this GPU (Hopper); "
+        "pip install triton==3.7.1, or uninstall flash-linear-attention"
+    )
 
 
 @cache
@@ -77,6 +95,11 @@ def _fla_delta_rule(
     runs: Runs,
     initial_BVNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if q_BLHN.shape[-1] > MOST_KEY_DIM:
+        raise ValueError(
+            f"linear_key_dim is {q_BLHN.shape[-1]}, and flash-linear-attention takes at most {MOST_KEY_DIM} for gated "
+            "delta nets; choose a smaller one, or uninstall the library"
+        )
     named: dict[str, object] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}  # as in the library's layers
     call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     initial_BVPN = None if initial_BVNP is None else initial_BVNP.mT
@@ -95,11 +118,11 @@ def _fla_state_space(
 
 def _fla_convolution(x_BLC: Tensor, weight_CT: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
     call = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
-    return _called(call, {"weight": weight_CT, "bias": bias_C, "activation": "silu"}, runs, x=x_BLC)[0]
+    return library_call(call, {"weight": weight_CT, "bias": bias_C, "activation": "silu"}, runs, x=x_BLC)[0]
 
 
 @lru_cache(maxsize=COPIES)
-def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
+def _bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
     """Where the runs of all rows, one row after the other, start, and where the last one ends."""
     starts = torch.tensor(runs.starts) + torch.arange(rows)[:, None] * runs.tokens
     return torch.cat([starts.flatten(), torch.tensor([rows * runs.tokens])]).to(device)
@@ -108,21 +131,25 @@ def bounds_on(runs: Runs, rows: int, device: torch.device) -> Tensor:
 def _recurred(
     call: Any, named: dict[str, object], runs: Runs, initial: Tensor | None, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Out, and the state after the last run."""
+    """Out, and the state after the last run. Raises ValueError where the library refuses its backward."""
+    if reason := refused_here():
+        raise ValueError(reason)
     rows, others = tensors["v"].shape[0], len(runs.starts) - 1
     if initial is not None and others:
         zeros = initial.new_zeros(rows, others, *initial.shape[1:])
         initial = torch.cat([initial[:, None], zeros], 1).flatten(0, 1)
-    out, states = _called(call, named | {"initial_state": initial, "output_final_state": True}, runs, **tensors)
+    out, states = library_call(call, named | {"initial_state": initial, "output_final_state": True}, runs, **tensors)
     return out, states.unflatten(0, (rows, -1))[:, -1]
 
 
-def _called(call: Any, named: dict[str, object], runs: Runs, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def library_call(
+    call: Callable[..., tuple[Tensor, Tensor]], named: dict[str, object], runs: Runs, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     """Both results of a call. Several runs are packed sequences, which the library takes, and gives, in one row."""
     if len(runs.starts) == 1:
         out, states = call(**tensors, **named)
         return out, states
     first = next(iter(tensors.values()))
     packed = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in tensors.items()}
-    out, states = call(**packed, **named, cu_seqlens=bounds_on(runs, len(first), first.device))
+    out, states = call(**packed, **named, cu_seqlens=_bounds_on(runs, len(first), first.device))
     return out.squeeze(0).unflatten(0, (len(first), -1)), states

@@ -57,7 +57,7 @@ def software() -> dict[str, str]:
         versions["cuda"] = torch.version.cuda or ""
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         versions["cudnn"] = str(torch.backends.cudnn.version())
-        for package in ("flash-attn-4", "triton"):
+        for package in ("flash-attn-4", "fla-core", "triton"):
             try:
                 versions[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:

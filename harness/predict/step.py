@@ -38,7 +38,9 @@ _BACKWARD_HIDDEN = 10 + 6  # the norms' gradients and their weights', the sums o
 _FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, and the product once more
 _ROTARY = 2  # read and written, of queries and keys
 # The same of a linear layer's forward: in elements of its channels the convolution with its activation, and its parts
-# as tensors of their own; in elements of its values the norm with the gate, which is several operations of Mamba-2.
+# as tensors of their own; in elements of its values the norm with the gate. Delta nets have one kernel, which reads two
+# tensors and writes one; Mamba-2 has time steps, skip, gate and norm as operations of their own, which read and write
+# about 20.
 _MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 20}
 # Of a recurrence beside its products, forward and backward: as many bytes as the GPU could move meanwhile, in elements
 # of a value head's key, value and share of the state that is kept for each chunk. Measured with flash-linear-attention
@@ -80,7 +82,7 @@ def step_time(
     """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `attention`: of a layer,
     by default as the method's ranks resolve it. Raises ValueError for a method or settings that are not modelled."""
     if settings.task == "linear":
-        raise ValueError("no time is predicted of task linear, whose kernels have no measured speed; run it")
+        raise ValueError("no time is predicted of task linear; run it")
     node_size = context_ranks_of_node(settings, node_ranks)
     problem = attention_problem(settings, node_size)
     attention = attention or layer_attention(settings, problem, speeds)

@@ -222,7 +222,10 @@ def _repeated_flops(settings: TrialSettings) -> float:
         runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
         ends = model.norms == "before" and (plain or settings.mlp_tiles == 1)
         layer = projections + matrices * matrix + _adapter_weights(settings) + _share(model, "lL") * _recurrence(model)
-        repeated += per_weight * (runs * layer - (again * matrix if ends else 0))
+        # What ends a layer is needed by nothing in its backward: the MLP's last matrix, or the output's without an MLP.
+        bare = _share(model, "L") * model.linear_heads * model.linear_value_dim
+        bare += _share(model, "WF") * model.heads * (model.value_dim or model.head_dim)
+        repeated += per_weight * (runs * layer - (again * matrix if ends else 0) - again * model.hidden * bare)
         head = _attention_flops(settings, settings.seq_len - _kept_rows(settings)) / model.layers
         repeated += head * (runs if checkpoint.replay == "bisect" else again)
     tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
@@ -254,6 +257,7 @@ def _own_gemm_speed(model: ModelShape, measured: Mapping[str, Mapping[str, float
     width, matrix = model.hidden * model.head_dim, model.hidden * model.ffn
     linear = model.layers * _share(model, "lL")
     attention = model.layers - linear
+    mlps = model.layers * _share(model, "lwf")
     mixer = linear * model.hidden  # of each product of a mixer
     weights = {
         "query": attention * width * model.heads * (2 if model.attention_gate else 1),
@@ -262,8 +266,8 @@ def _own_gemm_speed(model: ModelShape, measured: Mapping[str, Mapping[str, float
         "linear_query_key": 2 * mixer * model.linear_key_heads * model.linear_key_dim,
         "linear_value_gate": 2 * mixer * model.linear_heads * model.linear_value_dim,
         "linear_out": mixer * model.linear_heads * model.linear_value_dim,
-        "gate_up" if model.gated else "up": model.layers * matrix * (2 if model.gated else 1),
-        "down": model.layers * matrix,
+        "gate_up" if model.gated else "up": mlps * matrix * (2 if model.gated else 1),
+        "down": mlps * matrix,
         "lm_head": model.hidden * model.vocab,
     }
     weights = {product: count for product, count in weights.items() if count}

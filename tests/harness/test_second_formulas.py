@@ -166,7 +166,7 @@ settings_of_any_kind = st.builds(
         vocab=st.integers(1, 1000),
         gated=st.booleans(),
         qk_norm=st.booleans(),
-        mixer=st.sampled_from([("", "f"), ("", "f"), ("gated_delta_net", "lf"), ("mamba2", "llf")]),
+        mixer=st.sampled_from([("", "f"), ("", "f"), ("gated_delta_net", "lf"), ("mamba2", "llf"), ("mamba2", "lLf")]),
     ),
     seq_len=st.just(S),
     cp_size=st.sampled_from([1, 2, 3, 5]),

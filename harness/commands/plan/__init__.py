@@ -180,7 +180,7 @@ def _cost(cost: Cost) -> str:
     if not cost.trials:
         return (
             "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, "
-            "of the methods in docs/plan.md"
+            "of the methods in docs/plan.md and of other tasks than linear"
         )
     wall = f"{cost.seconds / 60:,.1f} min" if cost.seconds < 7200 else f"{cost.seconds / 3600:,.1f} h"
     more = f"; {cost.unknown} further trials have no prediction" if cost.unknown else ""

@@ -89,3 +89,33 @@ def test_a_release_without_these_calls_is_left_alone(
         assert kernels.library_installed() is taken
     finally:
         kernels.library_installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "refused"),
+    [("3.6.0", 9, True), ("3.7.0", 9, True), ("3.7.1", 9, False), ("3.3.1", 9, False), ("3.6.0", 10, False)],
+)
+def test_a_triton_with_which_the_librarys_backward_is_wrong_is_refused_before_the_first_call(
+    triton: str, capability: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": triton}.get(name, "0.6.0"))
+    kernels.refused_here.cache_clear()
+    try:
+        assert bool(kernels.refused_here()) is refused
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"Triton is 3\.[67]\.0, with which flash-linear-attention's backward is"
+            ):
+                kernels._recurred(lambda **_: None, {}, Runs(tokens=4), None)
+    finally:
+        kernels.refused_here.cache_clear()
+
+
+def test_a_key_dim_that_the_library_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.install(monkeypatch)
+    q, v, gate = normal(1, 4, 1, 264), normal(1, 4, 1, 8), normal(1, 4, 1)
+    with pytest.raises(ValueError, match="linear_key_dim is 264, and flash-linear-attention takes at most 256"):
+        kernels._fla_delta_rule(q, q, v, gate, gate, Runs(tokens=4))

@@ -103,6 +103,7 @@ LIBRARY = {"method": "flash_linear_attention"}
             "task linear runs a linear layer, and model 1b has none; choose one such as",
         ),
         ({"mask": "full"}, "mask is full, and model hybrid has linear layers, which are causal"),
+        ({"mask": "documents:16,32:left-8"}, "mask is documents:16,32:left-8, and recurrences have no window; leave"),
         ({"layout": "zigzag", "cp_size": 2}, "layout is zigzag, and ranks of task linear have consecutive tokens"),
         ({"tp_size": 2}, "tp_size is 2, and model hybrid has linear layers"),
         ({"method": "ulysses"}, "task linear runs no attention, so ulysses would measure the same as burst; set "),
@@ -123,6 +124,7 @@ def test_a_trial_is_refused_in_one_sentence(changes: dict[str, Any], sentence: s
 def test_the_librarys_call_needs_the_library(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "library_installed", lambda: installed)
+    monkeypatch.setattr(kernels, "refused_here", lambda: "")
     reason = unsupported_reason(trial(method="flash_linear_attention", dtype="bf16"), NODE)
     assert reason is None if installed else "pip install flash-linear-attention" in str(reason)
 
@@ -143,6 +145,7 @@ def test_the_library_gets_what_its_own_layers_give_it(
                                use_qk_l2norm_in_kernel=False, state_v_first=False, cu_seqlens=None):  # fmt: skip
         assert (scale, initial_state, output_final_state) == (None, None, False)
         assert use_qk_l2norm_in_kernel
+        assert state_v_first
         return sequences(q, k, v, g, beta, cu_seqlens), None
 
     def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False,
