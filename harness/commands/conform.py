@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +96,21 @@ def _asked(arguments: argparse.Namespace) -> tuple[LoadedTarget, str, list[Confo
     return target, target.version, cases
 
 
+def _for_others(typed: Sequence[str]) -> str:
+    """The command as others may type it: reports are shown to them, and directories of this machine are not."""
+    words, before = [], ""
+    for word in typed:
+        if before == "--out":
+            word = "DIR"
+        elif word.startswith("--out="):
+            word = "--out=DIR"
+        elif Path(word).is_absolute():
+            word = Path(word).name
+        words.append(word)
+        before = word
+    return shlex.join(words)
+
+
 def _judge(arguments: argparse.Namespace) -> int:
     from conform.report import ConformReport, bug_report, dumped, summary, table
     from conform.run import NotStarted, run
@@ -118,7 +135,7 @@ def _judge(arguments: argparse.Namespace) -> int:
     report = ConformReport(
         target=target.name,
         version=version,
-        command=" ".join(command_line(arguments)),
+        command=_for_others(command_line(arguments)),
         device=arguments.device,
         results=results,
     )

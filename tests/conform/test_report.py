@@ -87,7 +87,9 @@ def test_the_command_judges_a_file_and_its_exit_code_says_how(
     assert "## dK scaled by 1.02: case causal on 2 ranks" in said
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"report.json", "report.html", "badge.svg", "bugs.md"}
-    [difference] = json.loads((tmp_path / "out" / "report.json").read_text())["cases"][0]["results"][0]["differences"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["command"] == "burst conform mine.py --case causal --out DIR"
+    [difference] = report["cases"][0]["results"][0]["differences"]
     assert difference["tensor"] == "dk"
     assert (difference["token"], difference["head"], difference["rank"]) == (0, 0, 0)
     file.write_text(WRONG_TARGET.format(fault=""))
