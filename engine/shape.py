@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from engine.rope import DEFAULT_BASE, RopeScaling, parse_rope
@@ -22,6 +23,12 @@ LinearKind = Literal["none", "gated_delta_net", "mamba2"]
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being refused at its start.
 MAX_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
+
+
+@lru_cache(maxsize=64)  # a search of memory settings asks several hundred thousand times
+def _has(pattern: str, layers: int, letters: str) -> tuple[bool, ...]:
+    """Of each layer, whether its letter of the pattern, which repeats, is one of these."""
+    return tuple(letter in letters for letter in itertools.islice(itertools.cycle(pattern), layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,22 +208,22 @@ class ModelShape:
     @property
     def windowed(self) -> tuple[bool, ...]:
         """Of each layer, whether it attends within the window alone."""
-        return tuple(self.window > 0 and letter in "wW" for letter in self._letters)
+        return _has(self.layer_pattern, self.layers, "wW") if self.window else (False,) * self.layers
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether it is linear, and so has no attention."""
-        return tuple(letter in "lL" for letter in self._letters)
+        return _has(self.layer_pattern, self.layers, "lL")
 
     @property
     def mlps(self) -> tuple[bool, ...]:
         """Of each layer, whether it has an MLP."""
-        return tuple(letter.islower() for letter in self._letters)
+        return _has(self.layer_pattern, self.layers, "wfl")
 
     @property
     def mlp_share(self) -> float:
         """Layers with an MLP over all layers."""
-        return sum(self.mlps) / self.layers if any(map(str.isupper, self.layer_pattern)) else 1
+        return sum(self.mlps) / self.layers if not self.layer_pattern.islower() else 1
 
     @property
     def linear_runs(self) -> int:
@@ -228,10 +235,6 @@ class ModelShape:
     def attention_layers(self) -> int:
         """Layers with attention."""
         return self.layers - sum(self.linear_layers)
-
-    @property
-    def _letters(self) -> str:
-        return (self.layer_pattern * -(-self.layers // len(self.layer_pattern)))[: self.layers]
 
     @property
     def window_mask(self) -> str:

@@ -16,6 +16,7 @@ tests/engine/checkpoint/test_planning_memory.py keeps that.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
@@ -160,6 +161,7 @@ class MemoryModel:
         )  # sigmoids of the gate, attention's output by them
         self._mixer = _Mixer.of(settings)
         self._attending = shape.attention_layers / shape.layers
+        self._attention_before = (0, *itertools.accumulate(not linear for linear in shape.linear_layers))
         shards = settings.world_size
         if settings.sharding == "hybrid":
             shards = max(1, shards // max(1, settings.emulate_nodes))
@@ -323,7 +325,7 @@ class MemoryModel:
 
     def _attention_of(self, layers: int) -> int:
         """Of the first `layers` layers those with attention."""
-        return layers - sum(self._shape.linear_layers[:layers])
+        return self._attention_before[layers]
 
     def _saved_whole(self, choice: MemorySettings) -> float:
         """Saved tensors of a layer that is not computed again, on average: its input and the MLP's, queries, keys and
