@@ -219,6 +219,15 @@ def test_a_report_made_twice_is_the_same(tmp_path: Path) -> None:
     assert write_report([folder], tmp_path / "b", {"html", "tex"}).read_bytes() == first
 
 
+def test_the_terminal_table_tells_trials_of_two_masks_apart() -> None:
+    def masks(*names: str) -> list[list[str]]:
+        columns = terminal_table(rows_of([record(task="attention", mask=name) for name in names])).columns
+        return [list(map(str, column.cells)) for column in columns if column.header == "mask"]
+
+    assert masks("causal", "causal") == []
+    assert masks("causal", "documents:3,5,...") == [["causal", "documents:3,5,..."]]
+
+
 def test_the_terminal_table_has_a_line_per_trial_with_number_or_reason() -> None:
     rows = rows_of([record(seconds=0.2), record(method="ring", status="failed", reason="[red]rank 1 died[/red]")])
     console = Console(width=160, record=True, file=io.StringIO())

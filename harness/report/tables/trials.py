@@ -234,8 +234,8 @@ def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
 
 # Columns of the table of all trials that a terminal has room for.
 _SHOWN = (
-    "task", "model", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %", "peak GiB",
-    "loss",
+    "task", "model", "mask", "tokens", "parallel", "step ms", "tok/s/GPU", "tok/s/rank", "TFLOP/s/GPU", "MFU %",
+    "peak GiB", "loss",
 )  # fmt: skip
 
 
@@ -252,7 +252,8 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
     table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
     for header, place in places:
-        table.add_column(header, justify="right" if every.columns[place].numeric else "left", no_wrap=True)
+        side = "right" if every.columns[place].numeric else "left"
+        table.add_column(header, justify=side, no_wrap=header != "mask", overflow="fold")
     table.add_column("status", overflow="fold")
     for row, texts in zip(rows, every.texts(), strict=True):
         ok = row["status"] == "ok"
