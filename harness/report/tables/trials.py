@@ -252,8 +252,8 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
     table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
     for header, place in places:
-        side = "right" if every.columns[place].numeric else "left"
-        table.add_column(header, justify=side, no_wrap=header != "mask", overflow="fold")
+        numeric = every.columns[place].numeric
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "mask", overflow="fold")
     table.add_column("status", overflow="fold")
     for row, texts in zip(rows, every.texts(), strict=True):
         ok = row["status"] == "ok"
