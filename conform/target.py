@@ -237,7 +237,7 @@ class LoadedTarget:
 
 
 def version_of(package: str = "burst-harness") -> str:
-    """The version of a package: "not installed" of this one, where it runs from a checkout, and of one without any."""
+    """The version of an installed package, else "not installed": this one may run from a checkout."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -262,8 +262,8 @@ LIGER = {"llama": "apply_liger_kernel_to_llama", "qwen3_5_text": "apply_liger_ke
 
 
 def linear_kernel(model):
-    """What computes the recurrence of linear layers: flash-linear-attention (`fla`) where transformers found it when it
-    was imported, which it tells nobody, else `torch`. None where there are no such layers."""
+    """What computes the recurrence of linear layers: `fla` where transformers found flash-linear-attention when it was
+    imported, else `torch`. transformers has no call that says so. None where there are no such layers."""
     rule = getattr(sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule", None)
     if rule is None:
         return None

@@ -94,10 +94,10 @@ def _public(ranks: int, shard_tokens: int) -> Iterator[None]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    whole, kernels = torch.empty(ranks * shard_tokens, device="cuda"), ("EFFICIENT_ATTENTION", "FLASH_ATTENTION")
+    whole = torch.empty(ranks * shard_tokens, device="cuda")
     with (
         context_parallel(_gpus(ranks), buffers=[whole], buffer_seq_dims=[0]),
-        sdpa_kernel([getattr(SDPBackend, name) for name in kernels]),
+        sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]),
     ):
         yield
 

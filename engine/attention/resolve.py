@@ -457,9 +457,9 @@ def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
 
 def trial_layout(settings: TrialSettings) -> str | Layout:
     """The layout of a trial of method `burst`: its own, or for `auto` the best."""
-    tail, mask = settings.checkpoint.tail, parse_mask(settings.masks[0])
     if settings.task == "linear":
         return "contiguous"
+    tail, mask = settings.checkpoint.tail, parse_mask(settings.masks[0])
     if settings.layout == "split_zigzag":
         return SplitZigzag(tail)
     if settings.task != "train" or not settings.checkpoint.layers_again(settings.model.layers):

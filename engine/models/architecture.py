@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1 << 16  # beyond any model: a list of kinds of layers is formed from the number
 
+# Accepted values of Mamba-2's `time_step_limit`: none, as written by Python and by JSON.
+NO_STEP_LIMIT = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
 SHARED = ("architecture", "decoder", "latent", "linear", "matrices")  # files of this folder that are no architecture
 
 # Kinds of layers in `layer_types`.

@@ -5,9 +5,7 @@ A file holds a mixer's gate, input, keys, queries and time step as one tensor, e
 
 from __future__ import annotations
 
-import math
-
-from engine.models.architecture import FULL, LINEAR, Architecture, Config, head_dim_of
+from engine.models.architecture import FULL, LINEAR, NO_STEP_LIMIT, Architecture, Config, head_dim_of
 from engine.rope import read_rope
 from engine.shape import ModelShape
 
@@ -76,7 +74,7 @@ ARCHITECTURE = Architecture(
         "mamba_conv_bias": (None, True),
         "mamba_proj_bias": (None, False),
         "z_loss_coefficient": (None, 0.0),
-        "time_step_limit": (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]),
+        "time_step_limit": NO_STEP_LIMIT,
     },
     names={
         "norm": "model.final_layernorm",

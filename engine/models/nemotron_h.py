@@ -6,10 +6,9 @@ belongs to the layer before it, and a layer that no MLP follows has none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-from engine.models.architecture import FULL, LINEAR, Architecture, Config, shortest_pattern
+from engine.models.architecture import FULL, LINEAR, NO_STEP_LIMIT, Architecture, Config, shortest_pattern
 from engine.shape import ModelShape
 
 EXPERTS, MLP = "moe", "mlp"
@@ -117,7 +116,7 @@ ARCHITECTURE = Architecture(
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": (None, "silu"),
         "use_conv_bias": (None, True),
-        "time_step_limit": (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]),
+        "time_step_limit": NO_STEP_LIMIT,
         "sliding_window": (None,),
         "num_nextn_predict_layers": (None, 0),
         # The class of the same name in transformers has taken the place of the code that came with these models.

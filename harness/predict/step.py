@@ -129,7 +129,7 @@ def _linear_layers_waiting(settings: TrialSettings, problem: Problem, speeds: Ha
     linear layers: both send equally many bytes.
 
     Bytes are those of the rank that sends most, over its links inside the node and of `across` GiB/s to other nodes,
-    one after the other. No kernels: those of the recurrence are among the matrix products.
+    one after the other. No kernels: recurrences are terms of their own.
     """
     if not any(settings.model.linear_layers) or problem.cp_size == 1:
         return Pass(kernels=0.0)
@@ -202,34 +202,41 @@ def _sharing(settings: TrialSettings) -> int:
     return settings.cp_size * settings.tp_size
 
 
+def _tokens(settings: TrialSettings) -> float:
+    """Of a step, of one rank."""
+    return settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
+
+
+def _again(work: StepFlops) -> float:
+    """Forwards of a layer that backward runs."""
+    return work.recomputed_layers / work.layers if work.layers else 0.0
+
+
 def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     """Bytes that a rank's elementwise passes read and write in a step."""
     model, item = settings.model, BYTES_OF[settings.dtype]
-    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     rotary = _ROTARY * (model.heads + (1 if model.kv_latent else model.kv_heads)) * model.rotated_dim
     of_adapters = adapter_passes(model, settings.lora)
     hidden, ffn = model.hidden * (1 + model.mlp_share) / 2, model.ffn * model.mlp_share  # a layer may have one half
     forward = _FORWARD_HIDDEN * hidden + _FORWARD_MLP * ffn + rotary + of_adapters[0]
     backward = _BACKWARD_HIDDEN * hidden + _BACKWARD_MLP * ffn + rotary + of_adapters[1]
-    again = work.recomputed_layers / work.layers if work.layers else 0.0
+    again = _again(work)
     values = model.linear_heads * model.linear_value_dim
     channels = 2 * model.linear_key_heads * model.linear_key_dim + values
     mixer = _MIXER_CHANNELS * channels + _MIXER_VALUES.get(model.linear, 0) * values
     mixers = sum(model.linear_layers) * mixer * (3 + again)
     layers = model.layers * ((1 + again) * forward + backward)
-    return item * tokens * (layers + mixers) + _tile_bytes(settings)
+    return item * _tokens(settings) * (layers + mixers) + _tile_bytes(settings)
 
 
 def _recurrence_bytes(settings: TrialSettings, work: StepFlops) -> float:
     """Bytes that a rank could move while the recurrences of its linear layers run in a step, beside their products."""
     model = settings.model
     forward, backward = _RECURRENCE_PASSES.get(model.linear, (0.0, 0.0))
-    again = work.recomputed_layers / work.layers if work.layers else 0.0
     state = model.linear_key_dim * model.linear_value_dim / CHUNK
     head = model.linear_key_dim + model.linear_value_dim + state
-    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
-    elements = sum(model.linear_layers) * model.linear_heads * head * ((1 + again) * forward + backward)
-    return BYTES_OF[settings.dtype] * tokens * elements
+    elements = sum(model.linear_layers) * model.linear_heads * head * ((1 + _again(work)) * forward + backward)
+    return BYTES_OF[settings.dtype] * _tokens(settings) * elements
 
 
 def _tile_bytes(settings: TrialSettings) -> float:
@@ -240,9 +247,8 @@ def _tile_bytes(settings: TrialSettings) -> float:
 
 def _logits_bytes(settings: TrialSettings) -> float:
     """Bytes of logits that are read and written beside the products: several times where the head is not fused."""
-    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     passes = 2 * BYTES_OF[settings.dtype] if settings.lm_head_fusion else 4 * (4 + BYTES_OF[settings.dtype])
-    return float(passes) * tokens * settings.model.vocab
+    return float(passes) * _tokens(settings) * settings.model.vocab
 
 
 def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks: int, across: float) -> float:

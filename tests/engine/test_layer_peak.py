@@ -25,7 +25,7 @@ from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
-from tests.engine.live_bytes import LiveBytes
+from tests.engine.live_bytes import LiveBytes, SavesInputs
 from tests.slow import slow
 
 TOKENS, TILES = 1024, 32
@@ -46,20 +46,6 @@ class Allocating(CpuKernel):
     def backward(self, given: BackwardInputs, band: Any, scale: float, deterministic: bool) -> Gradients:
         dq, dk, dv = (torch.zeros_like(t) for t in (given.q_BLND, given.k_BMKD, given.v_BMKD))
         return dq, dk, dv
-
-
-class FusedNorm(torch.autograd.Function):
-    """RMSNorm as GPUs have it: no intermediates. Values do not matter here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        return torch.zeros_like(x), None if weight is None else torch.zeros_like(weight)
 
 
 class LibraryRule(torch.autograd.Function):
@@ -102,34 +88,6 @@ class LibrarySpace(torch.autograd.Function):
         return found
 
 
-class LibraryConvolution(torch.autograd.Function):
-    """The short convolution with its SiLU, of which the input is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight)
-
-
-class LibraryGatedNorm(torch.autograd.Function):
-    """norm(x) * silu(gate), of which both inputs are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate, weight)
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        x, gate, weight = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(gate), torch.zeros_like(weight)
-
-
 def states_of(k: Tensor, v: Tensor) -> Tensor:
     """A state of every chunk."""
     return k.new_zeros(v.shape[0], v.shape[1] // 64, v.shape[2], k.shape[-1], v.shape[-1])
@@ -139,7 +97,7 @@ def states_of(k: Tensor, v: Tensor) -> Tensor:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "choose_kernel", lambda *_, **__: Allocating())
     monkeypatch.setattr(op, "row_dot", lambda a, b: torch.zeros(a.shape[0], a.shape[2], a.shape[1]))
-    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight))
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: SavesInputs.apply(x, weight))
 
 
 def trial(checkpoint: Checkpoint, projection_tiles: int = TILES, **changes: Any) -> TrialSettings:
@@ -215,11 +173,11 @@ def test_a_linear_layer_holds_what_the_planner_counts(linear: str, monkeypatch: 
     for name, call, form in (
         ("ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_called, LibraryRule)),
         ("ops.simple_gla", "chunk_simple_gla", partial(_called, LibrarySpace)),
-        ("modules.causal_conv1d", "causal_conv1d", lambda x, weight, **_: (LibraryConvolution.apply(x, weight), None)),
+        ("modules.causal_conv1d", "causal_conv1d", lambda x, weight, **_: (SavesInputs.apply(x, weight), None)),
         (
             "modules.norm.fused_norm_gate",
             "rms_norm_gated",
-            lambda x, gate, w, *_, **__: LibraryGatedNorm.apply(x, gate, w),
+            lambda x, gate, w, *_, **__: SavesInputs.apply(x, gate, w),
         ),
     ):
         monkeypatch.setitem(sys.modules, f"fla.{name}", SimpleNamespace(**{call: form}))

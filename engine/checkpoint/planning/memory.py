@@ -156,9 +156,8 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
-        self._gated = (
-            2 * self._output if shape.attention_gate else 0.0
-        )  # sigmoids of the gate, attention's output by them
+        # Sigmoids of attention's gate, and the output that is multiplied by them.
+        self._gated = 2 * self._output if shape.attention_gate else 0.0
         self._mixer = _Mixer.of(settings)
         self._attending = shape.attention_layers / shape.layers
         self._attention_before = (0, *itertools.accumulate(not linear for linear in shape.linear_layers))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
@@ -21,7 +20,7 @@ from engine.optimizer import adamw
 from engine.parallelize import keep_parameters, set_layers
 from engine.settings import AdamWSettings, Checkpoint, TrialSettings
 from engine.shape import ModelShape
-from tests.engine.live_bytes import LiveBytes
+from tests.engine.live_bytes import LiveBytes, SavesInputs
 from tests.engine.test_layer_peak import as_on_a_gpu
 from tests.slow import slow
 
@@ -40,23 +39,9 @@ CASES: dict[str, tuple[Lora, dict[str, Any]]] = {
 }
 
 
-class SwiGLU(torch.autograd.Function):
-    """As on a GPU: no intermediates. Values do not matter here."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.zeros_like(gate)
-
-    @staticmethod
-    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.zeros_like(gate), torch.zeros_like(up)
-
-
 @pytest.mark.parametrize("case", [*list(CASES)[:3], *slow(*list(CASES)[3:])])
 def test_the_counted_bytes_are_those_of_the_memory_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "swiglu", SwiGLU.apply)
+    monkeypatch.setattr(decoder, "swiglu", SavesInputs.apply)
     monkeypatch.setattr(elementwise, "_rotated", lambda x, cos, sin, out: out.zero_())
     lora, levers = CASES[case]
     settings = TrialSettings(

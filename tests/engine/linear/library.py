@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.linear.convolution import shifted_sums
 from engine.linear.gated_delta import chunked_delta_rule
 from engine.linear.mamba2 import chunked_state_space
 from engine.linear.runs import Runs
+from engine.ops.autograd import accumulation_dtype
 
 
 def chunk_gated_delta_rule(
@@ -26,7 +28,6 @@ def chunk_gated_delta_rule(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert use_qk_l2norm_in_kernel
-    assert output_final_state
     assert state_v_first
     assert scale is None
     initial = None if initial_state is None else initial_state.mT
@@ -41,6 +42,7 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert q.shape[2] == v.shape[2]
     assert scale == 1.0
+    assert g_gamma is None
     assert initial_state is None
     return sequences(chunked_state_space, initial_state, cu_seqlens, q, k, v, g)
 
@@ -92,8 +94,18 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """The calls run for every device and dtype."""
+def install(patch: pytest.MonkeyPatch, *, with_state: bool = True) -> None:
+    """The calls run for every device and dtype. `with_state`: recurrences are asked for their last state, and may be
+    given the first; else neither."""
+
+    def asked(call: Callable[..., Any], **named: Any) -> Any:
+        assert named["g"].dtype == accumulation_dtype(named["v"].dtype)
+        assert named.get("output_final_state", False) is with_state
+        assert with_state or named.get("initial_state") is None
+        out, states = call(**named)
+        return out, states if with_state else None
+
     for name, call in CALLS.items():
-        patch.setitem(sys.modules, f"fla.{name}", SimpleNamespace(**{call.__name__: call}))
+        given = partial(asked, call) if name.startswith("ops.") else call
+        patch.setitem(sys.modules, f"fla.{name}", SimpleNamespace(**{call.__name__: given}))
     patch.setattr(kernels, "kernel_of", lambda *_: "fla")

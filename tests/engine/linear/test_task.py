@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from baselines.flash_linear_attention.recurrence import plain_call
 from engine.burst import METHOD
@@ -28,6 +24,7 @@ from harness.records.judging import bound_of
 from harness.report.figures import shown_of
 from harness.report.results import rows_of
 from harness.spec.models import named_model
+from tests.engine.linear import library
 from tests.engine.linear.test_hybrid_step import DELTA, MAMBA
 from tests.harness.synthetic_records import H200, record
 from tests.harness.test_second_formulas import differing
@@ -133,29 +130,7 @@ def test_the_librarys_call_needs_the_library(installed: bool, monkeypatch: pytes
 def test_the_library_gets_what_its_own_layers_give_it(
     lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in with the names of its arguments, which is the recurrence of each packed sequence."""
-
-    def sequences(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        assert g.dtype == torch.float64
-        assert cu_seqlens is None or len(v) == 1, "packed sequences are one row"
-        ends = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        return recurrence(q, k, v, g, beta, [stop - start for start, stop in itertools.pairwise(ends)])
-
-    def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-                               use_qk_l2norm_in_kernel=False, state_v_first=False, cu_seqlens=None):  # fmt: skip
-        assert (scale, initial_state, output_final_state) == (None, None, False)
-        assert use_qk_l2norm_in_kernel
-        assert state_v_first
-        return sequences(q, k, v, g, beta, cu_seqlens), None
-
-    def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False,
-                         state_v_first=False, cu_seqlens=None):  # fmt: skip
-        assert (g_gamma, scale, initial_state, output_final_state) == (None, 1.0, None, False)
-        assert q.shape[2] == k.shape[2] == v.shape[2]
-        return sequences(q, k, v, g, None, cu_seqlens), None
-
-    for name, call in (("gated_delta_rule", chunk_gated_delta_rule), ("simple_gla", chunk_simple_gla)):
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{call.__name__: call}))
+    library.install(monkeypatch, with_state=False)
     out, chance = plain_call(runs_of(lengths, 0, 19)), torch.Generator().manual_seed(0)
     sizes = ((2, 4), (2, 4), (4, 5), (4,), (4,))
     q, k, v, decay, beta = (torch.randn(2, 19, *size, generator=chance, dtype=torch.float64) for size in sizes)
