@@ -235,8 +235,11 @@ def _repeated_flops(settings: TrialSettings) -> float:
     formed = (1 - _share(model, "lL")) * _formed_weights(model) + _adapter_weights(settings, _FORMED)
     if settings.projection_tiles > 1 and not (model.plain_projection and settings.lora is None):
         repeated += per_weight * model.layers * formed
-    elif settings.projection_tiles > 1 and model.qk_norm:
-        repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    elif model.qk_norm and (settings.projection_tiles > 1 or settings.head_groups > 1):
+        among = model.layers if settings.projection_tiles > 1 else again  # groups: those that are computed again alone
+        of_layer = itertools.islice(itertools.cycle(model.layer_pattern), among)
+        attending = sum(letter not in "lL" for letter in of_layer)
+        repeated += per_weight * attending * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return repeated
 
 
