@@ -29,11 +29,14 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 CudaGraph = Literal["auto", "step", "none"]
+OptimizerStates = Literal["8bit"]
 PackingRule = Literal["best_fit", "greedy"]
 LongerDocuments = Literal["split", "drop"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
+
+STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
@@ -201,6 +204,8 @@ class TrialSettings:
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
     optimizer_offload: bool | float = False
+    # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
+    optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
@@ -235,6 +240,9 @@ class TrialSettings:
             )
         if self.optimizer_offload in (0, 1):  # one way to say all, and one to say none
             object.__setattr__(self, "optimizer_offload", bool(self.optimizer_offload))
+        if self.optimizer_states and (self.dtype == "fp64" or self.lora is not None):
+            found = "dtype is fp64" if self.dtype == "fp64" else "lora is set, whose adapters have few states"
+            raise ValueError(f"optimizer_states is 8bit, and {found}; leave out one of the two")
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:

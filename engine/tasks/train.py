@@ -141,6 +141,7 @@ class TrainTask:
             self.recipe,
             offload=float(settings.optimizer_offload),
             one_pass=keeps_whole(settings),
+            eight_bit=settings.optimizer_states == "8bit",
         )
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens
