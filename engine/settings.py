@@ -6,8 +6,10 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from engine.lora import Lora, adapter_parameters
@@ -240,9 +242,6 @@ class TrialSettings:
             )
         if self.optimizer_offload in (0, 1):  # one way to say all, and one to say none
             object.__setattr__(self, "optimizer_offload", bool(self.optimizer_offload))
-        if self.optimizer_states and (self.dtype == "fp64" or self.lora is not None):
-            found = "dtype is fp64" if self.dtype == "fp64" else "lora is set, whose adapters have few states"
-            raise ValueError(f"optimizer_states is 8bit, and {found}; leave out one of the two")
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:
@@ -370,6 +369,29 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
         f"each of {settings.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of the "
         "rank before; give longer sequences or a smaller cp_size"
     )
+
+
+@cache
+def share_in_blocks(model: ModelShape) -> float:
+    """Of all parameters, those whose moments can have 8 bits: of matrices whose rows are whole blocks."""
+    sizes = model.parameter_sizes().values()
+    return sum(math.prod(size) for size in sizes if len(size) > 1 and size[-1] % STATES_BLOCK == 0) / model.parameters
+
+
+def states_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why a trial cannot have its `optimizer_states`, whatever the method, or None."""
+    if settings.optimizer_states is None:
+        return None
+    obstacles = {
+        f"task is {settings.task}, which has no optimizer": settings.task != "train",
+        "dtype is fp64, which the library's kernel does not know": settings.dtype == "fp64",
+        "lora is set, whose adapters have few states": settings.lora is not None,
+        f"tp_size is {settings.tp_size}, which divides rows": settings.tp_size > 1,
+        f"no matrix of model {settings.model.name} has rows of whole blocks of {STATES_BLOCK} elements":
+            not share_in_blocks(settings.model),
+    }  # fmt: skip
+    found = next((obstacle for obstacle, there in obstacles.items() if there), None)
+    return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

@@ -16,14 +16,13 @@ layers, and the recomputed layers with layers times logarithm.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
 from engine.attention.masks.mask import FirstRows
 from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters, trained_weights
-from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings
+from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, share_in_blocks
 from engine.shape import ModelShape
 
 
@@ -161,15 +160,7 @@ def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
 
 
 def moment_bytes(settings: TrialSettings) -> float:
-    """Bytes of AdamW's two moments per trained parameter, on average. In 8 bits are those of matrices whose rows are
-    whole blocks, as in `engine.optimizer`."""
+    """Bytes of AdamW's two moments per trained parameter, on average."""
     wide = max(4, BYTES_OF[settings.dtype])
-    narrow = 0.0 if settings.optimizer_states is None else _in_blocks(settings.model)
+    narrow = 0.0 if settings.optimizer_states is None else share_in_blocks(settings.model)
     return 2 * (narrow * (1 + 4 / STATES_BLOCK) + (1 - narrow) * wide)
-
-
-@cache
-def _in_blocks(model: ModelShape) -> float:
-    """Of all parameters, those of matrices whose rows are whole blocks."""
-    sizes = model.parameter_sizes().values()
-    return sum(math.prod(size) for size in sizes if len(size) > 1 and size[-1] % STATES_BLOCK == 0) / model.parameters

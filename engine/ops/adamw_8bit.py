@@ -7,13 +7,13 @@ theirs). The kernel updates a parameter from moments in fp32 and rounds them aft
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 
-def functions() -> Any:
+def functions() -> ModuleType:
     """The library's functions. Raises ValueError where it is not installed."""
     try:
         import bitsandbytes.functional
@@ -22,7 +22,8 @@ def functions() -> Any:
             f"optimizer_states is 8bit, which needs bitsandbytes, and it cannot be imported here ({error}); "
             "pip install 'burst-harness[8bit]', or leave optimizer_states out"
         ) from error
-    return bitsandbytes.functional
+    module: ModuleType = bitsandbytes.functional
+    return module
 
 
 @cache

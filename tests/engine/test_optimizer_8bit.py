@@ -6,6 +6,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import engine.optimizer
+from engine.burst import METHOD
 from engine.checkpoint.counts import moment_bytes
+from engine.lora import Lora
+from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
 from engine.ops.copies import Copies, copy_of
 from engine.optimizer import PARTS_8BIT, PiecewiseAdamW, adamw
 from engine.settings import STATES_BLOCK, AdamWSettings, TrialSettings
 from engine.shape import ModelShape
 from engine.training.config import Evaluation, Saving
+from harness.spec.methods import method_named
 from tests.engine.memory.test_optimizer_offload import contents, train
 from tests.engine.training.training_runs import config, curve, order, several
 from tests.ranks import run_on_ranks
@@ -36,6 +41,26 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"optimizer_states is 8bit, which needs bitsandbytes, and .*; pip install "):
         adamw(Decoder(SHAPE), 1e-2, AdamWSettings(), eight_bit=True)
+
+
+TRIAL = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=64, optimizer_states="8bit")
+REFUSED: dict[str, dict[str, Any]] = {
+    "task is lm_head": {"task": "lm_head"},
+    "dtype is fp64": {"dtype": "fp64"},
+    "lora is set": {"lora": Lora(rank=2, alpha=4.0, targets=("q",))},
+    "tp_size is 2": {"tp_size": 2, "method": "megatron_tp"},
+    "no matrix of model narrow has rows of whole blocks": {"model": replace(SHAPE, name="narrow", hidden=96)},
+}
+
+
+def test_what_cannot_have_moments_in_8_bits_is_refused_by_name() -> None:
+    assert method_unsupported_reason(METHOD, TRIAL) is None
+    for words, values in REFUSED.items():
+        reason = method_unsupported_reason(METHOD, replace(TRIAL, **values))
+        assert reason is not None, words
+        assert reason.startswith(f"optimizer_states is 8bit, and {words}")
+    foreign = method_named("trl_upstream")
+    assert "has no choice of optimizer_states, found 8bit; set optimizer_states to null" in str(foreign.refuse(TRIAL))
 
 
 @pytest.fixture
@@ -148,15 +173,14 @@ def test_states_take_the_bytes_that_plans_count() -> None:
     optimizer = adamw(model, 1e-2, AdamWSettings(), eight_bit=True)
     train(model, optimizer, range(1))
     parts = [state[name] for state in optimizer.state.values() for name in state if name != "step"]
-    trial = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=64, optimizer_states="8bit")
     names = set(optimizer.state[model.head.weight])
     assert names == {"step", *PARTS_8BIT}
-    assert sum(part.nbytes for part in parts) == round(moment_bytes(trial) * SHAPE.parameters)
+    assert sum(part.nbytes for part in parts) == round(moment_bytes(TRIAL) * SHAPE.parameters)
     narrow = [name for name, parameter in model.named_parameters() if "exp_avg_codes" in optimizer.state[parameter]]
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in narrow} == {
         "embedding", "q", "k", "v", "gate", "up", "head",
     }  # fmt: skip
-    assert moment_bytes(replace(trial, optimizer_states=None)) == 8
+    assert moment_bytes(replace(TRIAL, optimizer_states=None)) == 8
 
 
 @needs_library
