@@ -33,8 +33,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of a parameter whose moments have 8 bits: of each moment its codes, and the scales of blocks. Both have the
 # parameter's rows, so that a checkpoint can be read by any number of ranks.
 PARTS_8BIT = tuple(f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales"))
-# Long enough that a copy runs at the link's speed, short enough that the buffers take little memory.
+# Of a piece that is copied: long enough that a copy runs at the link's speed, short enough that the buffers take little
+# memory.
 PIECE_ELEMENTS = 1 << 23
+MOST_ELEMENTS = 1 << 30  # of any piece: the library's kernel counts with 32 bits
 ALIGNMENT_BYTES = 256  # of each state's place in a buffer
 BUFFERS = 3  # one piece is copied in, one is updated, one is copied out
 
@@ -148,18 +150,19 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 state.update(self._new_state(parameter))
             steps_done = state["step"].item()
             state["step"] += 1
-            elements = _local(parameter).numel()
+            elements, offloaded = _local(parameter).numel(), parameter in self._offloaded
             if not elements:
                 continue
+            most = PIECE_ELEMENTS if offloaded else MOST_ELEMENTS
             own = (_local(parameter.detach()), _local(parameter.grad).contiguous())
             parts = (_local(part) for name, part in state.items() if name != "step")
             flat = [each.view(-1) for each in (*own, *parts)]
             for value, gradient, *states in zip(
-                *(each.split(PIECE_ELEMENTS * each.numel() // elements) for each in flat), strict=True
+                *(each.split(most * each.numel() // elements) for each in flat), strict=True
             ):
                 yield _Piece(
                     value=value, gradient=gradient, states=tuple(states), group=group, steps_done=steps_done,
-                    offloaded=parameter in self._offloaded,
+                    offloaded=offloaded,
                 )  # fmt: skip
 
     def _pass_through(self, pieces: list[_Piece], device: torch.device) -> None:

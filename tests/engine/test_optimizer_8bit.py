@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from dataclasses import replace
@@ -34,7 +35,8 @@ from tests.slow import slow
 # Rows of one block and more, rows that are no whole blocks (the MLP's last matrix), and rows that ranks share unevenly.
 SHAPE = ModelShape(name="blocks", layers=2, hidden=256, ffn=96, heads=3, kv_heads=1, head_dim=64, vocab=257)
 PIECE = 1 << 12
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the library has other kernels there")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +86,6 @@ def values(state: dict[str, Tensor], moment: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_twenty_steps_stay_within_the_error_of_the_format_of_adamw_in_float64(device: str, decay: float) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     # Neighbours of the codebook are at most so far apart, in scales. A GPU may take the second nearest, for its sign.
     gaps, nearest = {"": 0.0141, "_sq": 0.0071}, 0.5 if device == "cpu" else 1.0
     rate, (beta1, beta2), epsilon = 1e-2, (0.9, 0.95), 1e-8
@@ -125,16 +125,16 @@ def test_twenty_steps_stay_within_the_error_of_the_format_of_adamw_in_float64(de
     assert of_p.max() < 0.25 * (parameter.detach().cpu() - start).abs().mean()
 
 
-def model_of() -> Decoder:
+def model_of(device: str = "cpu") -> Decoder:
     torch.manual_seed(0)
     model = Decoder(SHAPE)
     torch.nn.init.normal_(model.head.weight)
-    return model
+    return model.to(device)
 
 
-def trained(offload: float, ranks: int = 1) -> dict[str, Tensor]:
+def trained(offload: float, ranks: int = 1, device: str = "cpu") -> dict[str, Tensor]:
     """Every parameter and state by name, whole, after three steps."""
-    model = model_of()
+    model = model_of(device)
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,))
         for block in model.blocks:
@@ -142,14 +142,21 @@ def trained(offload: float, ranks: int = 1) -> dict[str, Tensor]:
         fully_shard(model, mesh=mesh)
     optimizer = adamw(model, 1e-2, AdamWSettings(), offload=offload, eight_bit=True)
     train(model, optimizer, range(3))
+    for parameter in model.parameters() if ranks > 1 else ():
+        for part in (part for name, part in optimizer.state[parameter].items() if name != "step"):
+            whole = (*parameter.shape[:-1], part.to_local().shape[-1])
+            assert (part.placements, part.shape) == (
+                parameter.placements,
+                whole if parameter.ndim > 1 else parameter.shape,
+            )
     return contents(model, optimizer)
 
 
-def differing(ranks: int, offloads: tuple[float, ...]) -> list[str]:
+def differing(ranks: int, offloads: tuple[float, ...], device: str = "cpu") -> list[str]:
     """Names of what differs from one rank with all on the device. Torch's fused step rounds vectors by their length."""
     engine.optimizer.PIECE_ELEMENTS = PIECE
-    expected = trained(0.0)
-    found = [trained(offload, ranks) for offload in offloads]
+    expected = trained(0.0, device=device)
+    found = [trained(offload, ranks, device) for offload in offloads]
     assert all(each.keys() == expected.keys() for each in found)
     limits = {name: 0.0 if expected[name].ndim > 1 else 1e-6 for name in expected}
     return [
@@ -161,10 +168,25 @@ def differing(ranks: int, offloads: tuple[float, ...]) -> list[str]:
 
 
 @needs_library
-def test_any_number_of_ranks_and_states_on_the_host_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.optimizer, "PIECE_ELEMENTS", PIECE)
-    assert differing(1, (0.4, 1.0)) == []
-    assert run_on_ranks(3, differing, 3, (0.0, 0.6)) == [[]] * 3  # 257 rows: shards of different sizes
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_on_the_host_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.optimizer, "PIECE_ELEMENTS", PIECE)  # which cuts parameters
+    assert differing(1, (0.4, 1.0), device) == []
+    first, second = model_of(device), model_of(device)
+    before, after = (
+        adamw(model, 1e-2, AdamWSettings(), offload=offload, eight_bit=True)
+        for model, offload in ((first, 0.0), (second, 0.6))
+    )
+    train(first, before, range(2))
+    second.load_state_dict(first.state_dict())
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    train(second, after, range(2, 3))
+    torch.testing.assert_close(contents(second, after), trained(0.0, device=device), rtol=0, atol=0)
+
+
+@needs_library
+def test_any_number_of_ranks_gives_the_same_bits() -> None:
+    assert run_on_ranks(2, differing, 2, (0.0, 0.6)) == [[]] * 2  # 257 rows: shards of different sizes
 
 
 @needs_library
@@ -194,10 +216,10 @@ def test_copies_are_made_again_after_the_librarys_update() -> None:
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     copies.refresh()
-    copy = copy_of(parameter)
-    assert copy is not None
-    assert copy.max() < 1
-    assert torch.equal(copy, parameter.detach().half())
+    half = copy_of(parameter)
+    assert half is not None
+    assert half.max() < 1
+    assert torch.equal(half, parameter.detach().half())
 
 
 RUN = {"model": replace(SHAPE, layers=1), "learning_rate": 1e-3, "evaluate": Evaluation(), "save": Saving()}
