@@ -26,20 +26,22 @@ def values_of(shape: tuple[int, int], device: str) -> Tensor:
     """Over 40 octaves, so that subnormal numbers and zeros are among the results."""
     generator = torch.Generator().manual_seed(shape[0])
     spread = torch.exp2(-40 * torch.rand(shape, generator=generator))
-    return (torch.randn(shape, generator=generator) * spread).bfloat16().to(device)
+    found = (torch.randn(shape, generator=generator) * spread).bfloat16()
+    found[0, 0] = 5.28125  # the largest; then no value of bf16 is halfway between two numbers of the formats
+    return found.to(device)
 
 
 def same(found: Tensor, expected: Tensor, dtype: torch.dtype, exact: bool) -> bool:
     """Bit for bit on a GPU. Triton's interpreter loses the carry of a mantissa that rounds up to the next power of two,
-    and rounds ties and subnormal numbers to the other side."""
+    and rounds subnormal numbers otherwise."""
     if found.shape != expected.shape or found.dtype != dtype:
         return False
     found, expected = found.float(), expected.float()
     if exact:
         return torch.equal(found, expected)
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
-    near = (2 * found == expected) | ((found - expected).abs() <= eps * (expected.abs() + 2 * tiny))
-    return bool(near.all()) and (found != expected).double().mean().item() < 0.15
+    near = (found == expected) | (2 * found == expected) | ((found - expected).abs() <= 2 * eps * tiny)
+    return bool(near.all()) and (found != expected).double().mean().item() < 0.1
 
 
 def cast_faults(device: str) -> Iterator[str]:
