@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.layers.recomputed_runs import SaveInputs, in_runs
-from engine.models.decoder import MLP, AddMLP, activate, add_whole_mlp
+from engine.models.decoder import MLP, AddMLP, add_whole_mlp
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.elementwise import swiglu_again
+from engine.ops.elementwise import swiglu, swiglu_again
 from engine.ops.norm import add_norm
-from engine.ops.products import Operand, Products
+from engine.ops.products import PLAIN, Operand, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -39,15 +39,16 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
     those of the weights are summed over the runs in fp32 or wider and rounded to the weight's dtype once.
 
     `saved` is the fraction of the tokens, the last ones, whose gate and up are saved; the others' are computed again.
-    None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch.
+    None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch, unless it
+    is computed in float8, for which torch would cast inputs once for every matrix.
 
     An MLP with other features than the hand-written backward has (`ModelShape.plain_mlp`) is recomputed by autograd,
     and torch saves what it wants of the tokens that are kept.
     """
-    if tiles == 1 and saved is None:
-        return add_whole_mlp
 
     def add_tiled_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+        if tiles == 1 and saved is None and mlp.down.products is PLAIN:
+            return add_whole_mlp(norm, mlp, x_BLE, branch_BLE)
         if not mlp.plain:
             return _add_by_autograd(tiles, saved, norm, mlp, x_BLE, branch_BLE)
         assert norm is not None, "a plain MLP has a norm before"
@@ -122,8 +123,8 @@ class _TiledMLP(torch.autograd.Function):
             del normed_TE
             projected_TF = [products.output(normed, projection) for projection in projections]
             del normed
-            hidden_TF = activate("gelu" if len(projected_TF) == 1 else "silu", *projected_TF)
-            torch.add(total_TE[tokens], products.output(products.operand(hidden_TF), down), out=out_TE[tokens])
+            hidden = _activated(products, *projected_TF)
+            torch.add(total_TE[tokens], products.output(hidden, down), out=out_TE[tokens])
             if tokens.start >= cut:
                 saved += projected_TF
         ctx.save_for_backward(*([total_TE, *values] if saver is None else []), *saved)
@@ -194,26 +195,39 @@ def _mlp_backward(
     if projected_TF is None:
         with record_function(RECOMPUTE):
             projected_TF = [products.output(normed, projection) for projection in projections]
-    hidden_TF, *dprojected_TF = _activate_again(dhidden_TF, *projected_TF, saved=saved_TF is not None)
+    hidden, *dprojected = _activate_again(products, dhidden_TF, *projected_TF, saved=saved_TF is not None)
     del dhidden_TF, projected_TF
-    ddown.add(dout, products.operand(hidden_TF, rows=False, columns=True))
-    del hidden_TF, dout
+    ddown.add(dout, products.operand(hidden[0], rows=False, columns=True, largest=hidden[1]))
+    del hidden, dout
     dnormed_TE: Tensor | None = None
     for projection, dprojection in zip(projections, dprojections, strict=True):
-        dprojected = products.operand(dprojected_TF.pop(0), columns=True, gradient=True)
-        dnormed_TE = products.input_gradient(dprojected, projection, dnormed_TE)
-        dprojection.add(dprojected, normed)
-        del dprojected
+        gradient_TF, largest = dprojected.pop(0)
+        gradient = products.operand(gradient_TF, columns=True, gradient=True, largest=largest)
+        del gradient_TF
+        dnormed_TE = products.input_gradient(gradient, projection, dnormed_TE)
+        dprojection.add(gradient, normed)
+        del gradient
     assert dnormed_TE is not None, "an MLP has a first matrix"
     return dnormed_TE
 
 
-def _activate_again(
-    dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
-) -> tuple[Tensor, ...]:
-    """`activate` recomputed, then the gradients of its arguments, which the results may overwrite; not an `up_TF` and
-    `gate_TF` that are `saved` tensors, which a second backward may want."""
+def _activated(products: Products, up_TF: Tensor, gate_TF: Tensor | None = None) -> Operand:
+    """`activate`, for the product with down."""
     if gate_TF is None:
-        return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-    hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
-    return hidden_TF, dup_TF, dgate_TF
+        return products.operand(F.gelu(up_TF))
+    [largest] = products.largest(gate_TF, 1)
+    return products.operand(swiglu(gate_TF, up_TF, largest), largest=largest)
+
+
+def _activate_again(
+    products: Products, dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
+) -> list[tuple[Tensor, Tensor | None]]:
+    """`activate` recomputed, then the gradients of its arguments, each with its largest value where a kernel has found
+    that. They may overwrite the arguments, but for an `up_TF` and `gate_TF` that are `saved` tensors, which a second
+    backward may want."""
+    if gate_TF is None:
+        return [(F.gelu(up_TF), None), (torch.ops.aten.gelu_backward(dhidden_TF, up_TF), None)]
+    largest = products.largest(dhidden_TF, 3)
+    found = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved, largest=largest)
+    hidden, dgate, dup = zip(found, largest, strict=True)
+    return [hidden, dup, dgate]

@@ -11,8 +11,8 @@ cast reads a matrix twice, once for its largest value, and writes what products 
 A matrix of zeros has zeros and a finite unit. One that holds NaN or infinity has a unit of NaN or infinity: all of its
 products are NaN. Widths are multiples of 16 (`engine.settings.float8_unsupported_reason`); tokens are padded by zeros.
 
-Not done yet: kernels that write an operand (norm, SwiGLU and its backward) could find its largest value as well, which
-saves a third of a cast's reads and writes. Shape letters: R rows and C columns of a matrix, P rows with padding.
+Kernels of SwiGLU find the largest value of what they write, which saves a read of the widest tensors; those of norms
+could. Shape letters: R rows and C columns of a matrix, P rows with padding.
 """
 
 from __future__ import annotations
@@ -44,13 +44,25 @@ class Float8Products(Products):
     def __init__(self, *, fast_gradients: bool = False) -> None:
         self._fast = fast_gradients
 
+    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
+        if kernels_for(matrix_RC, KERNELS) is None:
+            return [None] * count
+        return [*torch.zeros(count, dtype=torch.int32, device=matrix_RC.device)]
+
     def operand(
-        self, matrix_RC: Tensor, *, rows: bool = True, columns: bool = False, gradient: bool = False
+        self,
+        matrix_RC: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        gradient: bool = False,
+        largest: Tensor | None = None,
     ) -> Operand:
         dtype = GRADIENTS if gradient else VALUES
         kernels = kernels_for(matrix_RC, KERNELS)
-        cast = cast_by_torch if kernels is None else kernels.cast
-        return Operand(*cast(matrix_RC.detach(), dtype, rows=rows, columns=columns))
+        if kernels is None:
+            return Operand(*cast_by_torch(matrix_RC, dtype))
+        return Operand(*kernels.cast(matrix_RC, dtype, rows=rows, columns=columns, largest=largest))
 
     def output(self, x: Operand, matrix: Operand) -> Tensor:
         return _multiply(x.rows_RC, matrix.rows_RC, x, matrix, fast=True)
@@ -87,9 +99,9 @@ def gpu_unsupported_reason() -> str | None:
     )
 
 
-def cast_by_torch(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(numbers [R, C], numbers transposed and padded [C, P], unit); the kernels leave out one that is not asked for.
-    The reference implementation of `engine.ops.float8_triton.cast`."""
+def cast_by_torch(matrix_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(numbers [R, C], numbers transposed and padded [C, P], unit); the reference implementation of
+    `engine.ops.float8_triton.cast`."""
     most = torch.finfo(dtype).max
     largest = matrix_RC.abs().amax().float().clamp(min=SMALLEST)  # NaN stays NaN
     numbers_RC = (matrix_RC.float() * (most / largest)).clamp(-most, most)

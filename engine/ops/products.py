@@ -35,11 +35,22 @@ class Operand:
 class Products:
     """In the dtype of the operands."""
 
+    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
+        """For each of `count` results like `matrix_RC`, where the kernel that forms it is to leave the largest absolute
+        value for `operand`; None: nowhere."""
+        return [None] * count
+
     def operand(
-        self, matrix_RC: Tensor, *, rows: bool = True, columns: bool = False, gradient: bool = False
+        self,
+        matrix_RC: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        gradient: bool = False,
+        largest: Tensor | None = None,
     ) -> Operand:
         """The matrix for products that take its `rows` (of x for out, of W for out, of dout for dx), its `columns` (of
-        W for dx, of dout and x for dW) or both. `gradient`: it is a dout."""
+        W for dx, of dout and x for dW) or both. `gradient`: it is a dout. `largest`: its own, where it is known."""
         return Operand(matrix_RC, matrix_RC.T)
 
     def output(self, x: Operand, matrix: Operand) -> Tensor:

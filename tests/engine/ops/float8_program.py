@@ -1,11 +1,12 @@
-"""Hold the Triton kernels of float8 against their reference implementation: `python -m tests.engine.ops.float8_program
-[cpu|cuda]`.
+"""Hold the Triton kernels of float8, and what SwiGLU's tell them, against their reference implementation: `python -m
+tests.engine.ops.float8_program [cpu|cuda]`.
 
 A program of its own because Triton reads TRITON_INTERPRET, which runs kernels on the CPU, when it is first imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import sys
@@ -14,8 +15,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.ops import float8_triton
-from engine.ops.float8 import GRADIENTS, SMALLEST, VALUES, cast_by_torch
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.measurement import relative_error
+from engine.models.decoder import MLP
+from engine.ops import elementwise, elementwise_triton, float8, float8_triton
+from engine.ops.float8 import GRADIENTS, SMALLEST, VALUES, Float8Products, cast_by_torch
+from engine.ops.norm import RMSNorm
+from engine.shape import ModelShape
 
 # One row, tokens that no 16 divides, more than one tile in each direction, more than one program of the largest value.
 SHAPES = ((1, 16), (37, 48), (128, 128), (300, 272))
@@ -49,7 +55,7 @@ def cast_faults(device: str) -> Iterator[str]:
         matrix = values_of(shape, device)
         for name, given in (("whole", matrix), ("strided", matrix.T.contiguous().T)):
             found = float8_triton.cast(given, dtype, rows=rows, columns=columns)
-            expected = cast_by_torch(given, dtype, rows=True, columns=True)
+            expected = cast_by_torch(given, dtype)
             case = f"{dtype} {shape} {name}, rows {rows}, columns {columns}"
             if not math.isclose(found[2].item(), expected[2].item(), rel_tol=1e-6):
                 yield f"{case}: unit {found[2].item()}, expected {expected[2].item()}"
@@ -74,9 +80,55 @@ def edge_faults(device: str) -> Iterator[str]:
             yield f"{dtype} with {fill}: unit {unit.item()}, and products that are finite"
 
 
+def swiglu_faults(device: str) -> Iterator[str]:
+    """The largest value that SwiGLU's kernels leave is that of what they write, of one program or several."""
+    for shape, fill in itertools.product(((3, 7), (5, 700), (64, 128)), (0.0, math.nan, -math.inf)):
+        gate, up, dhidden = (values_of(shape, device) + at for at in range(3))
+        gate[1, 2], up[1, 2] = (fill or 1.0), (fill or 1.0)
+        largest = [*torch.zeros(4, dtype=torch.int32, device=device)]
+        results = [elementwise_triton.swiglu(gate, up, largest[0])]
+        results += elementwise_triton.swiglu_again(dhidden, gate, up, saved=True, largest=largest[1:])
+        for name, result, found in zip(("hidden", "hidden again", "dgate", "dup"), results, largest, strict=True):
+            expected = result.abs().amax().float()
+            if not torch.equal(found.view(torch.float32).nan_to_num(-1), expected.nan_to_num(-1)):
+                yield f"{name} {shape} with {fill}: {found.view(torch.float32)}, expected {expected}"
+            unit = float8_triton.cast(result, VALUES, rows=True, columns=False, largest=found)[2]
+            if (
+                not torch.equal(unit, float8_triton.cast(result, VALUES, rows=True, columns=False)[2])
+                and not unit.isnan()
+            ):
+                yield f"{name} {shape} with {fill}: another unit"
+
+
+def mlp(device: str) -> list[Tensor]:
+    """Output and gradients of a tiled MLP in float8, some of whose products are saved."""
+    shape = ModelShape(name="small", layers=1, hidden=64, ffn=96, heads=4, kv_heads=4, head_dim=16, vocab=61)
+    torch.manual_seed(0)
+    norm, part = RMSNorm(64, eps=1e-5), MLP(shape)
+    for matrix in (part.up, part.gate, part.down):
+        matrix.products = Float8Products()
+    norm, part = norm.to(device, torch.bfloat16), part.to(device, torch.bfloat16)
+    x_BLE = torch.randn(2, 37, 64).bfloat16().to(device).requires_grad_()
+    out_BLE = add_mlp_in(3, 0.5)(norm, part, x_BLE) - x_BLE
+    weights = torch.randn(2, 37, 64).bfloat16().to(device)
+    gradients = torch.autograd.grad(out_BLE, [x_BLE, *part.parameters()], weights)
+    return [each.detach().cpu() for each in (out_BLE, *gradients)]
+
+
+def mlp_faults(device: str) -> Iterator[str]:
+    """A layer's part by all kernels, against the same in torch. What Triton's interpreter rounds otherwise adds up."""
+    expected = mlp("cpu")
+    if device == "cpu":
+        float8.kernels_for = elementwise.kernels_for = lambda _, module: importlib.import_module(module)
+    allowed = 0.02 if device == "cuda" else 0.25
+    for place, (own, other) in enumerate(zip(mlp(device), expected, strict=True)):
+        if not relative_error(own, other) <= allowed:
+            yield f"MLP in float8, tensor {place}: {relative_error(own, other):.2g}"
+
+
 def faults(device: str) -> list[str]:
     """One line for each case in which the kernels differ from torch's operations."""
-    return [*cast_faults(device), *edge_faults(device)]
+    return [*cast_faults(device), *edge_faults(device), *swiglu_faults(device), *mlp_faults(device)]
 
 
 if __name__ == "__main__":
