@@ -42,6 +42,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "deterministic": False,
     "lm_head_fusion": True,
     "loss_kernel": "own",
+    "linear_dtype": "same",
     "z_loss": 0.0,
     "projection_tiles": 1,
     "mlp_tiles": 1,

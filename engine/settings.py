@@ -13,12 +13,14 @@ from functools import cache
 from typing import Literal
 
 from engine.lora import Lora, adapter_parameters
+from engine.ops import FLOAT8_MULTIPLE
 from engine.reader import from_json as from_json
 from engine.reader import to_json as to_json
 from engine.shape import MAX_TOKENS, ModelShape
 
 Task = Literal["train", "attention", "lm_head", "linear"]
 Dtype = Literal["fp64", "fp32", "bf16"]
+LinearDtype = Literal["same", "float8"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"]
 Schedule = Literal["auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"]
 Backward = Literal["auto", "query", "key_value"]
@@ -187,6 +189,7 @@ class TrialSettings:
     world_size: int = 0  # ranks; 0 means cp_size x tp_size
     batch_size: int = 1  # sequences per data-parallel replica
     dtype: Dtype = "bf16"
+    linear_dtype: LinearDtype = "same"  # of the products of layers with their matrices; same: `dtype`
     mask: str = "causal"  # full, causal, sliding_window:LEFT[:RIGHT], documents
     packing: PackingRule = "best_fit"  # of documents into rows of `seq_len` tokens, where `mask` is documents
     longer_documents: LongerDocuments = "split"  # what becomes of those that no row holds
@@ -340,6 +343,34 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
     return settings.world_size == 1 and not (
         settings.optimizer_offload if optimizer_offload is None else optimizer_offload
     )
+
+
+def float8_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why the layers of a trial's model cannot multiply in float8, whatever the method and GPU, or None."""
+    if settings.linear_dtype != "float8":
+        return None
+    model, takes = settings.model, "linear_dtype float8"
+    if settings.task != "train":
+        return f"{takes} is for training, found task {settings.task}; set linear_dtype to same"
+    if settings.dtype != "bf16":
+        return f"{takes} stands beside dtype bf16, found {settings.dtype}; set dtype to bf16, or linear_dtype to same"
+    if settings.lora is not None:
+        return f"{takes} was made for matrices that are trained, and lora freezes them; leave one of the two out"
+    for name, width in {
+        "hidden": model.hidden,
+        "ffn": model.ffn,
+        "heads x head_dim": model.heads * model.head_dim,
+        "heads x value_dim": model.heads * model.output_dim,
+        "kv_heads x head_dim": model.kv_heads * model.head_dim,
+        "q_latent": model.q_latent,
+        "kv_latent + rope_dim": model.kv_latent + model.rope_dim,
+    }.items():
+        if width % FLOAT8_MULTIPLE:
+            return (
+                f"{takes} takes widths that {FLOAT8_MULTIPLE} divides, and model {model.name} has {name} {width}; set "
+                "linear_dtype to same"
+            )
+    return None
 
 
 def linear_unsupported_reason(settings: TrialSettings) -> str | None:

@@ -26,6 +26,7 @@ from engine.models.matrices import Norm, normed
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.elementwise import rotate_into
+from engine.ops.products import Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -60,7 +61,8 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
         run = run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles)
         weights = (*matrices, norm.weight, *(each.weight for each in head_norms))
         values = [values_of(weight) for weight in weights]
-        return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, *weights, *values)
+        products = attention.q.products
+        return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, products, *weights, *values)
 
     return project_tiled
 
@@ -77,8 +79,9 @@ def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Te
 
 
 class _TiledProjection(torch.autograd.Function):
-    """(x_BLE, cos_LD, sin_LD, D, tokens of a run, epsilon of every norm, weights of q, k, v, of the norm before them,
-    and of the heads' two norms or none, and what is computed with for each) -> q_BLND, k_BLKD, v_BLKD, x_BLE.
+    """(x_BLE, cos_LD, sin_LD, D, tokens of a run, epsilon of every norm, how products are formed, weights of q, k, v,
+    of the norm before them, and of the heads' two norms or none, and what is computed with for each) -> q_BLND, k_BLKD,
+    v_BLKD, x_BLE.
 
     x passes through so that its other gradient, that of the residual stream, arrives here and is added in the pass that
     forms the norm's.
@@ -93,19 +96,21 @@ class _TiledProjection(torch.autograd.Function):
         head_dim: int,
         run: int,
         eps: tuple[float | None, ...],
+        products: Products,
         *weights_and_values: Tensor,
     ) -> tuple[Tensor, ...]:
         half = len(weights_and_values) // 2
         weights, values = weights_and_values[:half], weights_and_values[half:]
         ctx.save_for_backward(x_BLE, cos_LD, sin_LD, *values)
         ctx.set_materialize_grads(False)
-        ctx.head_dim, ctx.run, ctx.eps, ctx.dtypes = head_dim, run, eps, [weight.dtype for weight in weights]
+        ctx.head_dim, ctx.run, ctx.eps, ctx.products = head_dim, run, eps, products
+        ctx.dtypes = [weight.dtype for weight in weights]
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
-        matrix_OE = joined(list(values[:3]))
+        matrix = products.operand(joined(list(values[:3])))
         outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], count // head_dim, head_dim) for count in rows)
         for at in _runs(x_BLE, run):
             normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, eps[0])
-            projected = F.linear(normed_TE, matrix_OE).split(rows, -1)
+            projected = products.output(products.operand(normed_TE), matrix).split(rows, -1)
             for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
                 projected_TND = projected_TO.unflatten(-1, (-1, head_dim))
                 if place == 2:  # values are neither normed nor rotated
@@ -122,16 +127,21 @@ class _TiledProjection(torch.autograd.Function):
         *douts, dresidual_BLE = gradients
         x_BLE, cos_LD, sin_LD, *values = ctx.saved_tensors
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
+        products: Products = ctx.products
         matrix_OE = joined(values[:3])
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True)
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, ctx.run))
-        dmatrix_OE = WeightGradient(ctx.dtypes[0], single=len(of_tokens) == 1)
+        dmatrix_OE = WeightGradient(products, matrix_OE, ctx.dtypes[0], single=len(of_tokens) == 1)
         dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
         for at in of_tokens:
             norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
             dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            projected = F.linear(norm.normed_TE, matrix_OE[: sum(rows[:2])]).split(rows[:2], -1) if head_norms_D else []
+            normed = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True)
+            projected: tuple[Tensor, ...] = ()
+            if head_norms_D:
+                projected = products.output(normed, matrix.first(sum(rows[:2]))).split(rows[:2], -1)
             for place, (dout_BLND, part_TO) in enumerate(zip(douts, dprojected_TO.split(rows, -1), strict=True)):
                 part_TND = part_TO.unflatten(-1, (-1, ctx.head_dim))
                 if dout_BLND is None:
@@ -145,14 +155,17 @@ class _TiledProjection(torch.autograd.Function):
                         again = RecomputedNorm(again_TND, head_norms_D[place], ctx.eps[1 + place])
                         part_TND.copy_(again.gradient(part_TND.contiguous(), dhead_norms_D[place]))
             del projected
-            dmatrix_OE.add(dprojected_TO, norm.normed_TE)
-            dnormed_TE = dprojected_TO @ matrix_OE
+            dprojected = products.operand(dprojected_TO, columns=True, gradient=True)
             del dprojected_TO
+            dmatrix_OE.add(dprojected, normed)
+            del normed
+            dnormed_TE = products.input_gradient(dprojected, matrix)
+            del dprojected
             residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
         of_matrices = dmatrix_OE.rounded().split(rows)
         of_norms = (total.to(dtype) for total, dtype in zip(dnorms, ctx.dtypes[3:], strict=True))
-        return dx_BLE, None, None, None, None, None, *of_matrices, *of_norms, *(None for _ in ctx.dtypes)
+        return dx_BLE, None, None, None, None, None, None, *of_matrices, *of_norms, *(None for _ in ctx.dtypes)
 
 
 def _runs(x_BLE: Tensor, run: int) -> Iterator[tuple[int, slice]]:
