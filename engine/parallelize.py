@@ -23,7 +23,9 @@ from engine.layers.tiled_projection import project_in
 from engine.lm_head.loss_kernel import loss_sum_of
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, MixCall
+from engine.models.matrices import Linear
 from engine.ops.copies import Copies
+from engine.ops.float8 import Float8Products, gpu_unsupported_reason
 from engine.optimizer import gradient_norm
 from engine.settings import TrialSettings, keeps_whole
 from engine.shape import ModelShape
@@ -122,12 +124,29 @@ def parallelize(
     model.shards = settings.cp_size * settings.tp_size
     recompute = set_layers(model, settings, attend, windowed, mix)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
+    if settings.linear_dtype == "float8":
+        multiply_in_float8(model, mesh.device_type)
     matrices.set(model, attend)
     if keeps_whole(settings):
         keep_parameters(model, settings)
     else:
         shard_parameters(model, settings, mesh)
     return recompute
+
+
+def multiply_in_float8(model: Decoder, device_type: str) -> None:
+    """From now on layers multiply by their matrices in float8: those of attention and of MLPs. Embedding and LM head do
+    not, nor do mixers of linear layers, whose recurrences would raise the errors to powers.
+
+    Raises ValueError with one sentence where this machine's GPU cannot.
+    """
+    if device_type == "cuda" and (reason := gpu_unsupported_reason()):
+        raise ValueError(reason)
+    products = Float8Products()
+    for block in model.blocks:
+        for name, module in block.named_modules():
+            if isinstance(module, Linear) and not name.startswith("mixer."):
+                module.products = products
 
 
 def keep_parameters(model: Decoder, settings: TrialSettings) -> None:

@@ -6,17 +6,21 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from engine.lora import Lora, adapter_parameters
+from engine.ops import FLOAT8_MULTIPLE
 from engine.reader import from_json as from_json
 from engine.reader import to_json as to_json
 from engine.shape import MAX_TOKENS, ModelShape
 
 Task = Literal["train", "attention", "lm_head", "linear"]
 Dtype = Literal["fp64", "fp32", "bf16"]
+LinearDtype = Literal["same", "float8"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag", "balanced"]
 Schedule = Literal["auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"]
 Backward = Literal["auto", "query", "key_value"]
@@ -29,11 +33,14 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 CudaGraph = Literal["auto", "step", "none"]
+OptimizerStates = Literal["8bit"]
 PackingRule = Literal["best_fit", "greedy"]
 LongerDocuments = Literal["split", "drop"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
+
+STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
@@ -183,6 +190,7 @@ class TrialSettings:
     world_size: int = 0  # ranks; 0 means cp_size x tp_size
     batch_size: int = 1  # sequences per data-parallel replica
     dtype: Dtype = "bf16"
+    linear_dtype: LinearDtype = "same"  # of the products of layers with their matrices; same: `dtype`
     mask: str = "causal"  # full, causal, sliding_window:LEFT[:RIGHT], documents
     packing: PackingRule = "best_fit"  # of documents into rows of `seq_len` tokens, where `mask` is documents
     longer_documents: LongerDocuments = "split"  # what becomes of those that no row holds
@@ -205,6 +213,8 @@ class TrialSettings:
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
     optimizer_offload: bool | float = False
+    # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
+    optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
@@ -349,12 +359,42 @@ def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:
     if ranks > 1:
         return f"head_groups is for sequences of one rank, and {ranks} ranks share one; set head_groups to 1"
     if settings.lora is not None:
-        return "head_groups needs projections without adapters, and lora is set; leave one of both out"
+        return "head_groups is for projections without adapters, and lora is set; leave one of the two out"
+    if settings.linear_dtype == "float8":  # a scale of all heads' weights would not be that of a group's
+        return "head_groups is for products in dtype, and linear_dtype is float8; set head_groups to 1"
     if model.sinks or not model.plain_projection:
         return (
             f"head_groups is for projections as Llama's or Qwen3's without sinks, and those of model {model.name} are "
             "others; set head_groups to 1"
         )
+    return None
+
+
+def float8_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why the layers of a trial's model cannot multiply in float8, whatever the method and GPU, or None."""
+    if settings.linear_dtype != "float8":
+        return None
+    model, takes = settings.model, "linear_dtype float8"
+    if settings.task != "train":
+        return f"{takes} is for training, found task {settings.task}; set linear_dtype to same"
+    if settings.dtype != "bf16":
+        return f"{takes} stands beside dtype bf16, found {settings.dtype}; set dtype to bf16, or linear_dtype to same"
+    if settings.lora is not None:
+        return f"{takes} was made for matrices that are trained, and lora freezes them; leave one of the two out"
+    for name, width in {
+        "hidden": model.hidden,
+        "ffn": model.ffn,
+        "heads x head_dim": model.heads * model.head_dim,
+        "heads x value_dim": model.heads * model.output_dim,
+        "kv_heads x head_dim": model.kv_heads * model.head_dim,
+        "q_latent": model.q_latent,
+        "kv_latent + rope_dim": model.kv_latent + model.rope_dim,
+    }.items():
+        if width % FLOAT8_MULTIPLE:
+            return (
+                f"{takes} takes widths that {FLOAT8_MULTIPLE} divides, and model {model.name} has {name} {width}; set "
+                "linear_dtype to same"
+            )
     return None
 
 
@@ -385,6 +425,29 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
         f"each of {settings.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of the "
         "rank before; give longer sequences or a smaller cp_size"
     )
+
+
+@cache
+def share_in_blocks(model: ModelShape) -> float:
+    """Of all parameters, those whose moments can have 8 bits: of matrices whose rows are whole blocks."""
+    sizes = model.parameter_sizes().values()
+    return sum(math.prod(size) for size in sizes if len(size) > 1 and size[-1] % STATES_BLOCK == 0) / model.parameters
+
+
+def states_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why a trial cannot have its `optimizer_states`, whatever the method, or None."""
+    if settings.optimizer_states is None:
+        return None
+    obstacles = {
+        f"task is {settings.task}, which has no optimizer": settings.task != "train",
+        "dtype is fp64, which the library's kernel does not know": settings.dtype == "fp64",
+        "lora is set, whose adapters have few states": settings.lora is not None,
+        f"tp_size is {settings.tp_size}, which divides rows": settings.tp_size > 1,
+        f"no matrix of model {settings.model.name} has rows of whole blocks of {STATES_BLOCK} elements":
+            not share_in_blocks(settings.model),
+    }  # fmt: skip
+    found = next((obstacle for obstacle, there in obstacles.items() if there), None)
+    return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

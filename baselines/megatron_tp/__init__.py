@@ -106,6 +106,7 @@ def indivisible_reason(settings: TrialSettings) -> str | None:
         ("projection_tiles", settings.projection_tiles, 1),
         ("head_tiles", settings.head_tiles, 0),
         ("loss_kernel", settings.loss_kernel, "own"),
+        ("linear_dtype", settings.linear_dtype, "same"),
         ("sharding", settings.sharding, "full"),
     ):
         if found != alone:

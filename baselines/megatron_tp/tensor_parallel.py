@@ -30,7 +30,8 @@ from engine.lm_head.loss_kernel import IGNORE
 from engine.models.decoder import MLP, Attention, Decoder, Projected, Rotary, rotary_of
 from engine.models.matrices import Norm, normed
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
-from engine.ops.runs import add_product, runs, zeros_for_sum
+from engine.ops.products import add_product
+from engine.ops.runs import runs, zeros_for_sum
 from engine.optimizer import gradient_norm
 from engine.parallelize import WholeMatrices
 from engine.settings import TrialSettings

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.layers.recomputed_runs import SaveInputs, in_runs
-from engine.models.decoder import MLP, AddMLP, activate, add_whole_mlp
+from engine.models.decoder import MLP, AddMLP, add_whole_mlp
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.elementwise import swiglu_again
+from engine.ops.elementwise import swiglu, swiglu_again
 from engine.ops.norm import add_norm
+from engine.ops.products import PLAIN, Operand, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -38,15 +39,16 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
     those of the weights are summed over the runs in fp32 or wider and rounded to the weight's dtype once.
 
     `saved` is the fraction of the tokens, the last ones, whose gate and up are saved; the others' are computed again.
-    None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch.
+    None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch, unless it
+    is computed in float8, for which torch would cast inputs once for every matrix.
 
     An MLP with other features than the hand-written backward has (`ModelShape.plain_mlp`) is recomputed by autograd,
     and torch saves what it wants of the tokens that are kept.
     """
-    if tiles == 1 and saved is None:
-        return add_whole_mlp
 
     def add_tiled_mlp(norm: Norm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+        if tiles == 1 and saved is None and mlp.down.products is PLAIN:
+            return add_whole_mlp(norm, mlp, x_BLE, branch_BLE)
         if not mlp.plain:
             return _add_by_autograd(tiles, saved, norm, mlp, x_BLE, branch_BLE)
         assert norm is not None, "a plain MLP has a norm before"
@@ -62,7 +64,8 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
         if branch_TE is None and torch.is_grad_enabled():
             x_TE = SaveInputs.apply(x_TE, *values)
             saver = x_TE.grad_fn
-        return _TiledMLP.apply(x_TE, branch_TE, saver, x_BLE.shape, norm.eps, run, cut, *weights, *values)
+        products = mlp.down.products
+        return _TiledMLP.apply(x_TE, branch_TE, saver, x_BLE.shape, norm.eps, run, cut, products, *weights, *values)
 
     return add_tiled_mlp
 
@@ -86,8 +89,8 @@ def _add_by_autograd(
 
 class _TiledMLP(torch.autograd.Function):
     """(x_TE, a branch to add to it or none, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, first
-    token whose gate and up are saved, weights of norm, down, up, gate or none, and what is computed with for each)
-    -> y + mlp(y), y = x + branch; [B, L, E]."""
+    token whose gate and up are saved, how products are formed, weights of norm, down, up, gate or none, and what is
+    computed with for each) -> y + mlp(y), y = x + branch; [B, L, E]."""
 
     @staticmethod
     def forward(
@@ -99,12 +102,14 @@ class _TiledMLP(torch.autograd.Function):
         eps: float | None,
         run: int,
         cut: int,
+        products: Products,
         *weights_and_values: Tensor,
     ) -> Tensor:
-        ctx.saver, ctx.eps, ctx.run, ctx.cut = saver, eps, run, cut
+        ctx.saver, ctx.eps, ctx.run, ctx.cut, ctx.products = saver, eps, run, cut, products
         weights, values = _halves(weights_and_values)
         ctx.dtypes, ctx.branched = [weight.dtype for weight in weights], branch_TE is not None
-        norm_E, down_EF, *projections_FE = values
+        norm_E, *matrices = values
+        down, *projections = map(products.operand, matrices)
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
         total_TE = x_TE if branch_TE is None else torch.empty_like(x_TE)
@@ -114,9 +119,12 @@ class _TiledMLP(torch.autograd.Function):
                 normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
             else:
                 normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
-            projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-            hidden_TF = activate("gelu" if len(projected_TF) == 1 else "silu", *projected_TF)
-            torch.add(total_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
+            normed = products.operand(normed_TE)
+            del normed_TE
+            projected_TF = [products.output(normed, projection) for projection in projections]
+            del normed
+            hidden = _activated(products, *projected_TF)
+            torch.add(total_TE[tokens], products.output(hidden, down), out=out_TE[tokens])
             if tokens.start >= cut:
                 saved += projected_TF
         ctx.save_for_backward(*([total_TE, *values] if saver is None else []), *saved)
@@ -135,17 +143,26 @@ class _TiledMLP(torch.autograd.Function):
         width = len(matrices) - 1
         dx_TE, dnorm_E = torch.empty_like(x_TE), zeros_for_sum(norm_E)
         of_tokens = list(_runs(x_TE.shape[0], ctx.run, ctx.cut))
-        dmatrices = [WeightGradient(dtype, single=len(of_tokens) == 1) for dtype in ctx.dtypes[1:]]
+        products: Products = ctx.products
+        dmatrices = [
+            WeightGradient(products, matrix, dtype, single=len(of_tokens) == 1)
+            for matrix, dtype in zip(matrices, ctx.dtypes[1:], strict=True)
+        ]
+        down = products.operand(matrices[0], rows=False, columns=True)
+        again = of_tokens[0].start < ctx.cut  # some products are formed again
+        projections = [products.operand(matrix, rows=again, columns=True) for matrix in matrices[1:]]
         for tokens in of_tokens:
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             projected_TF: list[Tensor] | None = None
             if tokens.start >= ctx.cut:
                 projected_TF, saved = saved[:width], saved[width:]
-            dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, projected_TF, matrices, dmatrices)
+            dnormed_TE = _mlp_backward(
+                products, dout_TE[tokens], norm.normed_TE, projected_TF, [down, *projections], dmatrices
+            )
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])
         gradients = (dnorm_E.to(ctx.dtypes[0]), *(total.rounded() for total in dmatrices))
         dbranch_TE = dx_TE if ctx.branched else None
-        return dx_TE, dbranch_TE, None, None, None, None, None, *gradients, *(None for _ in ctx.dtypes)
+        return dx_TE, dbranch_TE, None, None, None, None, None, None, *gradients, *(None for _ in ctx.dtypes)
 
 
 def _halves(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -160,39 +177,57 @@ def _runs(tokens: int, run: int, cut: int) -> Iterator[slice]:
 
 
 def _mlp_backward(
+    products: Products,
     dout_TE: Tensor,
     normed_TE: Tensor,
     saved_TF: list[Tensor] | None,
-    matrices: list[Tensor],
+    matrices: list[Operand],
     dmatrices: list[WeightGradient],
 ) -> Tensor:
     """The gradient of one run's MLP input; those of the matrices, down first, are added to `dmatrices`. `saved_TF`:
     the products of up, and gate, where they were saved."""
-    down_EF, *projections_FE = matrices
-    ddown_EF, *dprojections_FE = dmatrices
-    dhidden_TF = dout_TE @ down_EF
+    down, *projections = matrices
+    ddown, *dprojections = dmatrices
+    dout = products.operand(dout_TE, columns=True, gradient=True)
+    dhidden_TF = products.input_gradient(dout, down)
+    normed = products.operand(normed_TE, rows=saved_TF is None, columns=True)
     projected_TF = saved_TF
     if projected_TF is None:
         with record_function(RECOMPUTE):
-            projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-    hidden_TF, *dprojected_TF = _activate_again(dhidden_TF, *projected_TF, saved=saved_TF is not None)
+            projected_TF = [products.output(normed, projection) for projection in projections]
+    hidden, *dprojected = _activate_again(products, dhidden_TF, *projected_TF, saved=saved_TF is not None)
     del dhidden_TF, projected_TF
-    ddown_EF.add(dout_TE, hidden_TF)
-    del hidden_TF
-    dnormed_TE = dprojected_TF[0] @ projections_FE[0]
-    for d_TF, weight_FE in zip(dprojected_TF[1:], projections_FE[1:], strict=True):
-        dnormed_TE.addmm_(d_TF, weight_FE)
-    for dprojection_FE, d_TF in zip(dprojections_FE, dprojected_TF, strict=True):
-        dprojection_FE.add(d_TF, normed_TE)
+    ddown.add(dout, products.operand(hidden[0], rows=False, columns=True, largest=hidden[1]))
+    del hidden, dout
+    dnormed_TE: Tensor | None = None
+    for projection, dprojection in zip(projections, dprojections, strict=True):
+        gradient_TF, largest = dprojected.pop(0)
+        gradient = products.operand(gradient_TF, columns=True, gradient=True, largest=largest)
+        del gradient_TF
+        dnormed_TE = products.input_gradient(gradient, projection, dnormed_TE)
+        dprojection.add(gradient, normed)
+        del gradient
+    assert dnormed_TE is not None, "an MLP has a first matrix"
     return dnormed_TE
 
 
-def _activate_again(
-    dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
-) -> tuple[Tensor, ...]:
-    """`activate` recomputed, then the gradients of its arguments, which the results may overwrite; not an `up_TF` and
-    `gate_TF` that are `saved` tensors, which a second backward may want."""
+def _activated(products: Products, up_TF: Tensor, gate_TF: Tensor | None = None) -> Operand:
+    """`activate`, for the product with down."""
     if gate_TF is None:
-        return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-    hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
-    return hidden_TF, dup_TF, dgate_TF
+        return products.operand(F.gelu(up_TF))
+    [largest] = products.largest(gate_TF, 1)
+    return products.operand(swiglu(gate_TF, up_TF, largest), largest=largest)
+
+
+def _activate_again(
+    products: Products, dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
+) -> list[tuple[Tensor, Tensor | None]]:
+    """`activate` recomputed, then the gradients of its arguments, each with its largest value where a kernel has found
+    that. They may overwrite the arguments, but for an `up_TF` and `gate_TF` that are `saved` tensors, which a second
+    backward may want."""
+    if gate_TF is None:
+        return [(F.gelu(up_TF), None), (torch.ops.aten.gelu_backward(dhidden_TF, up_TF), None)]
+    largest = products.largest(dhidden_TF, 3)
+    found = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved, largest=largest)
+    hidden, dgate, dup = zip(found, largest, strict=True)
+    return [hidden, dup, dgate]

@@ -27,6 +27,7 @@ from engine.models.matrices import Norm, normed
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.elementwise import rotate_into
+from engine.ops.products import Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -78,6 +79,7 @@ class PlainProjections:
     run: int  # tokens of a run
     eps: tuple[float | None, ...]  # of every norm
     dtypes: tuple[torch.dtype, ...]  # of the weights' gradients
+    products: Products  # how products are formed
 
     @classmethod
     def of(
@@ -95,6 +97,7 @@ class PlainProjections:
             run=run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles),
             eps=tuple(each.eps for each in (norm, *head_norms)),
             dtypes=tuple(weight.dtype for weight in weights),
+            products=attention.q.products,
         )
         return found, weights, [values_of(weight) for weight in weights]
 
@@ -106,11 +109,11 @@ class PlainProjections:
         matrices, norm_E, head_norms_D = list(values[:3]), values[3], values[4:]
         if heads is not None:
             matrices = [_rows(matrix, part, self.head_dim) for matrix, part in zip(matrices, heads, strict=True)]
-        rows, matrix_OE = [matrix.shape[0] for matrix in matrices], joined(matrices)
+        rows, matrix = [matrix.shape[0] for matrix in matrices], self.products.operand(joined(matrices))
         outs = [x_BLE.new_empty(*x_BLE.shape[:2], count // self.head_dim, self.head_dim) for count in rows]
         for at in _runs(x_BLE, self.run):
             normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, self.eps[0])
-            projected = F.linear(normed_TE, matrix_OE).split(rows, -1)
+            projected = self.products.output(self.products.operand(normed_TE), matrix).split(rows, -1)
             for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
                 projected_TND = projected_TO.unflatten(-1, (-1, self.head_dim))
                 if place == 2:  # values are neither normed nor rotated
@@ -134,16 +137,20 @@ class PlainProjections:
         """Of x_BLE, `dresidual_BLE` included, and of the weights, from those of q_BLND, k_BLKD and v_BLKD."""
         cos_LD, sin_LD = rotary
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
-        matrix_OE = joined(list(values[:3]))
+        products, matrix_OE = self.products, joined(list(values[:3]))
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True)
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, self.run))
-        dmatrix_OE = WeightGradient(self.dtypes[0], single=len(of_tokens) == 1)
+        dmatrix_OE = WeightGradient(products, matrix_OE, self.dtypes[0], single=len(of_tokens) == 1)
         dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
         for at in of_tokens:
             norm = RecomputedNorm(x_BLE[at], norm_E, self.eps[0])
             dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            projected = F.linear(norm.normed_TE, matrix_OE[: sum(rows[:2])]).split(rows[:2], -1) if head_norms_D else []
+            operand = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True)
+            projected: tuple[Tensor, ...] = ()
+            if head_norms_D:
+                projected = products.output(operand, matrix.first(sum(rows[:2]))).split(rows[:2], -1)
             for place, (dout_BLND, part_TO) in enumerate(zip(douts, dprojected_TO.split(rows, -1), strict=True)):
                 part_TND = part_TO.unflatten(-1, (-1, self.head_dim))
                 if dout_BLND is None:
@@ -157,9 +164,12 @@ class PlainProjections:
                         again = RecomputedNorm(again_TND, head_norms_D[place], self.eps[1 + place])
                         part_TND.copy_(again.gradient(part_TND.contiguous(), dhead_norms_D[place]))
             del projected
-            dmatrix_OE.add(dprojected_TO, norm.normed_TE)
-            dnormed_TE = dprojected_TO @ matrix_OE
+            dprojected = products.operand(dprojected_TO, columns=True, gradient=True)
             del dprojected_TO
+            dmatrix_OE.add(dprojected, operand)
+            del operand
+            dnormed_TE = products.input_gradient(dprojected, matrix)
+            del dprojected
             residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
         of_matrices = dmatrix_OE.rounded().split(rows)

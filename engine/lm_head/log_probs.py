@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.lm_head.loss import losses_and_dlogits, runs_with_labels, tile_tokens
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
-from engine.ops.runs import add_product, zeros_for_sum
+from engine.ops.products import add_product
+from engine.ops.runs import zeros_for_sum
 
 
 def fused_log_probs(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, tiles: int = 0) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from engine.lm_head.loss_kernel import IGNORE, gpu_tile_tokens
 from engine.ops.autograd import accumulation_dtype, kernels_for, refuse_second_derivative
-from engine.ops.runs import add_product, runs, zeros_for_sum
+from engine.ops.products import add_product
+from engine.ops.runs import runs, zeros_for_sum
 
 LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 

@@ -152,7 +152,7 @@ class Attention(nn.Module):
         parts = (self.q, self.k, self.v)
         if self.q.weight.requires_grad:
             biases = [part.bias for part in parts if part.bias is not None]
-            joined = linear(x_BLE, [part.weight for part in parts], biases)
+            joined = linear(x_BLE, [part.weight for part in parts], biases, self.q.products)
             q_BLF, k_BLF, v_BLF = joined.split([part.out_features for part in parts], -1)
         else:  # frozen matrices have no copies that follow one another: joining them would copy and save them
             q_BLF, k_BLF, v_BLF = (part(x_BLE) for part in parts)

@@ -10,19 +10,21 @@ from torch import Tensor, nn
 
 from engine.lora import Lora
 from engine.ops.copies import computed, linear
+from engine.ops.products import PLAIN, Products
 
 Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
 
 
 class Linear(nn.Linear):
     """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`), or adapters
-    (`engine.lora`)."""
+    (`engine.lora`). `products` says in which numbers it is multiplied."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
         self.lora_scale = 1.0
+        self.products: Products = PLAIN
 
     def adapt(self, lora: Lora, dtype: torch.dtype) -> None:
         """Add adapters in `dtype`, without values."""
@@ -33,7 +35,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         biases = [] if self.bias is None else [self.bias]
         if self.lora_A is None:
-            return linear(x, [self.weight], biases)
+            return linear(x, [self.weight], biases, self.products)
         # The adapters' product first, and the frozen one added to it in place: a recomputation ends with the last
         # tensor that backward needs, which is the frozen matrix itself, so that its product is not repeated.
         x_TI = x.flatten(0, -2)

@@ -12,3 +12,5 @@ STEP = "burst.step"  # the timed part; everything outside it is left out of the 
 RECOMPUTE = "burst.recompute"  # computed again in backward: a layer, or the intermediates of a tile
 OPTIMIZER = "burst.optimizer"  # clipping, the update and dropping the gradients
 LM_HEAD = "burst.lm_head"  # forward of LM head and loss; the fused forms compute their gradients there as well
+
+FLOAT8_MULTIPLE = 16  # that divides the width of every matrix in float8 (`engine.ops.float8`), which cuBLAS asks for

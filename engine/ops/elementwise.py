@@ -14,6 +14,7 @@ sequence, N heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,21 +26,30 @@ from engine.ops.autograd import kernels_for
 KERNELS = "engine.ops.elementwise_triton"
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) x up. Where a kernel computes it, only `gate` and `up` are saved for backward."""
+def swiglu(gate: Tensor, up: Tensor, largest: Tensor | None = None) -> Tensor:
+    """silu(gate) x up. Where a kernel computes it, only `gate` and `up` are saved for backward, and the largest value
+    is left in `largest` (`engine.ops.products.Products.largest`)."""
     if kernels_for(gate, KERNELS) is None:
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up, largest)
 
 
-def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd.
+def swiglu_again(
+    dhidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    saved: bool = False,
+    largest: Sequence[Tensor | None] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd. A kernel leaves their `largest`
+    values there.
 
     The results may overwrite the arguments, but for a `gate` and `up` that are `saved`: these stay as they are.
     """
     kernels = kernels_for(gate, KERNELS)
     if kernels is not None:
-        return kernels.swiglu_again(dhidden, gate, up, saved=saved)
+        return kernels.swiglu_again(dhidden, gate, up, saved=saved, largest=largest)
     silu = F.silu(gate)
     hidden = silu * up
     dgate = torch.ops.aten.silu_backward(up * dhidden if saved else up.mul_(dhidden), gate)
@@ -56,20 +66,20 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
 
 class _SwiGLU(torch.autograd.Function):
-    """(gate, up) -> silu(gate) x up, by the kernels."""
+    """(gate, up, where to leave the largest value or None) -> silu(gate) x up, by the kernels."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, largest: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return kernels_for(gate, KERNELS).swiglu(gate, up)
+        return kernels_for(gate, KERNELS).swiglu(gate, up, largest)
 
     @staticmethod
-    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():  # this backward will be differentiated itself, which takes torch's operations
             s = torch.sigmoid(gate)
-            return dhidden * up * s * (1 + gate * (1 - s)), dhidden * gate * s
-        return swiglu_gradients(dhidden, gate, up)
+            return dhidden * up * s * (1 + gate * (1 - s)), dhidden * gate * s, None
+        return *swiglu_gradients(dhidden, gate, up), None
 
 
 def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

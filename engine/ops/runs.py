@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import accumulation_dtype
-from engine.ops.copies import product
 from engine.ops.norm import MAX_ELEMENTS, norm_gradients
+from engine.ops.products import Operand, Products
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
@@ -67,41 +67,27 @@ class RecomputedNorm:
         return dx_TE
 
 
-def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
-    """dweight += dout^T @ in, summed in the dtype of `dweight`.
-
-    That is fp32 for operands in bf16, so that many tiles are rounded once. T tokens of the tile, O outputs and I
-    inputs of the weight.
-    """
-    if dweight_OI.dtype == in_TI.dtype:
-        dweight_OI.addmm_(dout_TO.T, in_TI)
-    elif in_TI.is_cuda:
-        # bf16 operands, fp32 sum inside the matmul: no temporary of the weight's size, no bf16 rounding per tile.
-        torch.ops.aten.addmm.dtype_out(dweight_OI, dout_TO.T, in_TI, dweight_OI.dtype, out=dweight_OI)
-    else:
-        dweight_OI += dout_TO.T @ in_TI
-
-
 class WeightGradient:
-    """The gradient of a matrix, summed over runs of tokens by `add_product` and rounded once.
+    """The gradient of a matrix, summed over runs of tokens and rounded once.
 
     The first run's product is written, where adding it to zeros would read and write the sum once more. A single run's
     is formed in the dtype of the gradient: the matmul itself sums in fp32 and rounds once. A gradient in fp32, that of
     a parameter with a copy in the operands' dtype (`engine.ops.copies`), is the sum itself: no pass rounds it.
     """
 
-    def __init__(self, dtype: torch.dtype, *, single: bool) -> None:
-        """`dtype`: of the gradient. `single`: there will be one run."""
-        self._dtype, self._single = dtype, single
+    def __init__(self, products: Products, matrix_OI: Tensor, dtype: torch.dtype, *, single: bool) -> None:
+        """`matrix_OI`: what is computed with. `dtype`: of the gradient. `single`: there will be one run."""
+        self._products = products
+        self._dtype = dtype
+        self._first_dtype = dtype if single else accumulation_dtype(matrix_OI.dtype)
         self._sum_OI: Tensor | None = None
 
-    def add(self, dout_TO: Tensor, in_TI: Tensor) -> None:
-        """Add dout^T @ in: T tokens of the run, O outputs and I inputs of the matrix."""
-        if self._sum_OI is not None:
-            add_product(self._sum_OI, dout_TO, in_TI)
-            return
-        dtype = self._dtype if self._single else accumulation_dtype(in_TI.dtype)
-        self._sum_OI = product(dout_TO.T, in_TI, dtype)
+    def add(self, dout: Operand, x: Operand) -> None:
+        """Add dout^T @ x of a run, by their columns."""
+        if self._sum_OI is None:
+            self._sum_OI = self._products.weight_gradient(dout, x, self._first_dtype)
+        else:
+            self._products.add_weight_gradient(self._sum_OI, dout, x)
 
     def rounded(self) -> Tensor:
         """The gradient, after the last run."""

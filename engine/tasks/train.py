@@ -52,6 +52,7 @@ from engine.settings import (
     head_groups_unsupported_reason,
     keeps_whole,
     linear_unsupported_reason,
+    states_unsupported_reason,
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
@@ -111,6 +112,7 @@ class TrainTask:
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
             or linear_unsupported_reason(settings)
             or head_groups_unsupported_reason(settings)
+            or states_unsupported_reason(settings)
             or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)
@@ -143,6 +145,7 @@ class TrainTask:
             self.recipe,
             offload=float(settings.optimizer_offload),
             one_pass=keeps_whole(settings),
+            eight_bit=settings.optimizer_states == "8bit",
         )
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens

@@ -131,7 +131,7 @@ def wrong_because(settings: TrialSettings, measured: Measurement) -> str:
     if settings.task == "train":
         extra, kernel = measured.extra, measured.chosen.get("kernel", settings.kernel)
         errors, places, scales = extra.get(ERROR, {}), extra.get(ERROR_AT, {}), extra.get(ERROR_SCALE, {})
-        return training_fault(settings.method, settings.dtype, kernel, errors, places, scales)
+        return training_fault(settings.method, rounding_of(settings), kernel, errors, places, scales)
     found = excesses_of(settings, measured)
     if not found:
         return ""
@@ -217,7 +217,15 @@ TRAINING = {
     "fp64": AllowedDifference(error=1e-10, states=1e-10, scale=1e-10, loss=1e-10),
     "fp32": AllowedDifference(error=1e-5, states=1e-5, scale=1e-5, loss=1e-5),
     "bf16": AllowedDifference(error=0.05, states=0.02, scale=0.01, loss=2e-3),
+    # Rounding to 2 or 3 bits also makes numbers smaller on average: those just below a power of two have finer steps.
+    "float8": AllowedDifference(error=0.36, states=0.15, scale=0.045, loss=2e-3),
 }
+
+
+def rounding_of(settings: TrialSettings) -> str:
+    """The key of `TRAINING` for a training trial."""
+    return settings.dtype if settings.linear_dtype == "same" else settings.linear_dtype
+
 
 # Gradients of a linear layer's decays, one number for each head, are sums of terms of either sign over all tokens: what
 # is left of them has three times the rounding.
@@ -232,7 +240,7 @@ class _Fault(NamedTuple):
 
 def training_fault(
     method: str,
-    dtype: str,
+    rounding: str,
     kernel: str,
     errors: Mapping[str, float],
     error_at: Mapping[str, ErrorPlace],
@@ -240,12 +248,14 @@ def training_fault(
 ) -> str:
     """One sentence that a training step differs from a dense float64 step by more than rounding; "" where none does.
 
-    The arguments are the trial's method, dtype and kernel, and `error`, `error_at` and `error_scale` of its
-    `measurement.extra` (`engine.tasks.check_training`). Raises ValueError for a dtype without bounds.
+    The arguments are the trial's method, `rounding_of` it and kernel, and `error`, `error_at` and `error_scale` of its
+    `measurement.extra` (`engine.tasks.check_training`). Raises ValueError for a rounding without bounds.
     """
-    if dtype not in TRAINING:
-        raise ValueError(f"dtype {dtype!r} has no bounds for a training step; expected one of {', '.join(TRAINING)}")
-    faults = sorted(_faults(TRAINING[dtype], errors, scales or {}), reverse=True)
+    if rounding not in TRAINING:
+        raise ValueError(
+            f"rounding {rounding!r} has no bounds for a training step; expected one of {', '.join(TRAINING)}"
+        )
+    faults = sorted(_faults(TRAINING[rounding], errors, scales or {}), reverse=True)
     if not faults:
         return ""
     by_name = {one.name: one for one in faults}
@@ -258,7 +268,7 @@ def training_fault(
     )
     return (
         f"{method} with kernel {kernel} computes something else than a dense float64 step, beyond the rounding of "
-        f"{dtype} in {len(by_name)} of {len(errors)} tensors: {says}"
+        f"{rounding} in {len(by_name)} of {len(errors)} tensors: {says}"
     )
 
 

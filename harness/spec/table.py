@@ -27,8 +27,8 @@ VARIANTS: tuple[SettingsFrom, ...] = typing.get_args(SettingsFrom)
 EXPERIMENTS_OWN = frozenset(
     {
         "task", "method", "settings", "model", "seq_len", "cp_size", "tp_size", "world_size", "batch_size", "dtype",
-        "mask", "packing", "longer_documents", "z_loss", "gradient_accumulation", "learning_rate", "data",
-        "emulate_nodes", "deterministic", "seed", "steps",
+        "linear_dtype", "mask", "packing", "longer_documents", "z_loss", "gradient_accumulation", "learning_rate",
+        "data", "emulate_nodes", "deterministic", "seed", "steps",
     }
 )  # fmt: skip
 MAY_FILL = frozenset(key for key in SETTINGS if key.split(".")[0] not in EXPERIMENTS_OWN)

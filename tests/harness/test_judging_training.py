@@ -82,6 +82,15 @@ def test_bf16_may_err_by_what_fp32_may_not() -> None:
     assert fault("fp32", {}).startswith(f"{BEGINS} fp32 in 6 of 6 tensors")
 
 
-def test_a_dtype_without_bounds_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype 'fp8' has no bounds for a training step; expected one of fp64, fp32"):
+def test_float8_may_err_by_what_bf16_may_not() -> None:
+    errors, scales = {"hidden": 0.05, "k.weight": 0.2}, {"k.weight": -0.02}
+    assert fault("float8", errors, scales) == ""
+    assert fault("bf16", errors, scales).startswith(f"{BEGINS} bf16 in 2 of 6 tensors")
+    assert "k.weight is 1.06 times the true one" in fault("float8", errors, {"k.weight": 0.06})
+
+
+def test_a_rounding_without_bounds_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="rounding 'fp8' has no bounds for a training step; expected one of fp64, fp32"
+    ):
         fault("fp8", {})

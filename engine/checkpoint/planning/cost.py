@@ -12,6 +12,7 @@ from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
     layers_run_again,
+    moment_bytes,
     repeated_attention,
     repeated_products,
 )
@@ -64,7 +65,7 @@ class CostModel:
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
-        self._moments = 2 * wide * settings.trained_parameters / settings.world_size / speeds.host_link
+        self._moments = moment_bytes(settings) * settings.trained_parameters / settings.world_size / speeds.host_link
         self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from engine import parallelize
 from engine.attention.masks import parse_mask
 from engine.distributed import arrange
 from engine.lora import Lora, Target
 from engine.measurement import UNCHECKED
+from engine.ops.float8 import Float8Products
+from engine.ops.products import Operand
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from engine.tasks.check_training import DINPUT, HIDDEN, LOSS, check_problem, check_training
-from harness.records.judging import training_fault
+from harness.records.judging import rounding_of, training_fault
 from harness.spec.methods import method_named
 from tests.engine.tasks import wrong_methods
 from tests.ranks import run_on_ranks
@@ -35,6 +39,8 @@ def of(**changes: Any) -> TrialSettings:
     return dataclasses.replace(LONG, **{"world_size": 0, **changes})
 
 
+FLOAT8: dict[str, Any] = {"dtype": "bf16", "linear_dtype": "float8"}
+
 # Ranks, and trials of a million tokens, between them every native method and every lever that a step has. The last ones
 # of four ranks repeat a method, and are slow.
 EXACT = {
@@ -48,6 +54,8 @@ EXACT = {
         # Every query sees one key, so dq and dk are 0 but for rounding, which has no error relative to them.
         of(mask="sliding_window:0"),
         of(mask="sliding_window:0", dtype="bf16"),
+        of(model=DEEP, **FLOAT8, checkpoint=Checkpoint(every=1, whole_layers=30, mlp=0.3)),
+        of(**FLOAT8, mlp_tiles=64, projection_tiles=8, optimizer_offload=True, gradient_accumulation=2),
     ],
     2: [
         of(cp_size=2, model=DEEP, dtype="bf16", checkpoint=Checkpoint(every=1, tail=0.4), mlp_tiles=8),
@@ -58,6 +66,7 @@ EXACT = {
         of(method="megatron_tp", cp_size=1, tp_size=2, model=DEEP, checkpoint=Checkpoint(tail=0.5)),
         of(method="megatron_tp", cp_size=1, tp_size=2, dtype="bf16", lm_head_fusion=False),
         of(method="torch_cp", cp_size=2, dtype="bf16"),
+        of(cp_size=2, model=DEEP, **FLOAT8, checkpoint=Checkpoint(every=2, tail=0.4), mlp_tiles=8),
         of(cp_size=2, mask="documents", batch_size=2, gradient_accumulation=2, checkpoint=Checkpoint(tail=0.5)),
     ],
     4: [
@@ -100,7 +109,7 @@ def checks(cases: list[TrialSettings], wrong: bool = False) -> list[dict[str, An
 def fault(settings: TrialSettings, found: dict[str, Any]) -> str:
     assert UNCHECKED not in found, found
     return training_fault(
-        settings.method, settings.dtype, "cpu", found["error"], found["error_at"], found["error_scale"]
+        settings.method, rounding_of(settings), "cpu", found["error"], found["error_at"], found["error_scale"]
     )
 
 
@@ -169,6 +178,42 @@ def test_a_method_that_computes_something_else_is_found(cases: list[tuple[int, A
         assert says.startswith("burst with kernel cpu computes something else than a dense float64 step"), settings
         for words in WRONG[settings.seed]:
             assert re.search(words, says), says
+
+
+class Faulty(Float8Products):
+    """Products in float8 of which one is wrong, as the seed of the trial says."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def operand(self, matrix_RC: Tensor, *, gradient: bool = False, **asked: Any) -> Operand:
+        found = super().operand(matrix_RC, gradient=gradient, **asked)
+        if self.kind == 1 and gradient:  # a unit that is off
+            return dataclasses.replace(found, unit=1.06 * found.unit)
+        if self.kind == 2:  # tokens and inputs beyond the first 16, as by a kernel that transposes wrongly
+            return dataclasses.replace(found, columns_CR=found.columns_CR.roll(16, 0))
+        return found
+
+    def weight_gradient(self, dout: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        found = super().weight_gradient(dout, x, dtype)
+        return found * (self.kind != 3)
+
+    def input_gradient(self, dout: Operand, matrix: Operand, dx_TI: Tensor | None = None) -> Tensor:
+        return super().input_gradient(dout, matrix, None if self.kind == 4 else dx_TI)  # of up, not of gate
+
+
+def faulty(cases: list[TrialSettings]) -> list[dict[str, Any]]:
+    kinds = iter(cases)
+    parallelize.Float8Products = lambda: Faulty(next(kinds).seed)  # type: ignore[assignment, misc]
+    return checks(cases)
+
+
+def test_a_wrong_product_in_float8_is_found() -> None:
+    trials = [of(model=DEEP, **FLOAT8, seed=kind, mlp_tiles=2) for kind in range(5)]
+    says = [fault(*pair) for pair in zip(trials, run_on_ranks(1, faulty, trials)[0], strict=True)]
+    assert says[0] == ""
+    assert all("beyond the rounding of float8" in each for each in says[1:])
 
 
 def left_behind(settings: TrialSettings) -> list[str]:

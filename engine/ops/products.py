@@ -1,0 +1,97 @@
+"""The products of a layer with one of its matrices, as one object: in the dtype of their operands, or in float8.
+
+With x [T, I], a matrix W [O, I] and the gradient dout [T, O]:
+
+    out = x W^T        dx = dout W        dW = dout^T x
+
+Each takes its operands as `Operand`s, which are made once where several products take one. Autograd functions of layers
+ask such an object, so that there is one backward whatever the products are formed in.
+
+Shape letters: T tokens, I inputs and O outputs of a matrix, R rows and C columns of any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix [R, C] as products take it: as it is, and transposed, where these were asked for."""
+
+    rows_RC: Tensor
+    columns_CR: Tensor
+    unit: Tensor | None = None  # what its numbers are multiplied by, 0-dim; None: they are as they should be
+
+    def first(self, rows: int) -> Operand:
+        """Its first rows, as they are."""
+        return Operand(self.rows_RC[:rows], self.columns_CR, self.unit)
+
+
+class Products:
+    """In the dtype of the operands."""
+
+    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
+        """For each of `count` results like `matrix_RC`, where the kernel that forms it is to leave the largest absolute
+        value for `operand`; None: nowhere."""
+        return [None] * count
+
+    def operand(
+        self,
+        matrix_RC: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        gradient: bool = False,
+        largest: Tensor | None = None,
+    ) -> Operand:
+        """The matrix for products that take its `rows` (of x for out, of W for out, of dout for dx), its `columns` (of
+        W for dx, of dout and x for dW) or both. `gradient`: it is a dout. `largest`: its own, where it is known."""
+        return Operand(matrix_RC, matrix_RC.T)
+
+    def output(self, x: Operand, matrix: Operand) -> Tensor:
+        """out_TO."""
+        return F.linear(x.rows_RC, matrix.rows_RC)
+
+    def input_gradient(self, dout: Operand, matrix: Operand, dx_TI: Tensor | None = None) -> Tensor:
+        """dx_TI, or `dx_TI` with it added."""
+        if dx_TI is None:
+            return dout.rows_RC @ matrix.columns_CR.T
+        return dx_TI.addmm_(dout.rows_RC, matrix.columns_CR.T)
+
+    def weight_gradient(self, dout: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        """dW_OI in `dtype`."""
+        return product(dout.columns_CR, x.columns_CR.T, dtype)
+
+    def add_weight_gradient(self, sum_OI: Tensor, dout: Operand, x: Operand) -> None:
+        """Add it to a sum in the accumulation dtype."""
+        add_product(sum_OI, dout.columns_CR.T, x.columns_CR.T)
+
+
+PLAIN = Products()
+
+
+def product(left_OT: Tensor, right_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`: on GPUs the matmul writes its sums in it, without one more pass and rounding."""
+    if left_OT.is_cuda and dtype != left_OT.dtype:
+        return torch.ops.aten.mm.dtype(left_OT, right_TI, dtype)
+    return (left_OT @ right_TI).to(dtype)
+
+
+def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
+    """dweight += dout^T @ in, summed in the dtype of `dweight`.
+
+    That is fp32 for operands in bf16, so that many tiles are rounded once. T tokens of the tile, O outputs and I
+    inputs of the weight.
+    """
+    if dweight_OI.dtype == in_TI.dtype:
+        dweight_OI.addmm_(dout_TO.T, in_TI)
+    elif in_TI.is_cuda:
+        # bf16 operands, fp32 sum inside the matmul: no temporary of the weight's size, no bf16 rounding per tile.
+        torch.ops.aten.addmm.dtype_out(dweight_OI, dout_TO.T, in_TI, dweight_OI.dtype, out=dweight_OI)
+    else:
+        dweight_OI += dout_TO.T @ in_TI
