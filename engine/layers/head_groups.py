@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.algorithms.saved import Attend, SavedOutput
-from engine.checkpoint.counts import heads_at_once
 from engine.layers.tiled_projection import PlainProjections
 from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
@@ -48,7 +47,7 @@ class OnceAndAgain(Protocol):
 
 def groups_of_heads(kv_heads: int, groups: int) -> Iterator[slice]:
     """KV heads in at most `groups` groups of equal size, the last one perhaps smaller."""
-    size = heads_at_once(kv_heads, groups)
+    size = -(-kv_heads // groups)
     for first in range(0, kv_heads, size):
         yield slice(first, min(first + size, kv_heads))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
+from engine.checkpoint.counts import heads_at_once
 from engine.layers.head_groups import groups_of_heads
 from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
@@ -39,6 +40,7 @@ def test_every_head_is_in_one_group_and_groups_are_equal_but_for_the_last() -> N
     for (heads, groups), expected in sizes.items():
         found = list(groups_of_heads(heads, groups))
         assert [each.stop - each.start for each in found] == expected
+        assert heads_at_once(heads, groups) == expected[0]
         assert [head for each in found for head in range(each.start, each.stop)] == list(range(heads))
 
 
