@@ -24,9 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from engine.attention.algorithms.saved import Attend, SavedOutput
+from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
-from engine.layers.head_groups import FromKept
 from engine.linear.shard import Mixer
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
 from engine.models.decoder import Activations, Block, LayerFn, MixCall, Rotary, keep_all
@@ -64,7 +63,7 @@ class AttendOnce:
             q_BLND.register_hook(lambda dq_BLND: passed())
         return self.once(lambda saved: self.attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks))
 
-    def once(self, compute: FromKept) -> tuple[Tensor, Tensor]:
+    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
         """The same of any way to attend with what is saved."""
         if not self._called:
             self._called = True

@@ -11,7 +11,7 @@ Shape letters: B sequences, L tokens of each held here, N query heads, K KV head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,15 +19,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.attention.algorithms.saved import Attend, SavedOutput
+from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
 from engine.layers.tiled_projection import PlainProjections
 from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
-
-# The result of attention from the part of it that was kept, None for nothing.
-FromKept = Callable[[SavedOutput | None], tuple[Tensor, Tensor]]
 
 
 class OnceAndAgain(Protocol):
@@ -36,7 +33,7 @@ class OnceAndAgain(Protocol):
     attend: Attend
     copies: bool  # whether what it passes to `once` may be written to
 
-    def once(self, compute: FromKept) -> tuple[Tensor, Tensor]:
+    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
         """The result of `compute` from what was kept of the first call, whose own result is kept."""
         ...
 

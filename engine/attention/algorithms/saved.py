@@ -6,9 +6,10 @@ its position, so saving the outputs of the last tokens avoids the most recomputa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -126,6 +127,10 @@ class SavedOutput:
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.out_BLND, self.lse_BNL
+
+
+# The result of attention from the part of it that was saved, None for nothing.
+FromSaved: TypeAlias = Callable[[SavedOutput | None], tuple[Tensor, Tensor]]
 
 
 class Attend(Protocol):
