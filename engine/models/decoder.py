@@ -196,11 +196,20 @@ class MLP(nn.Module):
         self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
+        return normed(self.post_norm, self.down(self._hidden(x_BLE)))
+
+    def for_gradients(self, x_BLE: Tensor) -> Tensor:
+        """A tensor like `forward(x)` and with its gradients: its numbers mean nothing where no norm follows."""
+        if self.post_norm is not None:
+            return self(x_BLE)
+        return self.down.for_gradients(self._hidden(x_BLE))
+
+    def _hidden(self, x_BLE: Tensor) -> Tensor:
         gate_BLF = None if self.gate is None else self.gate(x_BLE)
         if self.activation == "clamped_silu":
             assert gate_BLF is not None, "the shape has a gate"
-            return normed(self.post_norm, self.down(clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)))
-        return normed(self.post_norm, self.down(activate(self.activation, self.up(x_BLE), gate_BLF)))
+            return clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)
+        return activate(self.activation, self.up(x_BLE), gate_BLF)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
