@@ -268,7 +268,7 @@ class ReduceIntoFreedMemory:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         # torch 2.13 has given it another name.

@@ -13,33 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
+from engine.attention.algorithms.saved import OnceAndAgain, SavedOutput
 from engine.layers.tiled_projection import PlainProjections
 from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
-
-
-class OnceAndAgain(Protocol):
-    """Attention of a layer that is computed again (`engine.checkpoint.recompute.AttendOnce`)."""
-
-    attend: Attend
-    copies: bool  # whether what it passes to `once` may be written to
-
-    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
-        """The result of `compute` from what was kept of the first call, whose own result is kept."""
-        ...
-
-    def passed(self) -> None:
-        """To be called when backward has passed attention: what the layer before needs is then prefetched."""
-        ...
 
 
 def groups_of_heads(kv_heads: int, groups: int) -> Iterator[slice]:

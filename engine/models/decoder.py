@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from engine.rope import rotary_tables
 from engine.shape import ModelShape
 
 if TYPE_CHECKING:
-    from engine.attention.algorithms.saved import Attend, SavedOutput
+    from engine.attention.algorithms.saved import Attend, OnceAndAgain, SavedOutput
 
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, "AttendCall | MixCall"], Tensor]  # x_BLE -> x_BLE
@@ -57,7 +57,7 @@ class AttendGroups(Protocol):
     stream)."""
 
     def __call__(
-        self, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary, again: Any
+        self, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary, again: OnceAndAgain
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -334,7 +334,8 @@ class Block(nn.Module):
     def _attended(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> tuple[Tensor, Tensor]:
         """Attention's branch, and x."""
         if self.attend_groups is not None and torch.is_grad_enabled():
-            out_BLND, x_BLE = self.attend_groups(self.attention_norm, self.attention, x_BLE, rotary, attend)
+            again = cast("OnceAndAgain", attend)
+            out_BLND, x_BLE = self.attend_groups(self.attention_norm, self.attention, x_BLE, rotary, again)
             return self.attention(out_BLND), x_BLE
         *projected, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
         qkv, gate = projected[:3], projected[3:]

@@ -161,6 +161,21 @@ class Attend(Protocol):
         ...
 
 
+class OnceAndAgain(Protocol):
+    """Attention of a layer that is computed again (`engine.checkpoint.recompute.AttendOnce`)."""
+
+    attend: Attend
+    copies: bool  # whether what it passes to `once` may be written to
+
+    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
+        """The result of `compute` from what was saved of the first call, whose own result is saved."""
+        ...
+
+    def passed(self) -> None:
+        """To be called when backward has passed attention: what the layer before needs is then prefetched."""
+        ...
+
+
 class AttentionFn(Attend, Protocol):
     """Attention among the ranks of a trial. A method that refuses models with sinks, or a latent, asserts that there
     are none."""

@@ -170,23 +170,24 @@ class PlanningProblem:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
         names, compared = BESIDE_CHECKPOINT, self.compared
         values = (getattr(compared, name) for name in names)
-        every_beside = (dict(zip(names, each, strict=True)) for each in itertools.product(*values))
-        beside = [each for each in every_beside if self.compares(**each)]
+        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
         tail, mlp = compared.tail[-1], compared.mlp[-1]
         for offload, every, replay in itertools.product(compared.offload, compared.every, compared.replay):
             if every < 2 and replay != compared.replay[0]:
                 continue  # nothing follows from a group of one
             checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
-                yield MemorySettings(checkpoint=checkpoint, **each)
+                frame = MemorySettings(checkpoint=checkpoint, **each)
+                if self.compares(frame):
+                    yield frame
 
-    def compares(self, *, head_groups: int, mlp_tiles: int, projection_tiles: int, **_: Any) -> bool:
-        """Whether groups of heads are compared beside these tiles: not where one tile of MLP or projections, of which
-        more are compared, holds more than attention does."""
+    def compares(self, frame: MemorySettings) -> bool:
+        """Whether groups of heads are compared beside the frame's tiles: not where one tile of MLP or projections, of
+        which more are compared, holds more than attention does."""
         compared = self.compared
-        tiled = mlp_tiles > min(compared.mlp_tiles) and projection_tiles > min(compared.projection_tiles)
+        tiled = frame.mlp_tiles > min(compared.mlp_tiles) and frame.projection_tiles > min(compared.projection_tiles)
         open_tiles = len(compared.mlp_tiles) > 1 and len(compared.projection_tiles) > 1
-        return head_groups == compared.head_groups[0] or tiled or not open_tiles
+        return frame.head_groups == compared.head_groups[0] or tiled or not open_tiles
 
     def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""

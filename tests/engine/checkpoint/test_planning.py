@@ -70,7 +70,7 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
     whole = [0] if by_hand else range(given.layers + 1)
     if "checkpoint.whole_layers" not in given.open_names:
         whole = [given.start.checkpoint.whole_layers]
-    return [
+    choices = (
         MemorySettings(
             checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
             **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
@@ -78,9 +78,9 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
         for tail, mlp, offload, replay, every, *beside in itertools.product(
             *(getattr(given.compared, name) for name in names)
         )
-        if given.compares(**dict(zip(BESIDE_CHECKPOINT, beside, strict=True)))
         for layers in whole
-    ]
+    )
+    return [choice for choice in choices if given.compares(choice)]
 
 
 SHAPES = [
