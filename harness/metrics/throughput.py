@@ -181,9 +181,13 @@ class Ceiling:
 
 def ceiling_of(record: Record, work: StepFlops, hardware: Hardware) -> Ceiling | None:
     """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, for
-    recurrences alone, whose kernels have none, and for attention alone on one rank: that is the kernel itself, whose
-    speed is no share of its speed at another length."""
-    if record.settings.task == "linear" or (record.settings.task == "attention" and record.settings.cp_size == 1):
+    products in float8, and for recurrences alone, whose kernels have none, and for attention alone on one rank: that is
+    the kernel itself, whose speed is no share of its speed at another length."""
+    if (
+        record.settings.linear_dtype != "same"
+        or record.settings.task == "linear"
+        or (record.settings.task == "attention" and record.settings.cp_size == 1)
+    ):
         return None
     measured = record.measurement
     assert measured is not None, "an ok record has a measurement"

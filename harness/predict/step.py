@@ -55,6 +55,13 @@ _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 +
 # Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
+# Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself, 2
+# for the cast, 1 for the numbers and 1 for their transpose. Per token, in forward and backward, of the widths of hidden
+# states, queries, keys with values, and the MLP; then per weight. Backward of hidden states adds one product to
+# another.
+_CAST_FORWARD = {"hidden": 5 + 5, "queries": 5, "keys": 0, "ffn": 3}
+_CAST_BACKWARD = {"hidden": 6 + 5 + 6 + 5 + 6, "queries": 5 + 6, "keys": 6, "ffn": 3 + 2 * 4}
+_CAST_WEIGHT = 5
 _MOMENTS_BYTES = 8  # of AdamW's moments each way, where they live on the host; both directions at once
 
 
@@ -148,21 +155,27 @@ class Term:
 
     phase: str
     flops: float = 0.0  # of matrix products, over all ranks
+    float8: float = 0.0  # share of them that is formed in float8
     memory_bytes: float = 0.0  # that a rank reads and writes in its GPU's memory
     host_bytes: float = 0.0  # that a rank moves to its host or back, whichever is more
 
     def seconds(self, speeds: HardwareSpeeds, ranks: int) -> float:
         """On this many ranks."""
-        products = self.flops / (speeds.gemm_tflops * TERA * ranks)
+        products = self.flops / (TERA * ranks)
+        products *= (1 - self.float8) / speeds.gemm_tflops + self.float8 / speeds.float8_tflops
         return products + self.memory_bytes / (speeds.memory_gib * GIB) + self.host_bytes / (speeds.host_gib * GIB)
 
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
-    shard = settings.trained_parameters / settings.world_size
+    shard, model = settings.trained_parameters / settings.world_size, settings.model
+    float8 = 0.0
+    if settings.linear_dtype == "float8":
+        float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)
     return (
-        Term(phase="matrix products", flops=work.all_layers),
-        Term(phase="matrix products again", flops=work.recomputed_layers),
+        Term(phase="matrix products", flops=work.all_layers, float8=float8),
+        Term(phase="matrix products again", flops=work.recomputed_layers, float8=float8),
+        Term(phase="casts to float8", memory_bytes=_cast_bytes(settings, work)),
         Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
         Term(phase="recurrences", memory_bytes=_recurrence_bytes(settings, work)),
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
@@ -177,7 +190,7 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}
 _ORDER = (
     "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
-    "elementwise", "recurrences", "LM head", "optimizer", "schedule's steps", "waiting inside nodes",
+    "elementwise", "casts to float8", "recurrences", "LM head", "optimizer", "schedule's steps", "waiting inside nodes",
     "waiting between nodes", "parameters", "host copies", "waiting for launches",
 )  # fmt: skip
 
@@ -227,6 +240,26 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     mixers = sum(model.linear_layers) * mixer * (3 + again)
     layers = model.layers * ((1 + again) * forward + backward)
     return item * _tokens(settings) * (layers + mixers) + _tile_bytes(settings)
+
+
+def _cast_bytes(settings: TrialSettings, work: StepFlops) -> float:
+    """Bytes that a rank's casts to float8 read and write in a step, and its sums over tiles beyond `_tile_bytes`, since
+    products in float8 are added to sums by a pass of their own."""
+    if settings.linear_dtype == "same":
+        return 0.0
+    model, again = settings.model, _again(work)
+    attending, with_mlp = model.attention_layers, model.layers * model.mlp_share
+    widths = {
+        "hidden": (attending + with_mlp) / 2 * model.hidden,
+        "queries": attending * model.heads * model.head_dim,
+        "keys": attending * 2 * model.kv_heads * model.head_dim,
+        "ffn": with_mlp * model.ffn * (1 if model.gated else 2),
+    }
+    of_tokens = sum(
+        width * ((1 + again) * _CAST_FORWARD[name] + _CAST_BACKWARD[name]) for name, width in widths.items()
+    )
+    of_weights = (2 + again) * _CAST_WEIGHT * model.layers * model.float8_matrices * settings.gradient_accumulation
+    return _tokens(settings) * of_tokens + of_weights + _tile_bytes(settings)
 
 
 def _recurrence_bytes(settings: TrialSettings, work: StepFlops) -> float:

@@ -69,10 +69,10 @@ def test_matrices_of_attention_and_mlp_are_multiplied_in_float8_and_no_others() 
     with torch.device("meta"):
         model = Decoder(hybrid)
     multiply_in_float8(model, "cpu")
-    matrices = {
-        name for name, module in model.named_modules() if isinstance(module, Linear) and module.products is not PLAIN
-    }
+    found = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+    matrices = {name for name, each in found.items() if each.products is not PLAIN}
     of_mlps = {f"blocks.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "gate", "down")}
+    assert sum(found[name].weight.numel() for name in matrices) == 2 * hybrid.float8_matrices
     assert matrices == of_mlps | {f"blocks.1.attention.{name}" for name in ("q", "k", "v", "gate", "output")}
 
 

@@ -213,6 +213,14 @@ class MemoryModel:
         # blocks: the allocator keeps these as they are.
         narrow = not self._fused and item < 4
         self._left_by_head = item * self._tokens * shape.vocab if narrow else 0.0
+        # Casts to float8 in an MLP's backward, a byte each: of its matrices, the first ones also transposed; of a run's
+        # dout and normed input, with their transposes, and of the product in between. A sum over runs holds one more
+        # product.
+        self._casts = self._casts_of_run = self._cast_sum = 0.0
+        if settings.linear_dtype == "float8":
+            matrix = shape.hidden * shape.ffn
+            self._casts, self._cast_sum = (1.0 + 2 * self._gates) * matrix, float(wide * matrix)
+            self._casts_of_run = tokens * (4 * shape.hidden + shape.ffn)
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -363,8 +371,9 @@ class MemoryModel:
         if not self._settings.plain_mlp:
             kept = 2 if "down" in self._adapted else 1 + self._gates  # the saved product goes before its gradients come
             held = max(self._by_autograd * min(run, 1 - mlp), kept * mlp) * self._mlp_state
+        held += self._casts + self._casts_of_run * max(min(run, 1 - mlp), min(run, mlp))
         if tiles > 1 or 0 < mlp < 1:
-            held += mlp_sums
+            held += mlp_sums + self._cast_sum
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
@@ -391,8 +400,9 @@ class MemoryModel:
         if not self._settings.plain_mlp:
             mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
-        elif choice.mlp_tiles > 1:
-            mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
+        elif choice.mlp_tiles > 1 or self._casts:
+            mlp = ((1 + self._gates) * self._mlp_state + self._casts_of_run) / choice.mlp_tiles + self._casts
+            mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
