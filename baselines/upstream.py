@@ -48,6 +48,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "mlp_tiles": 1,
     "head_tiles": 0,
     "optimizer_offload": False,
+    "optimizer_states": None,
     "sharding": "full",
     "cuda_graph": "auto",
     "emulate_nodes": 1,
@@ -339,4 +340,5 @@ def _all(parts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _word(value: object) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    words: dict[object, str] = {True: "true", False: "false"} if isinstance(value, bool) else {None: "null"}
+    return str(words.get(value, value))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,20 @@ from torch.optim.optimizer import StateDict
 from engine.cuda.streams import own_stream
 from engine.memory.offload import host_like
 from engine.models.decoder import Decoder
+from engine.ops import adamw_8bit
 from engine.ops.autograd import kernels_for
 from engine.ops.copies import copy_of
-from engine.settings import AdamWSettings
+from engine.settings import STATES_BLOCK, AdamWSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Long enough that a copy runs at the link's speed, short enough that the buffers take little memory.
+# Of a parameter whose moments have 8 bits: of each moment its codes, and the scales of blocks. Both have the
+# parameter's rows, so that a checkpoint can be read by any number of ranks.
+PARTS_8BIT = tuple(f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales"))
+# Of a piece that is copied: long enough that a copy runs at the link's speed, short enough that the buffers take little
+# memory.
 PIECE_ELEMENTS = 1 << 23
+MOST_ELEMENTS = 1 << 30  # of any piece: the library's kernel counts with 32 bits
+ALIGNMENT_BYTES = 256  # of each state's place in a buffer
 BUFFERS = 3  # one piece is copied in, one is updated, one is copied out
 
 
@@ -40,14 +47,26 @@ class _Piece:
 
     value: Tensor  # on the device
     gradient: Tensor  # on the device
-    moments: tuple[Tensor, ...]
-    offloaded: bool  # whether the moments are in host memory
+    states: tuple[Tensor, ...]  # both moments, or where they have 8 bits their parts
+    offloaded: bool  # whether the states are in host memory
     steps_done: float
     group: dict[str, Any]
 
-    def update(self, moments: Sequence[Tensor]) -> None:
-        """The fused AdamW step of these elements, given their moments on the device."""
-        (beta1, beta2), exp_avg, exp_avg_sq = self.group["betas"], *([moment] for moment in moments)
+    def update(self, states: Sequence[Tensor]) -> None:
+        """The AdamW step of these elements, given their states on the device: torch's fused one, or the library's."""
+        if len(states) == len(PARTS_8BIT):
+            adamw_8bit.adamw(
+                self.value,
+                self.gradient,
+                (states[0], states[1], states[2], states[3]),
+                step=int(self.steps_done) + 1,
+                rate=self.group["lr"],
+                betas=self.group["betas"],
+                epsilon=self.group["eps"],
+                decay=self.group["weight_decay"],
+            )
+            return
+        (beta1, beta2), exp_avg, exp_avg_sq = self.group["betas"], *([moment] for moment in states)
         torch_adamw(
             [self.value],
             [self.gradient],
@@ -66,18 +85,21 @@ class _Piece:
         )
 
 
-class OffloadedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with the same arguments, `fused=True` included, and the same parameters and states.
+class PiecewiseAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the same arguments, `fused=True` included, whose states are elsewhere or have 8 bits.
 
-    A state is a DTensor with the shards of its parameter, but its local tensor is page-locked host memory;
-    `torch.distributed.checkpoint` saves and loads it like any other.
+    `offload` is the fraction of the elements whose states are in host memory, page-locked, from 0 to 1. The smallest
+    parameters come first, so that it is exceeded by less than one parameter; the states of the others are on the
+    device. Parameters and states are those of torch bit for bit.
 
-    `offload` is the fraction of the elements whose states are there, from above 0 to 1. The smallest parameters come
-    first, so that it is exceeded by less than one parameter; the states of the others are on the device.
+    With `eight_bit` the moments of matrices whose rows are whole blocks of STATES_BLOCK elements have 8 bits.
+
+    A state of a DTensor is one with the same shards: `torch.distributed.checkpoint` saves and loads it like any other.
     """
 
-    def __init__(self, *args: object, offload: float = 1.0, **options: object) -> None:
+    def __init__(self, *args: object, offload: float = 1.0, eight_bit: bool = False, **options: object) -> None:
         super().__init__(*args, **options)
+        self._eight_bit = eight_bit
         parameters = sorted((each for group in self.param_groups for each in group["params"]), key=Tensor.numel)
         before = itertools.accumulate((each.numel() for each in parameters), initial=0)
         wanted = offload * sum(each.numel() for each in parameters)
@@ -95,10 +117,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         pieces = [piece for group in self.param_groups for piece in self._pieces(group)]
         for piece in pieces:
             if not piece.offloaded:
-                piece.update(piece.moments)
+                piece.update(piece.states)
         passing = [piece for piece in pieces if piece.offloaded]
-        for (device, dtype), some in itertools.groupby(passing, lambda piece: (piece.value.device, piece.value.dtype)):
-            self._pass_through(list(some), device, dtype)
+        for device, some in itertools.groupby(passing, lambda piece: piece.value.device):
+            self._pass_through(list(some), device)
+        _mark_written(each for group in self.param_groups for each in group["params"] if each.grad is not None)
         return loss
 
     @torch.no_grad()
@@ -113,7 +136,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             if number in state_dict["state"]:
                 saved, own = state_dict["state"][number], hosted.get(parameter) or self._new_state(parameter)
                 own["step"].copy_(torch.as_tensor(saved["step"]))
-                for name in MOMENTS:
+                for name in own.keys() - {"step"}:
                     _local(own[name]).copy_(_local(saved[name]))
                 self.state[parameter] = own
 
@@ -127,18 +150,23 @@ class OffloadedAdamW(torch.optim.AdamW):
                 state.update(self._new_state(parameter))
             steps_done = state["step"].item()
             state["step"] += 1
-            flat = (parameter.detach(), parameter.grad, *(state[name] for name in MOMENTS))
-            for value, gradient, *moments in zip(
-                *(_local(t).view(-1).split(PIECE_ELEMENTS) for t in flat), strict=True
+            elements, offloaded = _local(parameter).numel(), parameter in self._offloaded
+            if not elements:
+                continue
+            most = PIECE_ELEMENTS if offloaded else MOST_ELEMENTS
+            own = (_local(parameter.detach()), _local(parameter.grad).contiguous())
+            parts = (_local(part) for name, part in state.items() if name != "step")
+            flat = [each.view(-1) for each in (*own, *parts)]
+            for value, gradient, *states in zip(
+                *(each.split(most * each.numel() // elements) for each in flat), strict=True
             ):
-                if value.numel():
-                    yield _Piece(
-                        value=value, gradient=gradient, moments=tuple(moments), group=group, steps_done=steps_done,
-                        offloaded=parameter in self._offloaded,
-                    )  # fmt: skip
+                yield _Piece(
+                    value=value, gradient=gradient, states=tuple(states), group=group, steps_done=steps_done,
+                    offloaded=offloaded,
+                )  # fmt: skip
 
-    def _pass_through(self, pieces: list[_Piece], device: torch.device, dtype: torch.dtype) -> None:
-        """Copy each piece's moments in, update, and copy them out, on three streams that wait for one another.
+    def _pass_through(self, pieces: list[_Piece], device: torch.device) -> None:
+        """Copy each piece's states in, update, and copy them out, on three streams that wait for one another.
 
         The buffers are allocated for the step alone: forward and backward can use their memory.
         """
@@ -147,31 +175,36 @@ class OffloadedAdamW(torch.optim.AdamW):
         if device not in self._streams:
             self._streams[device] = own_stream(device), own_stream(device)
         inbound, outbound = self._streams[device]
-        longest = max(piece.value.numel() for piece in pieces)
-        buffers = [torch.empty(len(MOMENTS), longest, dtype=dtype, device=device) for _ in range(BUFFERS)]
+        most_bytes = max(sum(map(_bytes_in_buffer, piece.states)) for piece in pieces)
+        buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         left: list[Any] = [None] * BUFFERS  # events: the buffer's last piece is in host memory
         inbound.wait_stream(compute)  # the buffers' memory may still be in use there
         for number, piece in enumerate(pieces):
             index = number % BUFFERS
-            moments = [row[: piece.value.numel()] for row in buffers[index]]
+            states = _views(buffers[index], piece.states)
             with runtime.stream(inbound):
                 if left[index] is not None:
                     inbound.wait_event(left[index])
-                for moment, hosted in zip(moments, piece.moments, strict=True):
-                    moment.copy_(hosted, non_blocking=True)
+                for state, hosted in zip(states, piece.states, strict=True):
+                    state.copy_(hosted, non_blocking=True)
             compute.wait_event(inbound.record_event())
-            piece.update(moments)
+            piece.update(states)
             outbound.wait_event(compute.record_event())
             with runtime.stream(outbound):
-                for moment, hosted in zip(moments, piece.moments, strict=True):
-                    hosted.copy_(moment, non_blocking=True)
+                for state, hosted in zip(states, piece.states, strict=True):
+                    hosted.copy_(state, non_blocking=True)
                 left[index] = outbound.record_event()
         compute.wait_stream(outbound)  # before the buffers' memory is reused, and the next step reads host memory
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of 0 where they live, and no step done."""
-        zeros = _hosted_zeros if parameter in self._offloaded else torch.zeros_like
-        return {"step": torch.zeros(()), **{name: zeros(parameter) for name in MOMENTS}}
+        hosted, zero = parameter in self._offloaded, {"step": torch.zeros(())}
+        if not (self._eight_bit and parameter.ndim > 1 and parameter.shape[-1] % STATES_BLOCK == 0):
+            return zero | {name: _zeros(parameter, 1, parameter.dtype, hosted) for name in MOMENTS}
+        codes, scales = (1, torch.uint8), (STATES_BLOCK, torch.float32)
+        return zero | {
+            name: _zeros(parameter, *part, hosted) for name, part in zip(PARTS_8BIT, (codes, scales) * 2, strict=True)
+        }
 
     def _settle(self) -> None:
         """Wait until host memory holds the last step's moments."""
@@ -179,13 +212,33 @@ class OffloadedAdamW(torch.optim.AdamW):
             torch.get_device_module(device).synchronize(device)
 
 
-def _hosted_zeros(parameter: Tensor) -> Tensor:
+def _zeros(parameter: Tensor, run: int, dtype: torch.dtype, hosted: bool) -> Tensor:
+    """Zeros, one for each `run` elements of a row, sharded as the parameter; in host memory or on its device."""
     local = _local(parameter)
-    hosted = host_like(local, local.device).zero_()
+    sizes = [torch.Size((*each.shape[:-1], each.shape[-1] // run)) for each in (local, parameter)]
+    like = torch.empty(sizes[0], dtype=dtype, device="meta")
+    zeros = (host_like(like, local.device) if hosted else torch.empty_like(like, device=local.device)).zero_()
     if not isinstance(parameter, DTensor):
-        return hosted
-    # DTensor.from_local would move it to the mesh's device.
-    return DTensor(hosted, parameter._spec, requires_grad=False)
+        return zeros
+    whole = torch.empty(sizes[1], device="meta")
+    meta = parameter._spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride(), dtype=dtype)
+    # DTensor.from_local would move host memory to the mesh's device.
+    return DTensor(zeros, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
+
+
+def _bytes_in_buffer(state: Tensor) -> int:
+    return -(-state.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _views(buffer: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a buffer of bytes, one after another."""
+    places = itertools.accumulate(map(_bytes_in_buffer, states), initial=0)
+    return [buffer[at : at + state.nbytes].view(state.dtype) for at, state in zip(places, states, strict=False)]
+
+
+def _mark_written(parameters: Iterable[Tensor]) -> None:
+    """Raise the parameters' versions, by which their copies see what was written: kernels leave them as they are."""
+    torch.autograd.graph.increment_version(list(parameters))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -217,8 +270,7 @@ class OnePassAdamW(torch.optim.AdamW):
             if scale is not None:
                 torch._foreach_mul_([parameter.grad for parameter in self._with_gradient()], scale)
             loss: float | None = super().step(closure)
-            # torch's fused update leaves versions as they are, and by them the copies see what was written.
-            torch.autograd.graph.increment_version(self._with_gradient())
+            _mark_written(self._with_gradient())
             return loss
         rates = self.device_rates or [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
@@ -264,19 +316,28 @@ def _in_kernel(parameter: Tensor) -> bool:
 
 
 def adamw(
-    model: Decoder, learning_rate: float, recipe: AdamWSettings, *, offload: float = 0.0, one_pass: bool = False
+    model: Decoder,
+    learning_rate: float,
+    recipe: AdamWSettings,
+    *,
+    offload: float = 0.0,
+    one_pass: bool = False,
+    eight_bit: bool = False,
 ) -> torch.optim.AdamW:
     """The optimizer of a model whose parameters may be sharded: each rank holds the states of its shards.
 
     Matrices are decayed, norms are not. The states of the fraction `offload` live in host memory; parameters and states
     are bit for bit the same. `one_pass` is for parameters that are not sharded; with it they are the same to rounding.
+    With `eight_bit` moments of matrices are rounded to 8 bits; raises ValueError where the library is missing.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim == 1]
     kind: Callable[..., torch.optim.AdamW] = OnePassAdamW if one_pass else torch.optim.AdamW
-    if offload:
-        kind = partial(OffloadedAdamW, offload=offload)
+    if eight_bit:
+        adamw_8bit.functions()
+    if offload or eight_bit:
+        kind = partial(PiecewiseAdamW, offload=offload, eight_bit=eight_bit)
     return kind(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -215,10 +217,61 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
     # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
+    reduce = ReduceIntoFreedMemory(adds=settings.gradient_accumulation > 1)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(reduce)
+
+
+class ReduceIntoFreedMemory:
+    """FSDP2's reduce-scatter, with the reduced gradients in memory of the computation's stream.
+
+    torch's allocator keeps freed memory by stream. By default FSDP2 takes the memory of reduced gradients on the stream
+    that reduces them, so all gradients of a step are reserved beside the activations at their fullest. Here they take
+    the place of activations that backward has freed. FSDP2 asks for memory twice in a reduction: on the computation's
+    stream for what is sent, then on its own for the result. In between its stream starts to wait for the computation's,
+    so the result is written after the last use of whatever had its memory. At the end of backward the computation's
+    stream waits for all reductions, so what later has that memory is written after the gradients' last use.
+
+    Args:
+        adds: whether a result may be added to an earlier one, as with gradient accumulation. Its memory is then freed
+            while FSDP2's stream still reads it, and is marked with that stream.
+    """
+
+    def __init__(self, *, adds: bool) -> None:
+        self._adds = adds
+        self._compute: torch.Stream | None = None  # between the two calls of `allocate`
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory on the stream of the first of two calls."""
+        if device.type == "cpu":
+            return torch.empty(*size, dtype=dtype, device=device)
+        runtime = torch.get_device_module(device)
+        current = runtime.current_stream(device)
+        compute, self._compute = self._compute, None
+        if compute is None or compute == current:
+            self._compute = current
+            return torch.empty(*size, dtype=dtype, device=device)
+        with runtime.stream(compute):
+            result = torch.empty(*size, dtype=dtype, device=device)
+        if self._adds:
+            result.record_stream(current)
+        return result
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # torch 2.13 has given it another name.
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work: dist.Work | None = reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
 
 
 def _keep_labels_on_host(model: Decoder) -> None:

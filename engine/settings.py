@@ -6,8 +6,10 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from engine.lora import Lora, adapter_parameters
@@ -31,11 +33,14 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 CudaGraph = Literal["auto", "step", "none"]
+OptimizerStates = Literal["8bit"]
 PackingRule = Literal["best_fit", "greedy"]
 LongerDocuments = Literal["split", "drop"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
+
+STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
@@ -204,6 +209,8 @@ class TrialSettings:
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
     optimizer_offload: bool | float = False
+    # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
+    optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
@@ -393,6 +400,29 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
         f"each of {settings.cp_size} ranks holds {tokens} tokens, and {has}, whose convolution takes {needed} of the "
         "rank before; give longer sequences or a smaller cp_size"
     )
+
+
+@cache
+def share_in_blocks(model: ModelShape) -> float:
+    """Of all parameters, those whose moments can have 8 bits: of matrices whose rows are whole blocks."""
+    sizes = model.parameter_sizes().values()
+    return sum(math.prod(size) for size in sizes if len(size) > 1 and size[-1] % STATES_BLOCK == 0) / model.parameters
+
+
+def states_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why a trial cannot have its `optimizer_states`, whatever the method, or None."""
+    if settings.optimizer_states is None:
+        return None
+    obstacles = {
+        f"task is {settings.task}, which has no optimizer": settings.task != "train",
+        "dtype is fp64, which the library's kernel does not know": settings.dtype == "fp64",
+        "lora is set, whose adapters have few states": settings.lora is not None,
+        f"tp_size is {settings.tp_size}, which divides rows": settings.tp_size > 1,
+        f"no matrix of model {settings.model.name} has rows of whole blocks of {STATES_BLOCK} elements":
+            not share_in_blocks(settings.model),
+    }  # fmt: skip
+    found = next((obstacle for obstacle, there in obstacles.items() if there), None)
+    return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

@@ -22,7 +22,7 @@ from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
 from engine.attention.masks.mask import FirstRows
 from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters, trained_weights
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, share_in_blocks
 from engine.shape import ModelShape
 
 
@@ -157,3 +157,10 @@ def head_share(settings: TrialSettings, tail: float) -> float:
 def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
     """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
     return layers_recomputed(checkpoint, again) if again else 0
+
+
+def moment_bytes(settings: TrialSettings) -> float:
+    """Bytes of AdamW's two moments per trained parameter, on average."""
+    wide = max(4, BYTES_OF[settings.dtype])
+    narrow = 0.0 if settings.optimizer_states is None else share_in_blocks(settings.model)
+    return 2 * (narrow * (1 + 4 / STATES_BLOCK) + (1 - narrow) * wide)

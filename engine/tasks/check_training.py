@@ -114,6 +114,7 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         mlp_tiles=min(settings.mlp_tiles, 4),
         projection_tiles=min(settings.projection_tiles, 4),
         head_tiles=min(settings.head_tiles, 4),
+        optimizer_states=None,  # no update is compared
         cuda_graph="none",
         steps=Steps(warmup=0, measured=1),
         learning_rate=1.0,

@@ -44,6 +44,8 @@ def obstacle(settings: TrialSettings, device_type: str) -> str | None:
         return f"model {settings.model.name} has linear layers, of which no capture has been tried"
     if settings.optimizer_offload:
         return "the optimizer's states are in host memory (optimizer_offload)"
+    if settings.optimizer_states is not None:
+        return f"the kernel of optimizer_states {settings.optimizer_states} takes the learning rate from the host"
     if checkpoint.offload != "none":
         return f"saved tensors go to host memory (checkpoint.offload: {checkpoint.offload})"
     if settings.dtype == "fp64":

@@ -51,6 +51,7 @@ from engine.settings import (
     TrialSettings,
     keeps_whole,
     linear_unsupported_reason,
+    states_unsupported_reason,
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
@@ -109,6 +110,7 @@ class TrainTask:
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
             or linear_unsupported_reason(settings)
+            or states_unsupported_reason(settings)
             or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)
@@ -141,6 +143,7 @@ class TrainTask:
             self.recipe,
             offload=float(settings.optimizer_offload),
             one_pass=keeps_whole(settings),
+            eight_bit=settings.optimizer_states == "8bit",
         )
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens

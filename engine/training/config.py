@@ -138,6 +138,7 @@ class Order:
             **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
             **({} if settings.linear_dtype == "same" else {"linear_dtype": settings.linear_dtype}),
             **({} if settings.lora is None else {"lora": str(settings.lora)}),
+            **({} if settings.optimizer_states is None else {"optimizer_states": settings.optimizer_states}),
             "mask": settings.masks[0],
             **({name: getattr(settings, name) for name in ("packing", "longer_documents")} if settings.packs else {}),
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.attention.problem import Problem
-from engine.checkpoint.counts import added_weights, layers_run_again
+from engine.checkpoint.counts import added_weights, layers_run_again, moment_bytes
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
@@ -46,9 +46,12 @@ _MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 20}
 # of a value head's key, value and share of the state that is kept for each chunk. Measured with flash-linear-attention
 # 0.6 at 128K and 256K tokens (results/published/h200x1/linear_layers).
 _RECURRENCE_PASSES = {"gated_delta_net": (10.3, 24.7), "mamba2": (5.3, 11.7)}
-# Bytes per parameter of a rank's shard and step. In one pass over whole parameters: AdamW in fp32, which clips as it
-# reads and writes the copy, and the gradient's norm. Sharded: AdamW, the norm, clipping in a pass of its own.
-_ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
+# Bytes per parameter of a rank's shard and step, beside AdamW's moments, which are read and written. The update reads
+# and writes the parameter and reads the gradient, as its norm does before.
+_UPDATE_BYTES = 8 + 4 + 4
+# In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
+# parameters are read for their copies.
+_COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
 # Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
 # copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
 _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
@@ -62,7 +65,6 @@ _LAUNCH_SECONDS = 0.0045
 _CAST_FORWARD = {"hidden": 5 + 5, "queries": 5, "keys": 0, "ffn": 3}
 _CAST_BACKWARD = {"hidden": 6 + 5 + 6 + 5 + 6, "queries": 5 + 6, "keys": 6, "ffn": 3 + 2 * 4}
 _CAST_WEIGHT = 5
-_MOMENTS_BYTES = 8  # of AdamW's moments each way, where they live on the host; both directions at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +170,8 @@ class Term:
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
-    shard, model = settings.trained_parameters / settings.world_size, settings.model
+    shard, moments = settings.trained_parameters / settings.world_size, moment_bytes(settings)
+    model = settings.model
     float8 = 0.0
     if settings.linear_dtype == "float8":
         float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)
@@ -181,10 +184,17 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
         Term(
             phase="optimizer",
-            memory_bytes=shard * (_ONE_PASS_BYTES if keeps_whole(settings) else _SHARDED_BYTES),
-            host_bytes=shard * _MOMENTS_BYTES * settings.optimizer_offload,
+            memory_bytes=shard * (_UPDATE_BYTES + 2 * moments + _after_update_bytes(settings)),
+            host_bytes=shard * moments * settings.optimizer_offload,  # each way; both directions at once
         ),
     )
+
+
+def _after_update_bytes(settings: TrialSettings) -> int:
+    """Bytes per parameter of clipping and of copies."""
+    if not keeps_whole(settings):
+        return _CLIPPING_BYTES
+    return _COPY_BYTES if settings.optimizer_states is None else _COPY_BYTES + _CLIPPING_BYTES + _READ_BYTES
 
 
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}

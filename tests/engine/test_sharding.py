@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,7 +24,7 @@ from engine.attention.problem import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
-from engine.parallelize import WholeMatrices, parallelize
+from engine.parallelize import ReduceIntoFreedMemory, WholeMatrices, parallelize
 from engine.settings import TrialSettings, keeps_whole
 from engine.shape import ModelShape
 from tests.engine.parity import task_of, whole_of
@@ -99,6 +102,45 @@ def unsupported_reason(hosts: str) -> str:
     with pytest.raises(ValueError, match="hybrid") as error:
         arrange(dataclasses.replace(HYBRID, world_size=3), torch.device("cpu"))
     return str(error.value)
+
+
+class Streams:
+    """A device with a stream of the computation and one of FSDP2, which notes on which of them memory is taken."""
+
+    def __init__(self) -> None:
+        self.current, self.taken = "compute", []
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_reduced_gradients_have_memory_of_the_computations_stream(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, marked = Streams(), []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch, "empty", lambda *size, **named: device.taken.append(device.current) or empty(*size))
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: marked.append(stream))
+    reduce = ReduceIntoFreedMemory(adds=adds)
+
+    def of_a_unit(fails: bool = False) -> None:
+        reduce.allocate((8,), dtype=torch.float32, device=torch.device("cuda"))
+        if fails:
+            return
+        with device.stream("reduces"):
+            assert reduce.allocate((4,), dtype=torch.float32, device=torch.device("cuda")).shape == (4,)
+
+    of_a_unit()
+    of_a_unit(fails=True)  # the next one begins anew
+    of_a_unit()
+    assert device.taken == ["compute"] * 5
+    assert marked == ["reduces"] * (2 if adds else 0)
 
 
 def test_unequal_nodes_are_refused_for_hybrid_sharding() -> None:

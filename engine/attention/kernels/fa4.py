@@ -4,6 +4,7 @@ Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta,
 exist on the rank that runs the backward.
 
 The head dim of V may be its own: on Hopper any two up to 256, on Blackwell any two up to 128, or 192 and 128.
+Some head dims get zeros in backward (`_in_whole_tiles`), because the library returns wrong gradients for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.atomic import cache_dir
@@ -88,6 +90,17 @@ def kv_heads_at_once(q_BLND: Tensor, kv_heads: int, sequences: int = 0) -> int:
     most = max(1, min(kv_heads, WORKSPACE_BYTES // max(1, per_head)))
     calls = -(-kv_heads // most)
     return -(-kv_heads // calls)  # a last call of few heads would leave most of the GPU idle
+
+
+def _in_whole_tiles(tensor: Tensor) -> Tensor:
+    """[..., D] -> the same with zeros up to 32 columns or a multiple, where that is 16 or more.
+
+    Version 4.0.0b36 sums dQ (with grouped heads dK and dV, too) on Hopper in tiles of D rounded up to 16, and reads them
+    rounded up to 32: in a pack of sequences all but the first then get the sums of other rows. Zeros change nothing:
+    scores are sums over D, and their columns are cut from the gradients.
+    """
+    short = -tensor.shape[-1] % 32
+    return F.pad(tensor, (0, short)) if short >= 16 else tensor
 
 
 # One row of zeros, expanded, is an output of any number of rows.
@@ -204,6 +217,15 @@ class FlashAttention4Kernel(Kernel):
         self, given: WholeInputs, dlse_BNL: Tensor | None, visible: Visible, scale: float, deterministic: bool
     ) -> Gradients:
         """One rectangle as it is; several sequences as one batch with cumulative lengths."""
+        dims = given.q_BLND.shape[-1], given.k_BLKD.shape[-1], given.v_BLKD.shape[-1]
+        wide = [each if each is given.lse_BNL else _in_whole_tiles(each) for each in given]
+        found = self._of_whole_tiles(WholeInputs(*wide), dlse_BNL, visible, scale, deterministic)
+        dq_BLND, dk_BMKD, dv_BMKD = (each[..., :dim] for each, dim in zip(found, dims, strict=True))
+        return dq_BLND, dk_BMKD, dv_BMKD
+
+    def _of_whole_tiles(
+        self, given: WholeInputs, dlse_BNL: Tensor | None, visible: Visible, scale: float, deterministic: bool
+    ) -> Gradients:
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, VarlenGroup) else None
         named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed)

@@ -11,6 +11,7 @@ from engine.checkpoint.counts import (
     head_share,
     layer_pairs,
     layers_run_again,
+    moment_bytes,
     repeated_attention,
     repeated_products,
 )
@@ -66,7 +67,7 @@ class CostModel:
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
-        self._moments = 2 * wide * settings.trained_parameters / settings.world_size / speeds.host_link
+        self._moments = moment_bytes(settings) * settings.trained_parameters / settings.world_size / speeds.host_link
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         self._heads: dict[float, float] = {}

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
-from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
+from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store, moment_bytes
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
@@ -176,6 +176,7 @@ class MemoryModel:
             trained = gradient = adapter_parameters(shape, lora)
             layer += trained
         self._parameters = wide * settings.trained_parameters / shards
+        self._states = moment_bytes(settings) * settings.trained_parameters / shards
         self._layer_gradient = wide * gradient / shards
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
@@ -246,7 +247,7 @@ class MemoryModel:
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=_PROCESS + host + 2 * self._parameters * choice.optimizer_offload,
+            host=_PROCESS + host + self._states * choice.optimizer_offload,
         )
 
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
@@ -260,7 +261,7 @@ class MemoryModel:
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
         copies = self._by_offload[bool(choice.optimizer_offload)].copies
-        return self._frozen + self._parameters * (3 - 2 * choice.optimizer_offload) + copies
+        return self._frozen + self._parameters + self._states * (1 - choice.optimizer_offload) + copies
 
     def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""

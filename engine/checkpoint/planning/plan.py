@@ -80,10 +80,11 @@ def planned(
     problem = _problem(settings, budget, speeds, correction, grid)
     found = cheapest(problem)
     choice = found or leanest(problem)
+    chosen = with_memory_settings(settings, choice)
     memory = problem.memory.of(choice)
     seconds = problem.cost.seconds(choice)
     forecast = Forecast(
-        words=_words(choice, problem, budget, memory, seconds, fits=found is not None),
+        words=_words(chosen, budget, memory, seconds, fits=found is not None),
         fits=found is not None,
         budget_bytes=None if budget.bytes == float("inf") else int(budget.bytes),
         allocated_bytes=int(memory.allocated if budget.gpu is not None else memory.without_gpu),
@@ -95,7 +96,7 @@ def planned(
     if correction != 1:
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
-    return with_memory_settings(settings, choice), forecast
+    return chosen, forecast
 
 
 def least_gpu_bytes(settings: TrialSettings) -> float:
@@ -314,11 +315,9 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     return names
 
 
-def _words(
-    choice: MemorySettings, problem: PlanningProblem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool
-) -> str:
+def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool) -> str:
     """What was chosen, and why, in one sentence."""
-    kept = "; ".join(kept_in_words(choice, problem.layers))
+    kept = "; ".join(kept_in_words(settings))
     needed = memory.without_gpu if budget.gpu is None else memory.reserved
     if budget.bytes == float("inf"):
         room = f"{needed / GIB:.3g} GiB predicted, budget unknown"
@@ -330,9 +329,9 @@ def _words(
     return f"{kept}; {room}; {added}"
 
 
-def kept_in_words(choice: MemorySettings, layers: int) -> list[str]:
-    """What a choice keeps and where, one phrase each."""
-    checkpoint = choice.checkpoint
+def kept_in_words(settings: TrialSettings) -> list[str]:
+    """What a trial keeps and where, one phrase each."""
+    checkpoint, layers = settings.checkpoint, settings.model.layers
     again = checkpoint.layers_again(layers)
     words = []
     if whole := layers - again:
@@ -348,10 +347,11 @@ def kept_in_words(choice: MemorySettings, layers: int) -> list[str]:
         which = f"all {layers} layers" if not whole else f"{again} layer{'s' if again > 1 else ''}"
         kept = f"{inputs} and {attention}" if attention else inputs
         words.append(f"of {which} {kept}{where}")
-    words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)
-    words += [f"projections in {choice.projection_tiles} tiles"] * (choice.projection_tiles > 1)
-    words += [f"LM head in {choice.head_tiles} tiles"] * (choice.head_tiles > 0)
-    if choice.optimizer_offload:
-        part = "" if choice.optimizer_offload == 1 else f"{choice.optimizer_offload:.0%} of the "
+    words += [f"MLP in {settings.mlp_tiles} tiles"] * (settings.mlp_tiles > 1)
+    words += [f"projections in {settings.projection_tiles} tiles"] * (settings.projection_tiles > 1)
+    words += [f"LM head in {settings.head_tiles} tiles"] * (settings.head_tiles > 0)
+    if settings.optimizer_offload:
+        part = "" if settings.optimizer_offload == 1 else f"{settings.optimizer_offload:.0%} of the "
         words.append(f"{part}moments on the host")
+    words += ["moments in 8 bits"] * (settings.optimizer_states == "8bit")
     return words

@@ -61,7 +61,6 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
     from rich import box
     from rich.table import Table
 
-    from engine.checkpoint.planning.memory_settings import memory_settings_of
     from engine.checkpoint.planning.plan import kept_in_words
     from harness.base.lengths import format_length
     from harness.base.terminal import print_table, stdout_console
@@ -82,7 +81,7 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
         times = ["", "", ""]
         if own is not None and each.tokens_per_gpu_per_second is not None:
             times = [three(own), f"{own / min(seconds) - 1:.1%}", three(each.tokens_per_gpu_per_second)]
-        words = "; ".join(kept_in_words(memory_settings_of(each.settings), each.settings.model.layers))
+        words = "; ".join(kept_in_words(each.settings))
         number = plans.setdefault(words or "nothing is computed again or moved", len(plans) + 1)
         table.add_row(
             three(gpu_room(each.settings, hardware)), three(peak), three(each.host_gib or 0.0), *times,

@@ -26,6 +26,7 @@ SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=512,
 OBSTACLES: dict[str, dict[str, object]] = {
     "2 ranks exchange tensors": {"world_size": 2},
     "states are in host memory": {"optimizer_offload": True},
+    "the kernel of optimizer_states 8bit": {"optimizer_states": "8bit"},
     "saved tensors go to host memory": {"checkpoint": Checkpoint(offload="inputs")},
     "dtype fp64": {"dtype": "fp64"},
     "loss_kernel liger reads the labels": {"loss_kernel": "liger"},
