@@ -95,9 +95,9 @@ def kv_heads_at_once(q_BLND: Tensor, kv_heads: int, sequences: int = 0) -> int:
 def _in_whole_tiles(tensor: Tensor) -> Tensor:
     """[..., D] -> the same with zeros up to 32 columns or a multiple, where that is 16 or more.
 
-    Version 4.0.0b36 sums dQ (with grouped heads dK and dV, too) on Hopper in tiles of D rounded up to 16, and reads them
-    rounded up to 32: in a pack of sequences all but the first then get the sums of other rows. Zeros change nothing:
-    scores are sums over D, and their columns are cut from the gradients.
+    Version 4.0.0b36 sums dQ (with grouped heads dK and dV, too) on Hopper in tiles of D rounded up to 16, and reads
+    them rounded up to 32: in a pack of sequences all but the first then get the sums of other rows. Zeros change
+    nothing: scores are sums over D, and their columns are cut from the gradients.
     """
     short = -tensor.shape[-1] % 32
     return F.pad(tensor, (0, short)) if short >= 16 else tensor
