@@ -43,10 +43,16 @@ def products_of(x_TI: Tensor, matrix_OI: Tensor, dout_TO: Tensor) -> dict[str, t
     exact_x, exact_matrix, exact_dout = x_TI.double(), matrix_OI.double(), dout_TO.double()
     added = normal(*matrix_OI.shape, seed=9, device=x_TI.device.type).float()
     total = added.clone()
+    dx_TI = FLOAT8.input_gradient(dout, matrix)
     FLOAT8.add_weight_gradient(total, dout, x)
     return {
         "output": (FLOAT8.output(x, matrix), exact_x @ exact_matrix.T, OF_VALUES + BF16),
-        "input": (FLOAT8.input_gradient(dout, matrix), exact_dout @ exact_matrix, OF_GRADIENTS + BF16),
+        "input": (dx_TI, exact_dout @ exact_matrix, OF_GRADIENTS + BF16),
+        "input, added": (
+            FLOAT8.input_gradient(dout, matrix, dx_TI.clone()),
+            2 * exact_dout @ exact_matrix,
+            OF_GRADIENTS + BF16,
+        ),
         "matrix": (FLOAT8.weight_gradient(dout, x, torch.float32), exact_dout.T @ exact_x, OF_GRADIENTS),
         "sum": (total - added, exact_dout.T @ exact_x, OF_GRADIENTS + 1e-3),
     }
@@ -60,7 +66,7 @@ def check_products(device: str) -> None:
             for name, (own, exact, allowed) in found.items():
                 assert relative_error(own, exact) <= allowed, (name, tokens, scale)
                 assert relative_error(own, exact) > allowed / 4, "not formed in float8"
-                assert own.dtype == (torch.bfloat16 if name in ("output", "input") else torch.float32)
+                assert own.dtype == (torch.float32 if name in ("matrix", "sum") else torch.bfloat16)
 
 
 def test_products_are_as_near_to_float64_as_their_formats_round() -> None:
