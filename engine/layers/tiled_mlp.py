@@ -109,7 +109,8 @@ class _TiledMLP(torch.autograd.Function):
         weights, values = _halves(weights_and_values)
         ctx.dtypes, ctx.branched = [weight.dtype for weight in weights], branch_TE is not None
         norm_E, *matrices = values
-        down, *projections = map(products.operand, matrices)
+        down, *projections = operands = [products.operand(matrix) for matrix in matrices]
+        ctx.largest, ctx.largest_of_runs = [operand.largest for operand in operands], []
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
         total_TE = x_TE if branch_TE is None else torch.empty_like(x_TE)
@@ -121,6 +122,7 @@ class _TiledMLP(torch.autograd.Function):
                 normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
             normed = products.operand(normed_TE)
             del normed_TE
+            ctx.largest_of_runs.append(normed.largest)
             projected_TF = [products.output(normed, projection) for projection in projections]
             del normed
             hidden = _activated(products, *projected_TF)
@@ -148,17 +150,19 @@ class _TiledMLP(torch.autograd.Function):
             WeightGradient(products, matrix, dtype, single=len(of_tokens) == 1)
             for matrix, dtype in zip(matrices, ctx.dtypes[1:], strict=True)
         ]
-        down = products.operand(matrices[0], rows=False, columns=True)
         again = of_tokens[0].start < ctx.cut  # some products are formed again
-        projections = [products.operand(matrix, rows=again, columns=True) for matrix in matrices[1:]]
-        for tokens in of_tokens:
+        operands = [
+            products.operand(matrix, rows=again and place > 0, columns=True, largest=largest)
+            for place, (matrix, largest) in enumerate(zip(matrices, ctx.largest, strict=True))
+        ]
+        for tokens, largest in zip(of_tokens, ctx.largest_of_runs, strict=True):
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             projected_TF: list[Tensor] | None = None
             if tokens.start >= ctx.cut:
                 projected_TF, saved = saved[:width], saved[width:]
-            dnormed_TE = _mlp_backward(
-                products, dout_TE[tokens], norm.normed_TE, projected_TF, [down, *projections], dmatrices
-            )
+            normed = products.operand(norm.normed_TE, rows=projected_TF is None, columns=True, largest=largest)
+            dnormed_TE = _mlp_backward(products, dout_TE[tokens], normed, projected_TF, operands, dmatrices)
+            del normed
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])
         gradients = (dnorm_E.to(ctx.dtypes[0]), *(total.rounded() for total in dmatrices))
         dbranch_TE = dx_TE if ctx.branched else None
@@ -179,7 +183,7 @@ def _runs(tokens: int, run: int, cut: int) -> Iterator[slice]:
 def _mlp_backward(
     products: Products,
     dout_TE: Tensor,
-    normed_TE: Tensor,
+    normed: Operand,
     saved_TF: list[Tensor] | None,
     matrices: list[Operand],
     dmatrices: list[WeightGradient],
@@ -190,7 +194,6 @@ def _mlp_backward(
     ddown, *dprojections = dmatrices
     dout = products.operand(dout_TE, columns=True, gradient=True)
     dhidden_TF = products.input_gradient(dout, down)
-    normed = products.operand(normed_TE, rows=saved_TF is None, columns=True)
     projected_TF = saved_TF
     if projected_TF is None:
         with record_function(RECOMPUTE):

@@ -107,10 +107,13 @@ class _TiledProjection(torch.autograd.Function):
         ctx.dtypes = [weight.dtype for weight in weights]
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
         matrix = products.operand(joined(list(values[:3])))
+        ctx.largest, ctx.largest_of_runs = matrix.largest, []
         outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], count // head_dim, head_dim) for count in rows)
         for at in _runs(x_BLE, run):
             normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, eps[0])
-            projected = products.output(products.operand(normed_TE), matrix).split(rows, -1)
+            normed = products.operand(normed_TE)
+            ctx.largest_of_runs.append(normed.largest)
+            projected = products.output(normed, matrix).split(rows, -1)
             for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
                 projected_TND = projected_TO.unflatten(-1, (-1, head_dim))
                 if place == 2:  # values are neither normed nor rotated
@@ -129,16 +132,16 @@ class _TiledProjection(torch.autograd.Function):
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
         products: Products = ctx.products
         matrix_OE = joined(values[:3])
-        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True)
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, largest=ctx.largest)
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, ctx.run))
         dmatrix_OE = WeightGradient(products, matrix_OE, ctx.dtypes[0], single=len(of_tokens) == 1)
         dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
-        for at in of_tokens:
+        for at, largest in zip(of_tokens, ctx.largest_of_runs, strict=True):
             norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
             dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            normed = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True)
+            normed = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True, largest=largest)
             projected: tuple[Tensor, ...] = ()
             if head_norms_D:
                 projected = products.output(normed, matrix.first(sum(rows[:2]))).split(rows[:2], -1)

@@ -112,7 +112,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, products: Products, count: int, *matrices_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, *matrices_OI[count:])
         ctx.products, ctx.dtype, ctx.count = products, matrices_OI[0].dtype, count
-        return products.output(products.operand(x_TI), products.operand(joined(list(matrices_OI[count:]))))
+        x, matrix = products.operand(x_TI), products.operand(joined(list(matrices_OI[count:])))
+        ctx.largest = x.largest, matrix.largest
+        return products.output(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, dout_TO: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,12 +125,12 @@ class _Linear(torch.autograd.Function):
         dout = products.operand(dout_TO, rows=of_x, columns=of_matrices, gradient=True)
         dx_TI = None
         if of_x:
-            matrix = products.operand(joined(values_OI), rows=False, columns=True)
+            matrix = products.operand(joined(values_OI), rows=False, columns=True, largest=ctx.largest[1])
             dx_TI = products.input_gradient(dout, matrix)
             del matrix
         gradients: tuple[Tensor | None, ...] = (None,) * ctx.count
         if of_matrices:
-            x = products.operand(x_TI, rows=False, columns=True)
+            x = products.operand(x_TI, rows=False, columns=True, largest=ctx.largest[0])
             whole_OI = products.weight_gradient(dout, x, ctx.dtype)
             gradients = whole_OI.split([value.shape[0] for value in values_OI])
         return dx_TI, None, None, *gradients, *(None for _ in values_OI)

@@ -65,9 +65,9 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 def cast(
     matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, largest: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(numbers [R, C], numbers transposed and padded [C, P], unit 0-dim in fp32). Of the first two, one that is not
-    asked for is an empty tensor. `largest`: where `raise_largest` has left the largest value, if a kernel has."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(numbers [R, C], numbers transposed and padded [C, P], unit 0-dim in fp32, `largest`). Of the first two, one that
+    is not asked for is empty. `largest`: where `raise_largest` has left the largest value, if a kernel has."""
     matrix_RC = matrix_RC.contiguous()
     count, width = matrix_RC.shape
     padded = triton.cdiv(count, FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
@@ -84,4 +84,4 @@ def cast(
         matrix_RC, largest, numbers_RC, transposed_CP, unit, count, width, padded, torch.finfo(dtype).max, SMALLEST,
         ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip
-    return numbers_RC, transposed_CP, unit
+    return numbers_RC, transposed_CP, unit, largest

@@ -12,7 +12,7 @@ Shape letters: T tokens, I inputs and O outputs of a matrix, R rows and C column
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,11 @@ class Operand:
     rows_RC: Tensor
     columns_CR: Tensor
     unit: Tensor | None = None  # what its numbers are multiplied by, 0-dim; None: they are as they should be
+    largest: Tensor | None = None  # of its absolute values, for another operand of the same matrix; None: not needed
 
     def first(self, rows: int) -> Operand:
         """Its first rows, as they are."""
-        return Operand(self.rows_RC[:rows], self.columns_CR, self.unit)
+        return replace(self, rows_RC=self.rows_RC[:rows])
 
 
 class Products:

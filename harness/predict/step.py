@@ -58,13 +58,13 @@ _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 +
 # Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
-# Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself, 2
-# for the cast, 1 for the numbers and 1 for their transpose. Per token, in forward and backward, of the widths of hidden
-# states, queries, keys with values, and the MLP; then per weight. Backward of hidden states adds one product to
-# another.
+# Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
+# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Per token, in forward and
+# backward, of the widths of hidden states, queries, keys with values, and the MLP; then per weight. Backward of hidden
+# states adds one product to another.
 _CAST_FORWARD = {"hidden": 5 + 5, "queries": 5, "keys": 0, "ffn": 3}
-_CAST_BACKWARD = {"hidden": 6 + 5 + 6 + 5 + 6, "queries": 5 + 6, "keys": 6, "ffn": 3 + 2 * 4}
-_CAST_WEIGHT = 5
+_CAST_BACKWARD = {"hidden": 6 + 3 + 6 + 3 + 6, "queries": 3 + 6, "keys": 6, "ffn": 3 + 2 * 4}
+_CAST_WEIGHT = 5, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +268,8 @@ def _cast_bytes(settings: TrialSettings, work: StepFlops) -> float:
     of_tokens = sum(
         width * ((1 + again) * _CAST_FORWARD[name] + _CAST_BACKWARD[name]) for name, width in widths.items()
     )
-    of_weights = (2 + again) * _CAST_WEIGHT * model.layers * model.float8_matrices * settings.gradient_accumulation
+    of_a_weight = (1 + again) * _CAST_WEIGHT[0] + _CAST_WEIGHT[1]
+    of_weights = of_a_weight * model.layers * model.float8_matrices * settings.gradient_accumulation
     return _tokens(settings) * of_tokens + of_weights + _tile_bytes(settings)
 
 
