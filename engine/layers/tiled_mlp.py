@@ -25,7 +25,6 @@ from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.elementwise import swiglu, swiglu_again
 from engine.ops.norm import add_norm
 from engine.ops.products import PLAIN, Operand, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
@@ -200,13 +199,11 @@ def _mlp_backward(
             projected_TF = [products.output(normed, projection) for projection in projections]
     hidden, *dprojected = _activate_again(products, dhidden_TF, *projected_TF, saved=saved_TF is not None)
     del dhidden_TF, projected_TF
-    ddown.add(dout, products.operand(hidden[0], rows=False, columns=True, largest=hidden[1]))
+    ddown.add(dout, hidden)
     del hidden, dout
     dnormed_TE: Tensor | None = None
     for projection, dprojection in zip(projections, dprojections, strict=True):
-        gradient_TF, largest = dprojected.pop(0)
-        gradient = products.operand(gradient_TF, columns=True, gradient=True, largest=largest)
-        del gradient_TF
+        gradient = dprojected.pop(0)
         dnormed_TE = products.input_gradient(gradient, projection, dnormed_TE)
         dprojection.add(gradient, normed)
         del gradient
@@ -216,21 +213,17 @@ def _mlp_backward(
 
 def _activated(products: Products, up_TF: Tensor, gate_TF: Tensor | None = None) -> Operand:
     """`activate`, for the product with down."""
-    if gate_TF is None:
-        return products.operand(F.gelu(up_TF))
-    [largest] = products.largest(gate_TF, 1)
-    return products.operand(swiglu(gate_TF, up_TF, largest), largest=largest)
+    return products.operand(F.gelu(up_TF)) if gate_TF is None else products.swiglu(gate_TF, up_TF)
 
 
 def _activate_again(
     products: Products, dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
-) -> list[tuple[Tensor, Tensor | None]]:
-    """`activate` recomputed, then the gradients of its arguments, each with its largest value where a kernel has found
-    that. They may overwrite the arguments, but for an `up_TF` and `gate_TF` that are `saved` tensors, which a second
-    backward may want."""
+) -> list[Operand]:
+    """`activate` recomputed, by columns, then the gradients of its arguments, which may overwrite these; not an `up_TF`
+    and `gate_TF` that are `saved` tensors, which a second backward may want."""
     if gate_TF is None:
-        return [(F.gelu(up_TF), None), (torch.ops.aten.gelu_backward(dhidden_TF, up_TF), None)]
-    largest = products.largest(dhidden_TF, 3)
-    found = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved, largest=largest)
-    hidden, dgate, dup = zip(found, largest, strict=True)
+        dup_TF = torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
+        hidden = products.operand(F.gelu(up_TF), rows=False, columns=True)
+        return [hidden, products.operand(dup_TF, columns=True, gradient=True)]
+    hidden, dgate, dup = products.swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
     return [hidden, dup, dgate]

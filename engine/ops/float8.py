@@ -11,8 +11,10 @@ cast reads a matrix twice, once for its largest value, and writes what products 
 A matrix of zeros has zeros and a finite unit. One that holds NaN or infinity has a unit of NaN or infinity: all of its
 products are NaN. Widths are multiples of 16 (`engine.settings.float8_unsupported_reason`); tokens are padded by zeros.
 
-Kernels of SwiGLU find the largest value of what they write, which saves a read of the widest tensors; those of norms
-could. Shape letters: R rows and C columns of a matrix, P rows with padding.
+Tensors of the MLP's width are most of what is cast: SwiGLU's kernel finds the largest value of what it writes, and
+those of its gradients write numbers alone. Kernels of norms could find largest values, too.
+
+Shape letters: T tokens, F MLP width, R rows and C columns of a matrix, P rows with padding.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.nn.functional import ScalingType
 
 from engine.ops import FLOAT8_MULTIPLE
 from engine.ops.autograd import kernels_for
+from engine.ops.elementwise import swiglu
 from engine.ops.products import Operand, Products
 
 KERNELS = "engine.ops.float8_triton"
@@ -44,11 +47,6 @@ class Float8Products(Products):
     def __init__(self, *, fast_gradients: bool = False) -> None:
         self._fast = fast_gradients
 
-    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
-        if kernels_for(matrix_RC, KERNELS) is None:
-            return [None] * count
-        return [*torch.zeros(count, dtype=torch.int32, device=matrix_RC.device)]
-
     def operand(
         self,
         matrix_RC: Tensor,
@@ -63,6 +61,21 @@ class Float8Products(Products):
         if kernels is None:
             return Operand(*cast_by_torch(matrix_RC, dtype))
         return Operand(*kernels.cast(matrix_RC, dtype, rows=rows, columns=columns, largest=largest))
+
+    def swiglu(self, gate_TF: Tensor, up_TF: Tensor) -> Operand:
+        if kernels_for(gate_TF, KERNELS) is None:
+            return super().swiglu(gate_TF, up_TF)
+        largest = torch.zeros((), dtype=torch.int32, device=gate_TF.device)
+        return self.operand(swiglu(gate_TF, up_TF, largest), largest=largest)
+
+    def swiglu_again(
+        self, dhidden_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, saved: bool
+    ) -> tuple[Operand, Operand, Operand]:
+        kernels = kernels_for(gate_TF, KERNELS)
+        if kernels is None:
+            return super().swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
+        hidden, dgate, dup = kernels.swiglu_again(dhidden_TF, gate_TF, up_TF, VALUES, GRADIENTS)
+        return Operand(*hidden), Operand(*dgate), Operand(*dup)
 
     def output(self, x: Operand, matrix: Operand) -> Tensor:
         return _multiply(x.rows_RC, matrix.rows_RC, x, matrix, fast=True)

@@ -7,7 +7,7 @@ With x [T, I], a matrix W [O, I] and the gradient dout [T, O]:
 Each takes its operands as `Operand`s, which are made once where several products take one. Autograd functions of layers
 ask such an object, so that there is one backward whatever the products are formed in.
 
-Shape letters: T tokens, I inputs and O outputs of a matrix, R rows and C columns of any.
+Shape letters: T tokens, I inputs and O outputs of a matrix, F MLP width, R rows and C columns of any matrix.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.ops.elementwise import swiglu, swiglu_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,6 @@ class Operand:
 class Products:
     """In the dtype of the operands."""
 
-    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
-        """For each of `count` results like `matrix_RC`, where the kernel that forms it is to leave the largest absolute
-        value for `operand`; None: nowhere."""
-        return [None] * count
-
     def operand(
         self,
         matrix_RC: Tensor,
@@ -53,6 +50,19 @@ class Products:
         """The matrix for products that take its `rows` (of x for out, of W for out, of dout for dx), its `columns` (of
         W for dx, of dout and x for dW) or both. `gradient`: it is a dout. `largest`: its own, where it is known."""
         return Operand(matrix_RC, matrix_RC.T)
+
+    def swiglu(self, gate_TF: Tensor, up_TF: Tensor) -> Operand:
+        """silu(gate) x up, by rows."""
+        return self.operand(swiglu(gate_TF, up_TF))
+
+    def swiglu_again(
+        self, dhidden_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, saved: bool
+    ) -> tuple[Operand, Operand, Operand]:
+        """(hidden by columns, dgate, dup) of `engine.ops.elementwise.swiglu_again`."""
+        hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
+        hidden = self.operand(hidden_TF, rows=False, columns=True)
+        dgate, dup = (self.operand(each, columns=True, gradient=True) for each in (dgate_TF, dup_TF))
+        return hidden, dgate, dup
 
     def output(self, x: Operand, matrix: Operand) -> Tensor:
         """out_TO."""

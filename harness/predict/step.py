@@ -59,12 +59,14 @@ _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 +
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
-# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Per token, in forward and
-# backward, of the widths of hidden states, queries, keys with values, and the MLP; then per weight. Backward of hidden
-# states adds one product to another.
+# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose; of SwiGLU's gradients the
+# numbers alone. Per token, in forward, backward and a layer's recomputation, which ends before the MLP, of the widths
+# of hidden states, queries, keys with values, and the MLP; then per weight. Backward of hidden states adds one product
+# to another.
 _CAST_FORWARD = {"hidden": 5 + 5, "queries": 5, "keys": 0, "ffn": 3}
-_CAST_BACKWARD = {"hidden": 6 + 3 + 6 + 3 + 6, "queries": 3 + 6, "keys": 6, "ffn": 3 + 2 * 4}
-_CAST_WEIGHT = 5, 3
+_CAST_BACKWARD = {"hidden": 6 + 3 + 6 + 3 + 6, "queries": 3 + 6, "keys": 6, "ffn": 1 + 2 * 2}
+_CAST_AGAIN = {"hidden": 5 + 1, "queries": 5, "keys": 0, "ffn": 0}
+_CAST_WEIGHT = 5, 3, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,12 +267,14 @@ def _cast_bytes(settings: TrialSettings, work: StepFlops) -> float:
         "keys": attending * 2 * model.kv_heads * model.head_dim,
         "ffn": with_mlp * model.ffn * (1 if model.gated else 2),
     }
-    of_tokens = sum(
-        width * ((1 + again) * _CAST_FORWARD[name] + _CAST_BACKWARD[name]) for name, width in widths.items()
+    of_a_token = sum(
+        width * (_CAST_FORWARD[name] + _CAST_BACKWARD[name] + again * _CAST_AGAIN[name])
+        for name, width in widths.items()
     )
-    of_a_weight = (1 + again) * _CAST_WEIGHT[0] + _CAST_WEIGHT[1]
+    forward, backward, recomputed = _CAST_WEIGHT
+    of_a_weight = forward + backward + again * recomputed
     of_weights = of_a_weight * model.layers * model.float8_matrices * settings.gradient_accumulation
-    return _tokens(settings) * of_tokens + of_weights + _tile_bytes(settings)
+    return _tokens(settings) * of_a_token + of_weights + _tile_bytes(settings)
 
 
 def _recurrence_bytes(settings: TrialSettings, work: StepFlops) -> float:

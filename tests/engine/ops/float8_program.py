@@ -83,23 +83,27 @@ def edge_faults(device: str) -> Iterator[str]:
 
 
 def swiglu_faults(device: str) -> Iterator[str]:
-    """The largest value that SwiGLU's kernels leave is that of what they write, of one program or several."""
-    for shape, fill in itertools.product(((3, 7), (5, 700), (64, 128)), (0.0, math.nan, -math.inf)):
+    """SwiGLU's forward leaves the largest value of what it writes, of one program or several; its gradients as numbers
+    are the casts of those in bf16."""
+    for shape, fill in itertools.product(((3, 16), (5, 704), (130, 128)), (1.0, math.nan, -math.inf)):
         gate, up, dhidden = (values_of(shape, device) + at for at in range(3))
-        gate[1, 2], up[1, 2] = (fill or 1.0), (fill or 1.0)
-        largest = [*torch.zeros(4, dtype=torch.int32, device=device)]
-        results = [elementwise_triton.swiglu(gate, up, largest[0])]
-        results += elementwise_triton.swiglu_again(dhidden, gate, up, saved=True, largest=largest[1:])
-        for name, result, found in zip(("hidden", "hidden again", "dgate", "dup"), results, largest, strict=True):
-            expected = result.abs().amax().float()
-            if not torch.equal(found.view(torch.float32).nan_to_num(-1), expected.nan_to_num(-1)):
-                yield f"{name} {shape} with {fill}: {found.view(torch.float32)}, expected {expected}"
-            unit = float8_triton.cast(result, VALUES, rows=True, columns=False, largest=found)[2]
-            if (
-                not torch.equal(unit, float8_triton.cast(result, VALUES, rows=True, columns=False)[2])
-                and not unit.isnan()
-            ):
-                yield f"{name} {shape} with {fill}: another unit"
+        gate[1, 2] = up[1, 2] = fill
+        [largest] = torch.zeros(1, dtype=torch.int32, device=device)
+        hidden = elementwise_triton.swiglu(gate, up, largest).abs().amax().float()
+        if not torch.equal(largest.view(torch.float32).nan_to_num(-1), hidden.nan_to_num(-1)):
+            yield f"hidden {shape} with {fill}: {largest.view(torch.float32)}, expected {hidden}"
+        numbers = float8_triton.swiglu_again(dhidden, gate, up, VALUES, GRADIENTS)
+        exact = elementwise_triton.swiglu_again(dhidden, gate, up, saved=True)
+        for name, dtype, found, plain in zip(
+            ("hidden", "dgate", "dup"), (VALUES, GRADIENTS, GRADIENTS), numbers, exact, strict=True
+        ):
+            expected = float8_triton.cast(plain, dtype, rows=True, columns=True)
+            for place, (own, other) in enumerate(zip(found, expected, strict=True)):
+                same = own.shape == other.shape and torch.equal(
+                    own.float().nan_to_num(-1), other.float().nan_to_num(-1)
+                )
+                if own.numel() and not same:
+                    yield f"{name} {shape} with {fill}: another result {place}"
 
 
 class Checked(Float8Products):
@@ -110,7 +114,7 @@ class Checked(Float8Products):
     def operand(self, matrix_RC: Tensor, *, largest: Tensor | None = None, **asked: Any) -> Operand:
         found = super().operand(matrix_RC, largest=largest, **asked)
         own = super().operand(matrix_RC, **asked)
-        self.wrong += not (torch.equal(found.unit, own.unit) and torch.equal(found.largest, own.largest))
+        self.wrong += not torch.equal(found.unit, own.unit)
         return found
 
 
