@@ -18,7 +18,7 @@ from engine.ops.float8 import SMALLEST
 
 BLOCK, STEPS, WARPS = 2048, 8, 4  # a program's elements for the largest value: 8 times two reads of 16 bytes a thread
 TILE, TILE_WARPS = 128, 8  # rows and columns of a cast tile: lines of 128 bytes are written in either order
-SWIGLU_TILE, SWIGLU_WARPS = 64, 4  # the same of SwiGLU's, of which a thread holds more
+SWIGLU_TILE, SWIGLU_WARPS = 64, 8  # the same of SwiGLU, six numbers of which a thread holds at once
 
 Cast = tuple[Tensor, Tensor, Tensor, Tensor]  # numbers [R, C], transposed and padded [C, P], unit, largest value
 
