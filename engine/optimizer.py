@@ -1,5 +1,5 @@
-"""AdamW on the model's shards, its states on the device, in host memory or in both, and in one pass where nothing is
-sharded.
+"""AdamW on the model's shards: states on the device, in host memory or in both, and in 8 bits where asked; in one pass
+where nothing is sharded.
 
 Offloaded moments are copied through the device a piece at a time. They are two thirds of the memory that sharded fp32
 training holds of a parameter besides its gradient, and are used once per step. The idea is ZeRO-Offload's

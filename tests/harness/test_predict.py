@@ -14,7 +14,7 @@ from engine.checkpoint.planning.memory import memory_of
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from harness.cli import main
-from harness.metrics.hardware import hardware_named
+from harness.metrics.hardware import hardware_named, speeds_of
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import START_SECONDS, cost_of, forecast
 from harness.plan.predict import predict
@@ -99,6 +99,33 @@ def test_what_leaves_the_gpu_is_on_the_host() -> None:
     assert host(checkpoint=Checkpoint(offload="inputs", every=8, replay="bisect")) - base == pytest.approx(6 * state)
     assert host(optimizer_offload=True) - base == pytest.approx(8 * SHAPE.parameters / 4 / GIB)
     assert host(checkpoint=Checkpoint(every=0, offload="all")) == base  # nothing is offloaded where nothing is kept
+
+
+def test_moments_in_8_bits_are_counted_by_hand_in_memory_and_in_time() -> None:
+    vectors = (2 * SHAPE.layers + 1) * SHAPE.hidden  # norms, in fp32
+    matrices = SHAPE.parameters - vectors
+    states = 2 * (matrices + 4 * matrices / 256 + 4 * vectors)
+    narrow = dataclasses.replace(LONG, optimizer_states="8bit")
+    saved = memory_of(LONG).allocated - memory_of(narrow).allocated
+    assert saved == pytest.approx((8 * SHAPE.parameters - states) / 4)
+    hosted = memory_of(dataclasses.replace(narrow, optimizer_offload=0.5))
+    assert hosted.host - memory_of(narrow).host == pytest.approx(0.5 * states / 4)
+
+    def update_seconds(**changes: Any) -> float:
+        time = forecast(dataclasses.replace(LONG, **changes), H200).time
+        assert time is not None
+        return time.phases["optimizer"]
+
+    speeds = speeds_of(H200)
+    # Read and written: parameter and moments; read: the gradient, for its norm too; and both ways again for clipping.
+    moved = (8 * SHAPE.parameters + 2 * states + 8 * SHAPE.parameters + 8 * SHAPE.parameters) / 4
+    assert update_seconds(optimizer_states="8bit") == pytest.approx(moved / speeds.memory_gib / GIB)
+    link = update_seconds(optimizer_states="8bit", optimizer_offload=True) - update_seconds(optimizer_states="8bit")
+    assert link == pytest.approx(states / 4 / speeds.host_gib / GIB)
+    whole = {"cp_size": 1, "world_size": 1, "seq_len": 1 << 14}
+    moved = (8 + 8 + 8) * SHAPE.parameters + 2 * states + 6 * SHAPE.parameters  # and the copies in bf16
+    assert update_seconds(**whole, optimizer_states="8bit") == pytest.approx(moved / speeds.memory_gib / GIB)
+    assert update_seconds(**whole) == pytest.approx(34 * SHAPE.parameters / speeds.memory_gib / GIB)
 
 
 def test_no_time_is_predicted_in_other_dtypes_and_no_memory_of_what_the_engine_does_not_hold() -> None:
