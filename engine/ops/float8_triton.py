@@ -3,6 +3,9 @@
 The reference implementation in torch, and what the result is for, are in `engine.ops.float8`. Addresses are 64 bits.
 Nothing waits for the host: the largest value stays on the device, where the second kernel reads it. SwiGLU's gradients
 are formed in both passes, from what they follow from, and never written in bf16: 17 bytes per element in place of 23.
+
+The first pass goes from the end of a matrix to its beginning, and the second back: what the kernel before has written
+last, and what the first pass has read last, is still in the GPU's cache of some 50 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Cast = tuple[Tensor, Tensor, Tensor, Tensor]  # numbers [R, C], transposed and p
 
 @triton.jit
 def _largest_kernel(x, largest, elements, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (BLOCK * STEPS)
     most = tl.zeros([BLOCK], tl.int32)
     for step in tl.static_range(STEPS):
         at = start + step * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +75,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 def _swiglu_largest_kernel(  # type: ignore[no-untyped-def]
     dhidden, gate, up, of_hidden, of_dgate, of_dup, elements, BLOCK: tl.constexpr
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < elements
     d = tl.load(dhidden + at, mask=live, other=0.0).to(tl.float32)
     g = tl.load(gate + at, mask=live, other=0.0).to(tl.float32)
