@@ -25,7 +25,6 @@ from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.norm import add_norm
 from engine.ops.products import PLAIN, Operand, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
@@ -109,19 +108,17 @@ class _TiledMLP(torch.autograd.Function):
         ctx.dtypes, ctx.branched = [weight.dtype for weight in weights], branch_TE is not None
         norm_E, *matrices = values
         down, *projections = operands = [products.operand(matrix) for matrix in matrices]
-        ctx.largest, ctx.largest_of_runs = [operand.largest for operand in operands], []
+        ctx.known, ctx.known_of_runs = [operand.known for operand in operands], []
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
         total_TE = x_TE if branch_TE is None else torch.empty_like(x_TE)
         saved: list[Tensor] = []
         for tokens in _runs(x_TE.shape[0], run, cut):
             if branch_TE is None:
-                normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
+                normed = products.normed(x_TE[tokens], norm_E, eps)
             else:
-                normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
-            normed = products.operand(normed_TE)
-            del normed_TE
-            ctx.largest_of_runs.append(normed.largest)
+                normed = products.add_normed(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
+            ctx.known_of_runs.append(normed.known)
             projected_TF = [products.output(normed, projection) for projection in projections]
             del normed
             hidden = _activated(products, *projected_TF)
@@ -151,15 +148,15 @@ class _TiledMLP(torch.autograd.Function):
         ]
         again = of_tokens[0].start < ctx.cut  # some products are formed again
         operands = [
-            products.operand(matrix, rows=again and place > 0, columns=True, largest=largest)
-            for place, (matrix, largest) in enumerate(zip(matrices, ctx.largest, strict=True))
+            products.operand(matrix, rows=again and place > 0, columns=True, known=known)
+            for place, (matrix, known) in enumerate(zip(matrices, ctx.known, strict=True))
         ]
-        for tokens, largest in zip(of_tokens, ctx.largest_of_runs, strict=True):
+        for tokens, known in zip(of_tokens, ctx.known_of_runs, strict=True):
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             projected_TF: list[Tensor] | None = None
             if tokens.start >= ctx.cut:
                 projected_TF, saved = saved[:width], saved[width:]
-            normed = products.operand(norm.normed_TE, rows=projected_TF is None, columns=True, largest=largest)
+            normed = norm.normed(products, rows=projected_TF is None, known=known)
             dnormed_TE = _mlp_backward(products, dout_TE[tokens], normed, projected_TF, operands, dmatrices)
             del normed
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])

@@ -26,7 +26,7 @@ from engine.models.matrices import Norm, normed
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.elementwise import rotate_into
-from engine.ops.products import Products
+from engine.ops.products import PLAIN, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -38,14 +38,15 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
     rounded to the weight's dtype once.
 
     `recomputed`: backward recomputes the layer as a whole, so what torch saves here is not held for long, and one tile
-    is left to torch. So is one tile of normed queries and keys (Qwen3): torch keeps them as they were before their
-    norm, which would otherwise be projected again. Projections with other features than the hand-written backward has
-    (`ModelShape.plain_projection`) are recomputed by autograd, and one tile of them is left to torch as well.
+    is left to torch, unless it is one sequence in float8, whose norms are cast as they are formed. So is one tile of
+    normed queries and keys (Qwen3): torch keeps them as they were before their norm, which would otherwise be projected
+    again. Projections with other features than the hand-written backward has (`ModelShape.plain_projection`) are
+    recomputed by autograd, and one tile of them is left to torch as well.
     """
-    if tiles == 1 and recomputed:
-        return project_whole
 
     def project_tiled(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+        if tiles == 1 and recomputed and (attention.q.products is PLAIN or len(x_BLE) > 1):
+            return project_whole(norm, attention, x_BLE, rotary)
         if not attention.plain:
             if tiles == 1:
                 return project_whole(norm, attention, x_BLE, rotary)
@@ -107,12 +108,11 @@ class _TiledProjection(torch.autograd.Function):
         ctx.dtypes = [weight.dtype for weight in weights]
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
         matrix = products.operand(joined(list(values[:3])))
-        ctx.largest, ctx.largest_of_runs = matrix.largest, []
+        ctx.known, ctx.known_of_runs = matrix.known, []
         outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], count // head_dim, head_dim) for count in rows)
         for at in _runs(x_BLE, run):
-            normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, eps[0])
-            normed = products.operand(normed_TE)
-            ctx.largest_of_runs.append(normed.largest)
+            normed = products.normed(x_BLE[at], norm_E, eps[0])
+            ctx.known_of_runs.append(normed.known)
             projected = products.output(normed, matrix).split(rows, -1)
             for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
                 projected_TND = projected_TO.unflatten(-1, (-1, head_dim))
@@ -132,16 +132,16 @@ class _TiledProjection(torch.autograd.Function):
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
         products: Products = ctx.products
         matrix_OE = joined(values[:3])
-        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, largest=ctx.largest)
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, known=ctx.known)
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, ctx.run))
         dmatrix_OE = WeightGradient(products, matrix_OE, ctx.dtypes[0], single=len(of_tokens) == 1)
         dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
-        for at, largest in zip(of_tokens, ctx.largest_of_runs, strict=True):
+        for at, known in zip(of_tokens, ctx.known_of_runs, strict=True):
             norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
             dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            normed = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True, largest=largest)
+            normed = norm.normed(products, rows=bool(head_norms_D), known=known)
             projected: tuple[Tensor, ...] = ()
             if head_norms_D:
                 projected = products.output(normed, matrix.first(sum(rows[:2]))).split(rows[:2], -1)

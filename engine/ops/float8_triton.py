@@ -3,6 +3,7 @@
 The reference implementation in torch, and what the result is for, are in `engine.ops.float8`. Addresses are 64 bits.
 Nothing waits for the host: the largest value stays on the device, where the second kernel reads it. SwiGLU's gradients
 are formed in both passes, from what they follow from, and never written in bf16: 17 bytes per element in place of 23.
+So are results of norms, whose first pass also leaves a factor of every row.
 
 The first pass goes from the end of a matrix to its beginning, and the second back: what the kernel before has written
 last, and what the first pass has read last, is still in the GPU's cache of some 50 MB.
@@ -18,12 +19,15 @@ from torch import Tensor
 from engine.ops import FLOAT8_MULTIPLE
 from engine.ops.elementwise_triton import raise_largest, swiglu_and_gradients
 from engine.ops.float8 import SMALLEST
+from engine.ops.norm_triton import WIDEST as WIDEST
+from engine.ops.norm_triton import row_sizes
 
 BLOCK, STEPS, WARPS = 2048, 8, 4  # a program's elements for the largest value: 8 times two reads of 16 bytes a thread
 TILE, TILE_WARPS = 128, 8  # rows and columns of a cast tile: lines of 128 bytes are written in either order
 SWIGLU_TILE, SWIGLU_WARPS = 64, 8  # the same of SwiGLU, six numbers of which a thread holds at once
 
-Cast = tuple[Tensor, Tensor, Tensor, Tensor]  # numbers [R, C], transposed and padded [C, P], unit, largest value
+# Numbers [R, C], transposed and padded [C, P], unit, and what another cast of the same matrix need not find again.
+Cast = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
 
 
 @triton.jit
@@ -118,14 +122,51 @@ def _swiglu_cast_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def cast(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, largest: Tensor | None = None) -> Cast:
-    """Of the first two results, one that is not asked for is empty. `largest`: where `raise_largest` has left the
-    largest value, if a kernel has."""
+@triton.jit
+def _norm_largest_kernel(  # type: ignore[no-untyped-def]
+    x, branch, weight, total, scales, largest, features, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < features
+    at = row * features + column
+    value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(branch + at, mask=live, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=live)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / features + eps)
+    tl.store(scales + row, scale)
+    w = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    raise_largest(largest, (value * scale * w).to(x.dtype.element_ty))
+
+
+@triton.jit
+def _norm_cast_kernel(  # type: ignore[no-untyped-def]
+    x, weight, scales, largest, numbers, transposed, unit, rows, columns, padded, most, smallest,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, TILE)
+    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live = (r < rows)[:, None] & (c < columns)[None, :]
+    value = tl.load(x + r[:, None] * columns + c[None, :], mask=live, other=0.0).to(tl.float32)
+    scale = tl.load(scales + r, mask=r < rows, other=0.0)
+    w = tl.load(weight + c, mask=c < columns, other=0.0).to(tl.float32)
+    value = (value * scale[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)
+    _write(value, r, c, largest, numbers, transposed, unit, rows, columns, padded, most, smallest, ROWS, COLUMNS)
+
+
+def cast(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, known: tuple[Tensor, ...] = ()) -> Cast:
+    """Of the first two results, one that is not asked for is empty. `known`: where `raise_largest` has left the largest
+    value, if a kernel has."""
     matrix_RC = matrix_RC.contiguous()
-    found = _empty(matrix_RC, dtype, rows=rows, columns=columns)
-    numbers_RC, transposed_CP, unit, own = found
-    if largest is None:
-        largest = own.zero_()
+    numbers_RC, transposed_CP, unit = _empty(matrix_RC, dtype, rows=rows, columns=columns)
+    if known:
+        [largest] = known
+    else:
+        [largest] = torch.zeros(1, dtype=torch.int32, device=matrix_RC.device)
         _largest_kernel[(triton.cdiv(matrix_RC.numel(), BLOCK * STEPS),)](
             matrix_RC, largest, matrix_RC.numel(), BLOCK=BLOCK, STEPS=STEPS, num_warps=WARPS
         )
@@ -133,7 +174,39 @@ def cast(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, la
         matrix_RC, largest, numbers_RC, transposed_CP, unit, *matrix_RC.shape, _padded(matrix_RC),
         torch.finfo(dtype).max, SMALLEST, ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip
-    return numbers_RC, transposed_CP, unit, largest
+    return numbers_RC, transposed_CP, unit, (largest,)
+
+
+def norm(
+    x_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    known: tuple[Tensor, ...] = (),
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Cast:
+    """RMSNorm of x, cast; with `added`, (branch, total), that of their sum, which is written into the contiguous total.
+    `known`: the largest value, and the rows' factors, of an earlier call."""
+    x_TE, (tokens, features) = x_TE.contiguous(), x_TE.shape
+    numbers_TE, transposed_EP, unit = _empty(x_TE, dtype, rows=rows, columns=columns)
+    branch_TE, total_TE = (None, x_TE) if added is None else (added[0].contiguous(), added[1])
+    if not known:
+        [largest] = torch.zeros(1, dtype=torch.int32, device=x_TE.device)
+        scales_T = torch.empty(tokens, dtype=torch.float32, device=x_TE.device)
+        _norm_largest_kernel[(tokens,)](
+            x_TE, branch_TE, weight_E, total_TE, scales_T, largest, features, eps,
+            ADD=added is not None, **row_sizes(features),
+        )  # fmt: skip
+        known = largest, scales_T
+    largest, scales_T = known
+    _norm_cast_kernel[_tiles(x_TE, TILE)](
+        total_TE, weight_E, scales_T, largest, numbers_TE, transposed_EP, unit, tokens, features, _padded(x_TE),
+        torch.finfo(dtype).max, SMALLEST, ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return numbers_TE, transposed_EP, unit, known
 
 
 def swiglu_again(
@@ -143,24 +216,23 @@ def swiglu_again(
     dhidden_TF, gate_TF, up_TF = dhidden_TF.contiguous(), gate_TF.contiguous(), up_TF.contiguous()
     hidden = _empty(gate_TF, values, rows=False, columns=True)
     dgate, dup = (_empty(gate_TF, gradients, rows=True, columns=True) for _ in range(2))
-    largest = [each[3].zero_() for each in (hidden, dgate, dup)]
+    largest = [*torch.zeros(3, dtype=torch.int32, device=gate_TF.device)]
     _swiglu_largest_kernel[(triton.cdiv(gate_TF.numel(), BLOCK),)](
         dhidden_TF, gate_TF, up_TF, *largest, gate_TF.numel(), BLOCK=BLOCK, num_warps=WARPS
     )
     _swiglu_cast_kernel[_tiles(gate_TF, SWIGLU_TILE)](
-        dhidden_TF, gate_TF, up_TF, *largest, *hidden[1:3], *dgate[:3], *dup[:3], *gate_TF.shape, _padded(gate_TF),
+        dhidden_TF, gate_TF, up_TF, *largest, *hidden[1:], *dgate, *dup, *gate_TF.shape, _padded(gate_TF),
         torch.finfo(values).max, torch.finfo(gradients).max, SMALLEST, TILE=SWIGLU_TILE, num_warps=SWIGLU_WARPS,
     )  # fmt: skip
-    return hidden, dgate, dup
+    return (*hidden, ()), (*dgate, ()), (*dup, ())
 
 
-def _empty(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> Cast:
+def _empty(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     (count, width), device = matrix_RC.shape, matrix_RC.device
     return (
         torch.empty((count, width) if rows else (0, 0), dtype=dtype, device=device),
         torch.empty((width, _padded(matrix_RC)) if columns else (0, 0), dtype=dtype, device=device),
         torch.empty((), dtype=torch.float32, device=device),
-        torch.empty((), dtype=torch.int32, device=device),
     )
 
 

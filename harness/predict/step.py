@@ -59,13 +59,13 @@ _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 +
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
-# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose; of SwiGLU's gradients the
-# numbers alone. Per token, in forward, backward and a layer's recomputation, which ends before the MLP, of the widths
-# of hidden states, queries, keys with values, and the MLP; then per weight. Backward of hidden states adds one product
-# to another.
-_CAST_FORWARD = {"hidden": 5 + 5, "queries": 5, "keys": 0, "ffn": 3}
-_CAST_BACKWARD = {"hidden": 6 + 3 + 6 + 3 + 6, "queries": 3 + 6, "keys": 6, "ffn": 1 + 2 * 2}
-_CAST_AGAIN = {"hidden": 5 + 1, "queries": 5, "keys": 0, "ffn": 0}
+# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's
+# gradients numbers are written in place of bf16: these are the bytes beyond. Per token, in forward, backward and a
+# layer's recomputation, which ends before the MLP, of the widths of hidden states, queries, keys with values, and the
+# MLP; then per weight. Backward of hidden states adds one product to another.
+_CAST_FORWARD = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 3}
+_CAST_BACKWARD = {"hidden": 6 - 1 + 6 - 1 + 6, "queries": 3 + 6, "keys": 6, "ffn": 1 + 2 * 2}
+_CAST_AGAIN = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 0}
 _CAST_WEIGHT = 5, 3, 2
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from engine import parallelize
@@ -67,9 +66,25 @@ def counted(settings: TrialSettings) -> float:
 
         def operand(self, matrix_RC: Tensor, *, rows: bool = True, columns: bool = False, **asked: Any) -> Operand:
             nonlocal total
-            total += matrix_RC.numel() * ((4 if asked.get("largest") is None else 2) + rows + columns)
+            total += matrix_RC.numel() * ((2 if asked.get("known") else 4) + rows + columns)
             found = super().operand(matrix_RC, rows=rows, columns=columns, **asked)
-            return replace(found, largest=torch.zeros((), dtype=torch.int32))
+            return replace(found, known=(found.unit,))
+
+        def normed(self, x_TE: Tensor, *norm: Any, **asked: Any) -> Operand:
+            nonlocal total
+            before = total
+            found = super().normed(x_TE, *norm, **asked)
+            # Read once or twice, and numbers are written, where a norm alone reads once and writes two bytes.
+            again = 2 if asked.get("known") else 4
+            total = before + x_TE.numel() * (again + asked.get("rows", True) + asked.get("columns", False) - 4)
+            return found
+
+        def add_normed(self, x_TE: Tensor, *others: Any) -> Operand:
+            nonlocal total
+            before = total
+            found = super().add_normed(x_TE, *others)
+            total = before + x_TE.numel()
+            return found
 
         def input_gradient(self, dout: Operand, matrix: Operand, dx_TI: Tensor | None = None) -> Tensor:
             nonlocal total
