@@ -46,6 +46,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "z_loss": 0.0,
     "projection_tiles": 1,
     "mlp_tiles": 1,
+    "head_groups": 1,
     "head_tiles": 0,
     "optimizer_offload": False,
     "optimizer_states": None,

@@ -17,6 +17,7 @@ from engine.attention.algorithms.saved import Attend
 from engine.attention.context import ContextParallel
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import Part, initialise
+from engine.layers.head_groups import attend_in
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.loss_kernel import loss_sum_of
@@ -181,6 +182,8 @@ def set_layers(
         block.attend = windowed if windowed is not None and block.windowed else attend
         block.mix = mix or block.mix
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
+        if recomputed and settings.head_groups > 1 and not block.linear:
+            block.attend_groups = attend_in(settings.head_groups, settings.projection_tiles)
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.
         block.joins_sum = not recomputed
@@ -265,7 +268,7 @@ class ReduceIntoFreedMemory:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         # torch 2.13 has given it another name.

@@ -58,6 +58,7 @@ COUNTS = (
     "emulate_nodes",
     "projection_tiles",
     "mlp_tiles",
+    "head_groups",
     "gradient_accumulation",
 )
 
@@ -206,6 +207,9 @@ class TrialSettings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
+    # Groups of heads that attention's backward forms queries, keys and values of, one after another, in a layer that is
+    # computed again.
+    head_groups: int = 1
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
     optimizer_offload: bool | float = False
@@ -343,6 +347,27 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
     return settings.world_size == 1 and not (
         settings.optimizer_offload if optimizer_offload is None else optimizer_offload
     )
+
+
+def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why attention's backward cannot take a group of heads at a time, whatever the method, or None."""
+    if settings.head_groups == 1:
+        return None
+    model, ranks = settings.model, settings.cp_size * settings.tp_size
+    if settings.task != "train":
+        return f"head_groups is a setting of task train, found {settings.task}; leave it out"
+    if ranks > 1:
+        return f"head_groups is for sequences of one rank, and {ranks} ranks share one; set head_groups to 1"
+    if settings.lora is not None:
+        return "head_groups is for projections without adapters, and lora is set; leave one of the two out"
+    if settings.linear_dtype == "float8":  # a scale of all heads' weights would not be that of a group's
+        return "head_groups is for products in dtype, and linear_dtype is float8; set head_groups to 1"
+    if model.sinks or not model.plain_projection:
+        return (
+            f"head_groups is for projections as Llama's or Qwen3's without sinks, and those of model {model.name} are "
+            "others; set head_groups to 1"
+        )
+    return None
 
 
 def float8_unsupported_reason(settings: TrialSettings) -> str | None:

@@ -71,9 +71,22 @@ def register(request):
     )
 
 
+def attend_with_fa4():
+    """Torch's own switch has its flash operation call FlashAttention-4. The wrapper may ask for nothing else, so that
+    where this cannot run the trial fails and no other kernel is measured."""
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    activate_flash_attention_impl("FA4")
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
+
+
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
-        register(json.load(file))
+        request = json.load(file)
+    register(request)
+    if request["kernel"] == "fa4":
+        attend_with_fa4()
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
     from torchtitan.train import main as train

@@ -38,7 +38,8 @@ _STEP = re.compile(
 
 
 class TorchTitan(Upstream):
-    """Llama 3 training; blocks and loss are compiled, attention is torch's with cuDNN's kernel first."""
+    """Llama 3 training; blocks and loss are compiled, attention is torch's with cuDNN's kernel first, or with `kernel:
+    fa4` FlashAttention-4 through torch's own switch (torch.nn.attention.activate_flash_attention_impl)."""
 
     name = "torchtitan_upstream"
     package = "torchtitan"
@@ -48,13 +49,14 @@ class TorchTitan(Upstream):
     most_tp = 8
     honours = ("linear_dtype",)
     tokens = "plain"
+    honours = ("kernel",)
     # Each N-th layer, and what the compiler chooses to keep of a share of what it would without recomputation.
     recomputes: Mapping[str, str] = {"every N": r"every [1-9]\d*", "budget SHARE": r"budget (0(\.\d+)?|1(\.0)?)"}
-    # Its ScaledDotProductAttentionWrapper in models/attention.py gives torch this order.
-    attends = "torch: cudnn, else flash, else math"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model = settings.model
+        if settings.kernel not in ("auto", "fa4"):
+            return f"{self.name} runs kernel auto or fa4, found {settings.kernel}; set kernel to one it runs"
         if model.heads * model.head_dim != model.hidden or not model.gated or model.qk_norm:
             return (
                 f"{self.name} trains Llama 3, whose heads add up to hidden, and {model.name} is another; choose a Llama"
@@ -93,6 +95,10 @@ class TorchTitan(Upstream):
                 REQUEST_FILE: json.dumps(training_request(settings, self.steps(settings), trial_dir), indent=1) + "\n"
             },
         )
+
+    def kernel(self, settings: TrialSettings, place: InstallPlace, environment: Mapping[str, str]) -> str:
+        # Its ScaledDotProductAttentionWrapper in models/attention.py gives torch this order.
+        return "fa4" if settings.kernel == "fa4" else "torch: cudnn, else flash, else math"
 
     def parse(self, output: str) -> PrintedSteps:
         steps = _STEP.findall(_COLOUR.sub("", output))

@@ -82,6 +82,7 @@ def repeated_products(
     *,
     projection_tiles: int,
     mlp_tiles: int,
+    head_groups: int,
     tokens: float,
     rank_tokens: int,
 ) -> float:
@@ -89,25 +90,34 @@ def repeated_products(
     (none where there are more ranks than tokens; such a trial is refused). The choices given stand in place of those of
     the settings.
 
-    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input. What
-    autograd recomputes in tiles is repeated whole, and so is the MLP's last matrix where a norm comes after it. Frozen
-    matrices are differentiated by autograd, and a product is repeated with that of its adapters; the adapters of the
-    MLP's last matrix are repeated where it is not.
+    Tiled projections, and groups of heads, repeat queries and keys where these are normed, since their norm's gradient
+    needs its input. What autograd recomputes in tiles is repeated whole, but for a frozen last matrix, and so is the
+    MLP's last matrix where a norm comes after it. Frozen matrices are differentiated by autograd, and a product is
+    repeated with that of its adapters; the adapters of the MLP's last matrix are repeated where it is not.
     """
     model, lora, plain_mlp = settings.model, settings.lora, settings.plain_mlp
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
     share, last = model.mlp_share, model.mlp_share * model.ffn * model.hidden
     weights = runs * (model.layer_matrices + model.recurrence_products + adapter_parameters(model, lora))
-    if model.norms == "before" and (plain_mlp or mlp_tiles == 1):
+    unformed = plain_mlp or (lora is not None and model.norms == "before")  # the last matrix's product, also in tiles
+    if unformed or (model.norms == "before" and mlp_tiles == 1):
         weights -= again * last
     weights -= again * model.bare_outputs
     kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
     of_mlp = share * model.mlp_parameters + adapter_parameters(model, lora, MLP)
-    weights += (model.layers - again) * (1 - kept) * (of_mlp - (last if plain_mlp else 0))
+    weights += (model.layers - again) * (1 - kept) * (of_mlp - (last if unformed else 0))
     if projection_tiles > 1 and not (model.plain_projection and lora is None):
         weights += model.layers * (model.projection_parameters + adapter_parameters(model, lora, PROJECTIONS))
-    elif projection_tiles > 1 and model.qk_norm:
-        weights += model.attention_layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    elif model.qk_norm:
+        normed = model.attention_layers if projection_tiles > 1 else 0
+        if head_groups > 1 and projection_tiles == 1:
+            normed = again - sum(model.linear_layers[:again])
+        weights += normed * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    if head_groups > 1 and checkpoint.tail < 1:
+        # A layer that attends again forms all queries, keys and values for that: of a held group the last one alone.
+        step = checkpoint.every if checkpoint.replay == "hold" else 1
+        attending = sum(not model.linear_layers[min(start + step, again) - 1] for start in range(0, again, step or 1))
+        weights += attending * model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
     return 2.0 * tokens * weights
 
 
@@ -122,6 +132,22 @@ def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int, lora
     sum, and frozen weights have no gradients."""
     tiled = (mlp_tiles, MLP), (projection_tiles, PROJECTIONS)
     return model.layers * sum(tiles * trained_weights(model, lora, among) for tiles, among in tiled if tiles > 1)
+
+
+def group_states(model: ModelShape, head_groups: int) -> float:
+    """Elements of one token that a layer's backward in groups of heads reads and writes beyond that of all heads at
+    once: for each further group the layer's input, normed and read again; and copies of outputs and gradients from and
+    to tensors of all heads."""
+    if head_groups == 1:
+        return 0.0
+    groups = -(-model.kv_heads // heads_at_once(model.kv_heads, head_groups))
+    outputs, formed = model.heads * model.output_dim, model.heads * model.head_dim + model.sent_key_dims
+    return 3.0 * (groups - 1) * model.hidden + 4 * outputs + 2 * formed
+
+
+def heads_at_once(kv_heads: int, head_groups: int) -> int:
+    """KV heads of a group, where there are at most `head_groups` of equal size."""
+    return -(-kv_heads // head_groups)
 
 
 def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from engine.attention.algorithms.saved import Attend, SavedOutput
+from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
 from engine.linear.shard import Mixer
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
@@ -47,7 +47,10 @@ class AttendOnce:
     """
 
     def __init__(self, attend: Attend, tail: float, store: Store, passed: Callable[[], None]) -> None:
-        self._attend, self._tail, self._store, self._passed = attend, tail, store, passed
+        self.attend, self.passed = attend, passed
+        # What is kept on the device stays there for another backward; from the host, and joined, comes a copy.
+        self.copies = tail < 1 or isinstance(store, HostStore)
+        self._tail, self._store = tail, store
         self._called = False
         self._cut = 0
         self._saved: SavedTensors | None = None
@@ -55,20 +58,24 @@ class AttendOnce:
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse): computed and saved by the first call, recomputed from the saved part by the others."""
+        if not self._called and q_BLND.requires_grad:
+            passed = self.passed  # the hook is held by the graph, which holds this object: no cycle
+            q_BLND.register_hook(lambda dq_BLND: passed())
+        return self.once(lambda saved: self.attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks))
+
+    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
+        """The same of any way to attend with what is saved."""
         if not self._called:
             self._called = True
-            if q_BLND.requires_grad:
-                passed = self._passed  # the hook is held by the graph, which holds this object: no cycle
-                q_BLND.register_hook(lambda dq_BLND: passed())
-            out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, **sinks)
-            self._save(self._attend.keep(out_BLND, lse_BNL, self._tail))
+            out_BLND, lse_BNL = compute(None)
+            self._save(self.attend.keep(out_BLND, lse_BNL, self._tail))
             return out_BLND, lse_BNL
         saved, self._ahead = self._ahead or self._fetched(), None
-        return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks)
+        return compute(saved)
 
     def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
         """A recomputation whose whole result is held for the next call, so that two in a row compute attention once."""
-        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched(), **sinks)
+        out_BLND, lse_BNL = self.attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched(), **sinks)
         self._ahead = SavedOutput(out_BLND.detach(), lse_BNL.detach())
         return out_BLND, lse_BNL
 

@@ -21,10 +21,13 @@ from engine.ops.runs import runs, zeros_for_sum
 RunFn = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
-def in_runs(compute: RunFn, parameters: Sequence[Tensor], x_BLE: Tensor, tiles: int) -> tuple[Tensor, ...]:
+def in_runs(
+    compute: RunFn, parameters: Sequence[Tensor], x_BLE: Tensor, tiles: int, again: RunFn | None = None
+) -> tuple[Tensor, ...]:
     """The results of `compute` for all tokens, [B, L, ...] each, in `tiles` runs of every sequence's tokens.
 
-    `parameters` are those that `compute` reads. Outputs and gradients equal those of the whole to rounding; the
+    `parameters` are those that `compute` reads. `again` is what backward runs for the gradients, by default the same;
+    the numbers that it returns are not read. Outputs and gradients equal those of the whole to rounding; the
     gradients of parameters are summed over the runs in fp32 or wider and rounded once.
     """
     saver = None
@@ -32,7 +35,7 @@ def in_runs(compute: RunFn, parameters: Sequence[Tensor], x_BLE: Tensor, tiles: 
         x_BLE = SaveInputs.apply(x_BLE)
         saver = x_BLE.grad_fn
     size = -(-x_BLE.shape[1] // tiles)
-    results: tuple[Tensor, ...] = _InRuns.apply(compute, size, saver, x_BLE, *parameters)
+    results: tuple[Tensor, ...] = _InRuns.apply(compute, again or compute, size, saver, x_BLE, *parameters)
     return results
 
 
@@ -54,13 +57,14 @@ class SaveInputs(torch.autograd.Function):
 
 
 class _InRuns(torch.autograd.Function):
-    """(what computes a run, tokens of a run, the node that saves x, x_BLE, parameters) -> results for all tokens."""
+    """(what computes a run, what backward runs in its place, tokens of a run, the node that saves x, x_BLE, parameters)
+    -> results for all tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, compute: RunFn, size: int, saver: Any, x_BLE: Tensor, *parameters: Tensor
+        ctx: Any, compute: RunFn, again: RunFn, size: int, saver: Any, x_BLE: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.compute, ctx.size, ctx.saver, ctx.parameters = compute, size, saver, parameters
+        ctx.again, ctx.size, ctx.saver, ctx.parameters = again, size, saver, parameters
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
         for tokens in runs(x_BLE.shape[1], size):
@@ -83,7 +87,7 @@ class _InRuns(torch.autograd.Function):
             with torch.enable_grad():
                 run_BTE = x_BLE[:, tokens].detach().requires_grad_()
                 with record_function(RECOMPUTE):
-                    parts = ctx.compute(run_BTE, tokens)
+                    parts = ctx.again(run_BTE, tokens)
             pairs = [(part, grad[:, tokens]) for part, grad in zip(parts, gradients, strict=True) if grad is not None]
             found = torch.autograd.grad(
                 [part for part, _ in pairs], [run_BTE, *needed], [grad for _, grad in pairs], allow_unused=True
@@ -93,4 +97,4 @@ class _InRuns(torch.autograd.Function):
                 if part is not None:
                     total += part
         of = {id(each): total.to(each.dtype) for each, total in zip(needed, sums, strict=True)}
-        return None, None, None, dx_BLE, *(of.get(id(each)) for each in ctx.parameters)
+        return None, None, None, None, dx_BLE, *(of.get(id(each)) for each in ctx.parameters)

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from engine.layers.recomputed_runs import SaveInputs, in_runs
 from engine.models.decoder import MLP, AddMLP, add_whole_mlp
-from engine.models.matrices import Norm
+from engine.models.matrices import Norm, normed
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
@@ -80,7 +80,10 @@ def _add_by_autograd(
     def compute(run_BTE: Tensor, _: slice) -> tuple[Tensor]:
         return (add_whole_mlp(norm, mlp, run_BTE),)
 
-    parts = [*(in_runs(compute, parameters, x_BLE[:, :cut], tiles) if cut else ())]
+    def again(run_BTE: Tensor, _: slice) -> tuple[Tensor]:
+        return (run_BTE + mlp.for_gradients(normed(norm, run_BTE)),)
+
+    parts = [*(in_runs(compute, parameters, x_BLE[:, :cut], tiles, again) if cut else ())]
     parts += [add_whole_mlp(norm, mlp, x_BLE[:, cut:])] if cut < tokens else []
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

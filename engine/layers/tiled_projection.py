@@ -13,7 +13,8 @@ D head dim, O outputs of a projection.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,19 +52,10 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
             if tiles == 1:
                 return project_whole(norm, attention, x_BLE, rotary)
             return _project_by_autograd(tiles, norm, attention, x_BLE, rotary)
-        assert norm is not None, "plain projections have a norm before"
-        head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
-        if tiles == 1 and head_norms:
+        if tiles == 1 and attention.q_norm is not None:
             return project_whole(norm, attention, x_BLE, rotary)
-        eps = tuple(each.eps for each in (norm, *head_norms))
-        matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
-        # All heads of a token are normed together, and they may be wider than the token's embedding.
-        widest = max(x_BLE.shape[2], matrices[0].shape[0]) if head_norms else x_BLE.shape[2]
-        run = run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles)
-        weights = (*matrices, norm.weight, *(each.weight for each in head_norms))
-        values = [values_of(weight) for weight in weights]
-        products = attention.q.products
-        return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, products, *weights, *values)
+        plain, weights, values = PlainProjections.of(norm, attention, x_BLE, tiles)
+        return _TiledProjection.apply(x_BLE, *rotary, plain, *weights, *values)
 
     return project_tiled
 
@@ -79,9 +71,132 @@ def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Te
     return *in_runs(compute, parameters, x_BLE, tiles), x_BLE
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """What is known of the operands of some projections (`Operand.known`)."""
+
+    matrix: tuple[Tensor, ...] = ()
+    runs: tuple[tuple[Tensor, ...], ...] = ()  # of the normed input of each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainProjections:
+    """How the plain projections of a layer are computed; `values` are weights of q, k, v, of the norm before them, and
+    of the heads' two norms or none, as they are computed with."""
+
+    head_dim: int
+    run: int  # tokens of a run
+    eps: tuple[float | None, ...]  # of every norm
+    dtypes: tuple[torch.dtype, ...]  # of the weights' gradients
+    products: Products  # how products are formed
+
+    @classmethod
+    def of(
+        cls, norm: Norm, attention: Attention, x_BLE: Tensor, tiles: int
+    ) -> tuple[PlainProjections, list[Tensor], list[Tensor]]:
+        """The projections in `tiles` runs of tokens, their weights, and the values of these."""
+        assert norm is not None, "plain projections have a norm before"
+        head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
+        matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
+        # All heads of a token are normed together, and they may be wider than the token's embedding.
+        widest = max(x_BLE.shape[2], matrices[0].shape[0]) if head_norms else x_BLE.shape[2]
+        weights = [*matrices, norm.weight, *(each.weight for each in head_norms)]
+        found = cls(
+            head_dim=attention.head_dim,
+            run=run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles),
+            eps=tuple(each.eps for each in (norm, *head_norms)),
+            dtypes=tuple(weight.dtype for weight in weights),
+            products=attention.q.products,
+        )
+        return found, weights, [values_of(weight) for weight in weights]
+
+    def outputs(
+        self, x_BLE: Tensor, rotary: Rotary, values: Sequence[Tensor], heads: Sequence[slice] | None = None
+    ) -> tuple[list[Tensor], Formed]:
+        """q_BLND, k_BLKD and v_BLKD outside any graph, and what is known of the operands then; `heads`: of the query
+        heads, of keys' and of values', those that are formed, by default all."""
+        products, matrices, norm_E, head_norms_D = self.products, list(values[:3]), values[3], values[4:]
+        if heads is not None:
+            matrices = [_rows(matrix, part, self.head_dim) for matrix, part in zip(matrices, heads, strict=True)]
+        rows, matrix = [matrix.shape[0] for matrix in matrices], products.operand(joined(matrices))
+        outs = [x_BLE.new_empty(*x_BLE.shape[:2], count // self.head_dim, self.head_dim) for count in rows]
+        of_runs: list[tuple[Tensor, ...]] = []
+        for at in _runs(x_BLE, self.run):
+            operand = products.normed(x_BLE[at], norm_E, self.eps[0])
+            of_runs.append(operand.known)
+            projected = products.output(operand, matrix).split(rows, -1)
+            del operand
+            for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
+                projected_TND = projected_TO.unflatten(-1, (-1, self.head_dim))
+                if place == 2:  # values are neither normed nor rotated
+                    out_BLND[at].copy_(projected_TND)
+                    continue
+                if head_norms_D:
+                    projected_TND = F.rms_norm(
+                        projected_TND, (self.head_dim,), head_norms_D[place], self.eps[1 + place]
+                    )
+                rotate_into(out_BLND[at], projected_TND, (rotary[0][at[1]], rotary[1][at[1]]))
+        return outs, Formed(matrix=matrix.known, runs=tuple(of_runs))
+
+    def gradients(
+        self,
+        x_BLE: Tensor,
+        rotary: Rotary,
+        values: Sequence[Tensor],
+        douts: Sequence[Tensor | None],
+        dresidual_BLE: Tensor | None,
+        formed: Formed,
+    ) -> tuple[Tensor, ...]:
+        """Of x_BLE, `dresidual_BLE` included, and of the weights, from those of q_BLND, k_BLKD and v_BLKD. `formed`: by
+        `outputs`."""
+        cos_LD, sin_LD = rotary
+        rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
+        products, matrix_OE = self.products, joined(list(values[:3]))
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, known=formed.matrix)
+        dx_BLE = torch.empty_like(x_BLE)
+        of_tokens = list(_runs(x_BLE, self.run))
+        dmatrix_OE = WeightGradient(products, matrix_OE, self.dtypes[0], single=len(of_tokens) == 1)
+        dnorms = [zeros_for_sum(weight) for weight in values[3:]]
+        dnorm_E, *dhead_norms_D = dnorms
+        for at, known in zip(of_tokens, formed.runs, strict=True):
+            norm = RecomputedNorm(x_BLE[at], norm_E, self.eps[0])
+            dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
+            operand = norm.normed(products, rows=bool(head_norms_D), known=known)
+            projected: tuple[Tensor, ...] = ()
+            if head_norms_D:
+                projected = products.output(operand, matrix.first(sum(rows[:2]))).split(rows[:2], -1)
+            for place, (dout_BLND, part_TO) in enumerate(zip(douts, dprojected_TO.split(rows, -1), strict=True)):
+                part_TND = part_TO.unflatten(-1, (-1, self.head_dim))
+                if dout_BLND is None:
+                    part_TND.zero_()
+                elif place == 2:
+                    part_TND.copy_(dout_BLND[at])
+                else:
+                    rotate_into(part_TND, dout_BLND[at], (cos_LD[at[1]], sin_LD[at[1]]), inverse=True)
+                    if head_norms_D:
+                        again_TND = projected[place].unflatten(-1, (-1, self.head_dim)).contiguous()
+                        again = RecomputedNorm(again_TND, head_norms_D[place], self.eps[1 + place])
+                        part_TND.copy_(again.gradient(part_TND.contiguous(), dhead_norms_D[place]))
+            del projected
+            dprojected = products.operand(dprojected_TO, columns=True, gradient=True)
+            del dprojected_TO
+            dmatrix_OE.add(dprojected, operand)
+            del operand
+            dnormed_TE = products.input_gradient(dprojected, matrix)
+            del dprojected
+            residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
+            norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
+        of_matrices = dmatrix_OE.rounded().split(rows)
+        of_norms = (total.to(dtype) for total, dtype in zip(dnorms, self.dtypes[3:], strict=True))
+        return dx_BLE, *of_matrices, *of_norms
+
+
+def _rows(matrix_OE: Tensor, heads: slice, head_dim: int) -> Tensor:
+    return matrix_OE[heads.start * head_dim : heads.stop * head_dim]
+
+
 class _TiledProjection(torch.autograd.Function):
-    """(x_BLE, cos_LD, sin_LD, D, tokens of a run, epsilon of every norm, how products are formed, weights of q, k, v,
-    of the norm before them, and of the heads' two norms or none, and what is computed with for each) -> q_BLND, k_BLKD,
+    """(x_BLE, cos_LD, sin_LD, the projections, their weights, and what is computed with for each) -> q_BLND, k_BLKD,
     v_BLKD, x_BLE.
 
     x passes through so that its other gradient, that of the residual stream, arrives here and is added in the pass that
@@ -94,34 +209,14 @@ class _TiledProjection(torch.autograd.Function):
         x_BLE: Tensor,
         cos_LD: Tensor,
         sin_LD: Tensor,
-        head_dim: int,
-        run: int,
-        eps: tuple[float | None, ...],
-        products: Products,
+        plain: PlainProjections,
         *weights_and_values: Tensor,
     ) -> tuple[Tensor, ...]:
-        half = len(weights_and_values) // 2
-        weights, values = weights_and_values[:half], weights_and_values[half:]
+        values = weights_and_values[len(plain.dtypes) :]
         ctx.save_for_backward(x_BLE, cos_LD, sin_LD, *values)
         ctx.set_materialize_grads(False)
-        ctx.head_dim, ctx.run, ctx.eps, ctx.products = head_dim, run, eps, products
-        ctx.dtypes = [weight.dtype for weight in weights]
-        rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
-        matrix = products.operand(joined(list(values[:3])))
-        ctx.known, ctx.known_of_runs = matrix.known, []
-        outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], count // head_dim, head_dim) for count in rows)
-        for at in _runs(x_BLE, run):
-            normed = products.normed(x_BLE[at], norm_E, eps[0])
-            ctx.known_of_runs.append(normed.known)
-            projected = products.output(normed, matrix).split(rows, -1)
-            for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
-                projected_TND = projected_TO.unflatten(-1, (-1, head_dim))
-                if place == 2:  # values are neither normed nor rotated
-                    out_BLND[at].copy_(projected_TND)
-                    continue
-                if head_norms_D:
-                    projected_TND = F.rms_norm(projected_TND, (head_dim,), head_norms_D[place], eps[1 + place])
-                rotate_into(out_BLND[at], projected_TND, (cos_LD[at[1]], sin_LD[at[1]]))
+        outs, ctx.formed = plain.outputs(x_BLE, (cos_LD, sin_LD), values)
+        ctx.plain = plain
         return *outs, x_BLE.view_as(x_BLE)
 
     @staticmethod
@@ -129,46 +224,9 @@ class _TiledProjection(torch.autograd.Function):
         refuse_second_derivative("a projection in tiles")
         *douts, dresidual_BLE = gradients
         x_BLE, cos_LD, sin_LD, *values = ctx.saved_tensors
-        rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
-        products: Products = ctx.products
-        matrix_OE = joined(values[:3])
-        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, known=ctx.known)
-        dx_BLE = torch.empty_like(x_BLE)
-        of_tokens = list(_runs(x_BLE, ctx.run))
-        dmatrix_OE = WeightGradient(products, matrix_OE, ctx.dtypes[0], single=len(of_tokens) == 1)
-        dnorms = [zeros_for_sum(weight) for weight in values[3:]]
-        dnorm_E, *dhead_norms_D = dnorms
-        for at, known in zip(of_tokens, ctx.known_of_runs, strict=True):
-            norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
-            dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            normed = norm.normed(products, rows=bool(head_norms_D), known=known)
-            projected: tuple[Tensor, ...] = ()
-            if head_norms_D:
-                projected = products.output(normed, matrix.first(sum(rows[:2]))).split(rows[:2], -1)
-            for place, (dout_BLND, part_TO) in enumerate(zip(douts, dprojected_TO.split(rows, -1), strict=True)):
-                part_TND = part_TO.unflatten(-1, (-1, ctx.head_dim))
-                if dout_BLND is None:
-                    part_TND.zero_()
-                elif place == 2:
-                    part_TND.copy_(dout_BLND[at])
-                else:
-                    rotate_into(part_TND, dout_BLND[at], (cos_LD[at[1]], sin_LD[at[1]]), inverse=True)
-                    if head_norms_D:
-                        again_TND = projected[place].unflatten(-1, (-1, ctx.head_dim)).contiguous()
-                        again = RecomputedNorm(again_TND, head_norms_D[place], ctx.eps[1 + place])
-                        part_TND.copy_(again.gradient(part_TND.contiguous(), dhead_norms_D[place]))
-            del projected
-            dprojected = products.operand(dprojected_TO, columns=True, gradient=True)
-            del dprojected_TO
-            dmatrix_OE.add(dprojected, normed)
-            del normed
-            dnormed_TE = products.input_gradient(dprojected, matrix)
-            del dprojected
-            residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
-            norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
-        of_matrices = dmatrix_OE.rounded().split(rows)
-        of_norms = (total.to(dtype) for total, dtype in zip(dnorms, ctx.dtypes[3:], strict=True))
-        return dx_BLE, None, None, None, None, None, None, *of_matrices, *of_norms, *(None for _ in ctx.dtypes)
+        rotary = cos_LD, sin_LD
+        dx_BLE, *found = ctx.plain.gradients(x_BLE, rotary, values, douts, dresidual_BLE, ctx.formed)
+        return dx_BLE, None, None, None, *found, *(None for _ in found)
 
 
 def _runs(x_BLE: Tensor, run: int) -> Iterator[tuple[int, slice]]:

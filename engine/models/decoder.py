@@ -1,9 +1,10 @@
 """The decoder of every architecture, put together from the features of its shape and written for one device.
 
-Parallelism is set from outside (`engine.parallelize`) through six attributes, each a plain callable: `Block.attend`
+Parallelism is set from outside (`engine.parallelize`) through seven attributes, each a plain callable: `Block.attend`
 (attention over the whole sequence), `Block.mix` (a linear layer's mixer over the whole sequence), `Block.activations`
 (which tensors are saved for backward), `Block.project` and `Block.add_mlp` (how many tokens the projections before
-attention, and the MLP, compute at once) and `Head.loss_sum` (LM head and loss). With the defaults the model is complete
+attention, and the MLP, compute at once), `Block.attend_groups` (how many heads attention differentiates at once; None:
+all) and `Head.loss_sum` (LM head and loss). With the defaults the model is complete
 on one device, and the reference of the parallel one. Nothing here knows of ranks or names an architecture.
 
 Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
@@ -41,7 +42,7 @@ from engine.rope import rotary_tables
 from engine.shape import ModelShape
 
 if TYPE_CHECKING:
-    from engine.attention.algorithms.saved import Attend, SavedOutput
+    from engine.attention.algorithms.saved import Attend, OnceAndAgain, SavedOutput
 
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, "AttendCall | MixCall"], Tensor]  # x_BLE -> x_BLE
@@ -50,6 +51,15 @@ Activations = Callable[[LayerFn, Tensor, Rotary, "Attend | MixCall"], Tensor]
 # q_BLND, k_BLKD, v_BLKD, where attention has a gate its input [B, L, N x D], and x_BLE for the residual stream.
 Projected = tuple[Tensor, ...]
 Project = Callable[[Norm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
+
+
+class AttendGroups(Protocol):
+    """Of a layer that is computed again, in place of `Project` and attention: (out_BLND, x_BLE for the residual
+    stream)."""
+
+    def __call__(
+        self, norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary, again: OnceAndAgain
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class AddMLP(Protocol):
@@ -187,11 +197,20 @@ class MLP(nn.Module):
         self.post_norm = None if shape.norms == "before" else RMSNorm(shape.hidden, eps=shape.norm_eps)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
+        return normed(self.post_norm, self.down(self._hidden(x_BLE)))
+
+    def for_gradients(self, x_BLE: Tensor) -> Tensor:
+        """A tensor like `forward(x)` and with its gradients: its numbers mean nothing where no norm follows."""
+        if self.post_norm is not None:
+            return self(x_BLE)
+        return self.down.for_gradients(self._hidden(x_BLE))
+
+    def _hidden(self, x_BLE: Tensor) -> Tensor:
         gate_BLF = None if self.gate is None else self.gate(x_BLE)
         if self.activation == "clamped_silu":
             assert gate_BLF is not None, "the shape has a gate"
-            return normed(self.post_norm, self.down(clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)))
-        return normed(self.post_norm, self.down(activate(self.activation, self.up(x_BLE), gate_BLF)))
+            return clamped_swiglu(gate_BLF, self.up(x_BLE), self.alpha, self.limit)
+        return activate(self.activation, self.up(x_BLE), gate_BLF)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -265,6 +284,7 @@ class Block(nn.Module):
     activations: Activations
     project: Project
     add_mlp: AddMLP
+    attend_groups: AttendGroups | None
     joins_sum: bool  # whether `add_mlp` forms the sum of the residual stream before it, in one pass with its norm
 
     def __init__(
@@ -288,6 +308,7 @@ class Block(nn.Module):
         self.activations = keep_all
         self.project = project_whole
         self.add_mlp = add_whole_mlp
+        self.attend_groups = None
         self.joins_sum = False
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
@@ -313,6 +334,10 @@ class Block(nn.Module):
 
     def _attended(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> tuple[Tensor, Tensor]:
         """Attention's branch, and x."""
+        if self.attend_groups is not None and torch.is_grad_enabled():
+            again = cast("OnceAndAgain", attend)
+            out_BLND, x_BLE = self.attend_groups(self.attention_norm, self.attention, x_BLE, rotary, again)
+            return self.attention(out_BLND), x_BLE
         *projected, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
         qkv, gate = projected[:3], projected[3:]
         del projected

@@ -42,6 +42,32 @@ class Linear(nn.Linear):
         out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
         return out_TO.addmm_(x_TI, self.weight.t()).unflatten(0, x.shape[:-1])
 
+    def for_gradients(self, x: Tensor) -> Tensor:
+        """A tensor like `forward(x)` and with its gradients, whose numbers mean nothing: the product with a frozen
+        matrix, which no gradient needs, is not formed."""
+        if self.weight.requires_grad:
+            return self(x)
+        x_TI = x.flatten(0, -2)
+        if self.lora_A is None:
+            out_TO = x.new_zeros(()).expand(x_TI.shape[0], self.out_features)
+        else:
+            out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B])
+        return _Unformed.apply(out_TO, x_TI, self.weight).unflatten(0, x.shape[:-1])
+
+
+class _Unformed(torch.autograd.Function):
+    """(out_TO, x_TI, W_OI) -> out_TO, with the gradients of out + x @ W^T. W has none."""
+
+    @staticmethod
+    def forward(ctx: Any, out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_OI)
+        return out_TO.view_as(out_TO)
+
+    @staticmethod
+    def backward(ctx: Any, dout_TO: Tensor) -> tuple[Tensor | None, ...]:
+        (weight_OI,) = ctx.saved_tensors
+        return dout_TO if ctx.needs_input_grad[0] else None, dout_TO @ weight_OI, None
+
 
 class Embedding(nn.Embedding):
     """Likewise. The output of a frozen one still gets a gradient, so that every layer's input has one."""

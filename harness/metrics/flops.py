@@ -132,6 +132,7 @@ def work_of(settings: TrialSettings) -> StepFlops:
             checkpoint,
             projection_tiles=settings.projection_tiles,
             mlp_tiles=settings.mlp_tiles,
+            head_groups=settings.head_groups,
             tokens=tokens,
             rank_tokens=tokens_of_rank(settings),
         ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.attention.problem import Problem
-from engine.checkpoint.counts import added_weights, layers_run_again, moment_bytes
+from engine.checkpoint.counts import added_weights, group_states, layers_run_again, moment_bytes
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
@@ -129,7 +129,10 @@ def step_time(
     moving = _offload_bytes(settings) / (speeds.host_gib * GIB)
     phases["parameters"] = layers * 3 * max(0.0, gathering - computing)
     phases["parameters"] += _copied_bytes(settings) * calls / (speeds.memory_gib * GIB)
-    phases["host copies"] = layers * 2 * max(0.0, moving - computing)
+    waits = max(0.0, moving - computing)
+    phases["host copies"] = layers * 2 * waits
+    if settings.head_groups > 1:  # nothing hides copies back
+        phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
     if not_captured_reason(settings, "cuda") is not None:
         phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
     return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
@@ -251,6 +254,8 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     mixer = _MIXER_CHANNELS * channels + _MIXER_VALUES.get(model.linear, 0) * values
     mixers = sum(model.linear_layers) * mixer * (3 + again)
     layers = model.layers * ((1 + again) * forward + backward)
+    attending = settings.checkpoint.layers_again(model.layers) * model.attention_layers / model.layers
+    layers += attending * group_states(model, settings.head_groups)
     return item * _tokens(settings) * (layers + mixers) + _tile_bytes(settings)
 
 

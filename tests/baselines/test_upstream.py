@@ -494,6 +494,7 @@ KERNELS: list[tuple[str, str, dict[str, Any], dict[str, str], str]] = [
     ("burst_engine", "paper", {}, {}, "fa2, the fork of flash-attention in the artifact"),
     ("burst_attention", "paper", {}, {}, "fa2"),
     ("torchtitan", "current", {}, {}, "torch: cudnn, else flash, else math"),
+    ("torchtitan", "current", {"kernel": "fa4"}, {}, "fa4"),
     ("trl", "current", {}, {}, TORCH_CHOOSES),
     ("trl", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
     ("trl", "current", {"kernel": "fa4"}, {}, "fa4"),

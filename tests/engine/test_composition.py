@@ -56,6 +56,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mlp": (1.0, 0.0, 0.4),
     "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
+    "head_groups": (1, 3),
     "head_tiles": (0, 3),
     "optimizer_offload": (False, True, 0.4),
     "sharding": ("full", "hybrid"),
@@ -87,9 +88,10 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Logits formed at once have no tiles. Burst refuses two combinations: tokens that are not consecutive cannot be
-    exchanged for heads or gathered, and all_gather has no query side. Other methods say which ones they refuse."""
-    if row["head_tiles"] and not row["lm_head_fusion"]:
+    """Logits formed at once have no tiles, and adapters no groups of heads. Burst refuses two combinations: tokens that
+    are not consecutive cannot be exchanged for heads or gathered, and all_gather has no query side. Other methods say
+    which ones they refuse."""
+    if (row["head_tiles"] and not row["lm_head_fusion"]) or (row["head_groups"] > 1 and row["lora"] is not None):
         return False
     if row["method"] == "burst":
         queries_gathered = row["schedule"] == "all_gather" and row["backward"] == "query"
@@ -101,8 +103,10 @@ def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:
     """All of them where four ranks share one sequence; on two, those that differ there; elsewhere how ranks share it is
     left alone."""
     if world_size != cp_size or cp_size == 1:
-        return {name: values[:1] if name in ("method", *ARRANGING) else values for name, values in CHOICES.items()}
-    return CHOICES if cp_size > 2 else CHOICES | {"schedule": ("auto", "ring", "ulysses")}
+        left = ("method", *ARRANGING, *(("head_groups",) if cp_size > 1 else ()))
+        return {name: values[:1] if name in left else values for name, values in CHOICES.items()}
+    choices = CHOICES | {"head_groups": (1,)}  # of sequences that no ranks share
+    return choices if cp_size > 2 else choices | {"schedule": ("auto", "ring", "ulysses")}
 
 
 @cache

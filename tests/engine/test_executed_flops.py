@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.attention.algorithms.saved import SavedOutput
 from engine.lora import Lora
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, TrialSettings, head_groups_unsupported_reason
 from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from tests.slow import combinations
@@ -34,6 +35,8 @@ CHECKPOINTS = (
     Checkpoint(every=1, whole_layers=2, mlp=0.0),
     Checkpoint(every=2, whole_layers=1, mlp=0.5),
     Checkpoint(every=3),
+    Checkpoint(every=2, tail=0.0),
+    Checkpoint(every=1, tail=0.0, whole_layers=1),
     Checkpoint(every=4, replay="bisect"),
     Checkpoint(every=9, offload="inputs", replay="bisect"),
 )
@@ -67,8 +70,8 @@ class NoProducts:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> tuple[Tensor, Tensor]:
         return q * k.repeat_interleave(2, 2) * v.repeat_interleave(2, 2), q[..., 0].transpose(1, 2)
 
-    def keep(self, out: Tensor, lse: Tensor, tail: float) -> None:
-        return None
+    def keep(self, out: Tensor, lse: Tensor, tail: float) -> SavedOutput | None:
+        return SavedOutput(out, lse) if tail == 1 else None
 
 
 @combinations(
@@ -76,18 +79,21 @@ class NoProducts:
         "shape": list(SHAPES.values()),
         "checkpoint": CHECKPOINTS,
         "tiles": [((1, 1),), ((3, 1),), ((1, 3),), ((3, 3),)],
+        "head_groups": [1, 2],
         "lora": [ADAPTED, None, dataclasses.replace(ADAPTED, targets=("q", "up"))],
     }
 )
 def test_the_counted_flops_are_executed(
-    shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int], lora: Lora | None
+    shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int], head_groups: int, lora: Lora | None
 ) -> None:
     if lora is not None and not shape.gated:
         lora = dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name != "gate"))
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,
-        projection_tiles=tiles[0], mlp_tiles=tiles[1], lora=lora,
+        projection_tiles=tiles[0], mlp_tiles=tiles[1], lora=lora, head_groups=head_groups,
     )  # fmt: skip
+    if head_groups_unsupported_reason(settings):
+        settings = dataclasses.replace(settings, head_groups=1)
     model = Decoder(shape)
     if lora is not None:
         model.adapt(lora, torch.float32)

@@ -27,7 +27,7 @@ from tests.slow import slow
 pytest.importorskip("peft", reason="its adapters are compared with: extra `test` has it")
 
 ALL = Lora(rank=3, alpha=5.0, targets=tuple(MODULES))
-SOME = Lora(rank=2, alpha=1.0, targets=("v", "output", "down"))
+SOME = Lora(rank=2, alpha=1.0, targets=("v", "output", "up"))
 # A model, its adapters, and how the ranks compute: whole, again, in tiles, in micro-batches, with states on the host.
 KEPT = {"checkpoint": Checkpoint(every=0, mlp=0.4), "projection_tiles": 3, "mlp_tiles": 3, "gradient_accumulation": 2}
 AGAIN = {"checkpoint": Checkpoint(every=2, tail=0.35, offload="all"), "mlp_tiles": 2, "optimizer_offload": True}

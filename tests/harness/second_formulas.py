@@ -221,7 +221,7 @@ def _repeated_flops(settings: TrialSettings) -> float:
     if again:
         # Each of these layers once for its activations, and some again for the inputs that are not kept.
         runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
-        ends = model.norms == "before" and (plain or settings.mlp_tiles == 1)
+        ends = model.norms == "before" and (plain or settings.mlp_tiles == 1 or settings.lora is not None)
         layer = projections + matrices * matrix + _adapter_weights(settings) + _share(model, "lL") * _recurrence(model)
         # What ends a layer is needed by nothing in its backward: the MLP's last matrix, or the output's without an MLP.
         bare = _share(model, "L") * model.linear_heads * model.linear_value_dim
@@ -231,13 +231,23 @@ def _repeated_flops(settings: TrialSettings) -> float:
         repeated += head * (runs if checkpoint.replay == "bisect" else again)
     tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
     not_kept = tokens - round(checkpoint.mlp * tokens)
-    first = (matrices - 1 if plain else matrices) * matrix + _adapter_weights(settings, _MLP)
+    frozen = model.norms == "before" and settings.lora is not None
+    first = (matrices - 1 if plain or frozen else matrices) * matrix + _adapter_weights(settings, _MLP)
     repeated += per_weight * whole * first * not_kept / tokens
     formed = (1 - _share(model, "lL")) * _formed_weights(model) + _adapter_weights(settings, _FORMED)
     if settings.projection_tiles > 1 and not (model.plain_projection and settings.lora is None):
         repeated += per_weight * model.layers * formed
-    elif settings.projection_tiles > 1 and model.qk_norm:
-        repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    elif model.qk_norm and (settings.projection_tiles > 1 or settings.head_groups > 1):
+        among = model.layers if settings.projection_tiles > 1 else again  # groups: those that are computed again alone
+        of_layer = itertools.islice(itertools.cycle(model.layer_pattern), among)
+        attending = sum(letter not in "lL" for letter in of_layer)
+        repeated += per_weight * attending * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    if settings.head_groups > 1 and checkpoint.tail < 1:  # all heads once more, in layers whose attention is run again
+        letters = list(itertools.islice(itertools.cycle(model.layer_pattern), again))
+        in_groups = [letters[start : start + checkpoint.every] for start in range(0, again, max(1, checkpoint.every))]
+        runs_attention = [group[-1] for group in in_groups] if checkpoint.replay == "hold" else letters
+        attending = sum(letter not in "lL" for letter in runs_attention)
+        repeated += per_weight * attending * model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
     return repeated
 
 

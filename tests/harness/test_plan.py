@@ -231,6 +231,7 @@ def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> 
     [
         (["fixed.cp_size=2", "steps.warmup_seq_len=18"], "seq_len 18 does not split into 2 x cp_size = 4 equal zigzag"),
         (["fixed.mask=documents:1000,24", "steps.warmup_seq_len=128"], "2 documents hold 1024 tokens and the sequence"),
+        (["model=tiny_hybrid", "steps.warmup_seq_len=256"], "the library of linear layers tries its kernels anew"),
     ],
 )
 def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Path, changes, reason: str) -> None:

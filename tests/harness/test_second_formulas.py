@@ -176,6 +176,7 @@ settings_of_any_kind = st.builds(
     mask=st.sampled_from(MASKS),
     mlp_tiles=st.sampled_from([1, 4]),
     projection_tiles=st.sampled_from([1, 4]),
+    head_groups=st.sampled_from([1, 3]),
     checkpoint=st.builds(
         Checkpoint,
         every=st.integers(0, 9),

@@ -6,9 +6,10 @@ its position, so saving the outputs of the last tokens avoids the most recomputa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,6 +129,10 @@ class SavedOutput:
         return self.out_BLND, self.lse_BNL
 
 
+# The result of attention from the part of it that was saved, None for nothing.
+FromSaved: TypeAlias = Callable[[SavedOutput | None], tuple[Tensor, Tensor]]
+
+
 class Attend(Protocol):
     """Attention over the whole sequence from one rank's shards; collective over the context-parallel ranks."""
 
@@ -153,6 +158,21 @@ class Attend(Protocol):
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
         """The part of a call's result to pass as `saved`: rows in the last `tail` of the sequence, None for none."""
+        ...
+
+
+class OnceAndAgain(Protocol):
+    """Attention of a layer that is computed again (`engine.checkpoint.recompute.AttendOnce`)."""
+
+    attend: Attend
+    copies: bool  # whether what it passes to `once` may be written to
+
+    def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
+        """The result of `compute` from what was saved of the first call, whose own result is saved."""
+        ...
+
+    def passed(self) -> None:
+        """To be called when backward has passed attention: what the layer before needs is then prefetched."""
         ...
 
 

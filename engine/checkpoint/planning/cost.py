@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.counts import (
     added_weights,
     group_starts,
+    group_states,
     head_share,
     layer_pairs,
     layers_run_again,
@@ -71,7 +72,8 @@ class CostModel:
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         self._heads: dict[float, float] = {}
-        self._repeated: dict[tuple[Checkpoint, int, int], float] = {}
+        self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
+        self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
         self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
@@ -106,7 +108,7 @@ class CostModel:
 
     def repeated(self, choice: MemorySettings) -> float:
         """Of it, repeated work, and the copies of what is offloaded: equal for choices that differ in nothing else."""
-        key = (choice.checkpoint, choice.projection_tiles, choice.mlp_tiles)
+        key = (choice.checkpoint, choice.projection_tiles, choice.mlp_tiles, choice.head_groups)
         if key not in self._repeated:
             self._repeated[key] = self._repeat(choice)
         return self._repeated[key]
@@ -118,6 +120,7 @@ class CostModel:
             checkpoint,
             projection_tiles=choice.projection_tiles,
             mlp_tiles=choice.mlp_tiles,
+            head_groups=choice.head_groups,
             tokens=self._tokens,
             rank_tokens=self._rank_tokens,
         )
@@ -126,6 +129,8 @@ class CostModel:
         added += (model.layers - again) * (1 - checkpoint.mlp) * self._passes_of_mlp
         if not again:
             return added
+        if choice.head_groups > 1:
+            added += again * group_states(model, choice.head_groups) * self._group_copies
         added += self._attention * repeated_attention(checkpoint, model.layers, self._head_share(checkpoint.tail))
         if checkpoint.offload == "none":
             return added
@@ -133,6 +138,8 @@ class CostModel:
         if checkpoint.offload == "all":
             copies += again * checkpoint.tail * self._copy_attention
         hidden = again * self._layer  # the time of the layers that are computed meanwhile, in either direction
+        if choice.head_groups > 1:  # nothing hides copies back, which begin when their memory is free
+            added += copies
         return added + 2 * (max(0.0, copies - hidden) + CONTENTION * min(copies, hidden))
 
     def _head_share(self, tail: float) -> float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
-from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store, moment_bytes
+from engine.checkpoint.counts import group_starts, heads_at_once, inputs_at_once, inputs_in_store, moment_bytes
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
@@ -388,18 +388,14 @@ class MemoryModel:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
         attention's."""
         checkpoint = choice.checkpoint
-        # Computed again, for attention's backward.
-        held = self._query + self._keys + self._gated + self._between * len(self._adapted)
-        if choice.projection_tiles == 1:
-            held += self._state  # normed
-        held = max(held, self._mixer.saved)
+        inputs = 0.0
         if checkpoint.every > 1 or checkpoint.offload != "none":
-            held += self._state  # the input is not among the saved tensors
+            inputs += self._state  # the input is not among the saved tensors
         if checkpoint.replay == "hold" and checkpoint.every > 1:
             outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._output
-            held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
+            inputs += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
         if self._shape.norms != "before":
-            held += 2 * self._state  # the branches before their norms
+            inputs += 2 * self._state  # the branches before their norms
         if not self._settings.plain_mlp:
             mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
@@ -409,12 +405,37 @@ class MemoryModel:
             mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
+        mlp += 3 * self._state  # gradients before and after, the MLP's input
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
-        in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
+        if choice.head_groups > 1:
+            # Of all heads the output's gradient, those of q, k and v, and the residual's. Then the output is gone, in
+            # whose place the gradient of q may be, and that of the input is formed.
+            gradients = self._state + self._output + self._query + self._keys
+            in_attention = gradients + (0.0 if output == self._query else output)
+            found = gradients + self._state
+            projected = (2 * self._state + self._query + self._keys) / choice.projection_tiles
+            in_attention = max(in_attention + self._of_group(choice.head_groups), found + projected)
+            held = self._mixer.saved
+            return inputs + max(max(output, held) + mlp, in_attention, held + self._state + self._mixer.gradients)
+        # Computed again, for attention's backward.
+        held = self._query + self._keys + self._gated + self._between * len(self._adapted)
+        if choice.projection_tiles == 1:
+            held += self._state  # normed
+        held = max(held, self._mixer.saved)
         # Gradients: residual, out, q, k, v.
-        in_attention = held + self._state + self._query + self._output + self._keys + self._expanded
+        in_attention = self._state + self._query + self._output + self._keys + self._expanded
         in_attention += self._attention_sums + self._received_beside(checkpoint)
-        return max(in_mlp, in_attention, held + self._state + self._mixer.gradients)
+        return inputs + held + max(output + mlp, in_attention, self._state + self._mixer.gradients)
+
+    def _of_group(self, head_groups: int) -> float:
+        """What backward forms of one group of heads: queries, keys and values, their gradients, the output and its
+        gradient side by side, and the kernel's sums."""
+        share = heads_at_once(self._shape.kv_heads, head_groups) / self._shape.kv_heads
+        formed = share * (2 * self._query + 2 * self._keys + 2 * self._output)
+        if not self._attention_sums:
+            return formed
+        shared = self._shape.kv_heads < self._shape.heads
+        return formed + min(2 * share * self._query, _KERNEL_SUMS) + (2 * share * self._keys if shared else 0.0)
 
     def _head(self, tiles: int, held: _OfParameters) -> float:
         """Weight and its gradients, the logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head

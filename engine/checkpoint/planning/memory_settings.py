@@ -10,7 +10,7 @@ from engine.settings import Checkpoint, TrialSettings
 
 # Dotted names of the settings that the planner may choose.
 OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
-BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles")
+BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles", "head_groups")
 PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
 
 
@@ -23,6 +23,7 @@ class MemorySettings:
     projection_tiles: int = 1
     optimizer_offload: bool | float = False
     head_tiles: int = 0
+    head_groups: int = 1
 
 
 def memory_settings_of(settings: TrialSettings) -> MemorySettings:

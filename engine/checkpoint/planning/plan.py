@@ -28,7 +28,7 @@ from engine.checkpoint.planning.memory_settings import (
 )
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, Offload, Replay, TrialSettings
+from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_groups_unsupported_reason
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
@@ -138,6 +138,7 @@ class SearchGrid:
     offload: Sequence[Offload] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool | float] = (False, *(step / 20 for step in range(1, 20)), True)
     head_tiles: Sequence[int] = (0, 32, 128)
+    head_groups: Sequence[int] = (1, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,17 @@ class PlanningProblem:
                 continue  # nothing follows from a group of one
             checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
-                yield MemorySettings(checkpoint=checkpoint, **each)
+                frame = MemorySettings(checkpoint=checkpoint, **each)
+                if self.compares(frame):
+                    yield frame
+
+    def compares(self, frame: MemorySettings) -> bool:
+        """Whether groups of heads are compared beside the frame's tiles: not where one tile of MLP or projections, of
+        which more are compared, holds more than attention does."""
+        compared = self.compared
+        tiled = frame.mlp_tiles > min(compared.mlp_tiles) and frame.projection_tiles > min(compared.projection_tiles)
+        open_tiles = len(compared.mlp_tiles) > 1 and len(compared.projection_tiles) > 1
+        return frame.head_groups == compared.head_groups[0] or tiled or not open_tiles
 
     def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""
@@ -193,8 +204,9 @@ class PlanningProblem:
         if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
             tail, offload, replay = self.compared.tail[0], self.compared.offload[0], self.compared.replay[0]
+            frame = replace(frame, head_groups=self.compared.head_groups[0])
         kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
-        return MemorySettings(checkpoint=kept, **{name: getattr(frame, name) for name in BESIDE_CHECKPOINT})
+        return replace(frame, checkpoint=kept)
 
 
 def cheapest(problem: PlanningProblem) -> MemorySettings | None:
@@ -206,7 +218,11 @@ def cheapest(problem: PlanningProblem) -> MemorySettings | None:
     for frame in sorted(problem.frames(), key=fixed):
         # Without moments on the host, parameters may be held in another way: a frame of its own.
         alike.setdefault(replace(frame, optimizer_offload=bool(frame.optimizer_offload)), []).append(frame)
-    for frames in sorted(alike.values(), key=lambda frames: (bool(frames[0].optimizer_offload), fixed(frames[0]))):
+
+    def order(frames: Sequence[MemorySettings]) -> tuple[float, ...]:
+        return frames[0].head_groups, bool(frames[0].optimizer_offload), fixed(frames[0])
+
+    for frames in sorted(alike.values(), key=order):
         cheaper = [frame for frame in frames if fixed(frame) < least]
         again = _least_again(problem, cheaper, least)
         for frame in cheaper:
@@ -239,6 +255,8 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     for whole in _may_fit(problem, frame):
         if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
             break  # fewer whole layers repeat more
+        if _same_without_groups(problem, frame, whole):
+            continue
         # No tail leaves more room for the MLP's products than the shortest.
         most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
         for tail in tails if whole < problem.layers else tails[:1]:
@@ -248,6 +266,19 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
                 if (seconds := problem.cost.seconds(choice)) < least:
                     best, least = choice, seconds
     return best
+
+
+def _same_without_groups(problem: PlanningProblem, frame: MemorySettings, whole: int) -> bool:
+    """Whether the choices of a frame with so many whole layers need no less memory for their groups of heads: then they
+    are no cheaper than those of a frame before.
+
+    Groups lower the moments of layers that are computed again. Where another moment is the fullest with the least of
+    tail and MLP it stays so with more, of which it holds at least as much."""
+    if frame.head_groups == problem.compared.head_groups[0]:
+        return False
+    least = problem.with_kept(frame, whole, problem.compared.tail[-1], problem.compared.mlp[-1])
+    alone = replace(least, head_groups=problem.compared.head_groups[0])
+    return problem.memory.of(least) == problem.memory.of(alone)
 
 
 def _rivals(
@@ -308,10 +339,13 @@ def _mlps(
 
 
 def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
-    """Names of settings of which every value is the same: there is nothing to choose."""
+    """Names of settings of which every value is the same, or one alone can be: there is nothing to choose."""
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}
+    grouped = replace(settings, head_groups=max(2, settings.head_groups))
+    if settings.model.kv_heads == 1 or head_groups_unsupported_reason(grouped):
+        names |= {"head_groups"}
     return names
 
 
@@ -349,6 +383,7 @@ def kept_in_words(settings: TrialSettings) -> list[str]:
         words.append(f"of {which} {kept}{where}")
     words += [f"MLP in {settings.mlp_tiles} tiles"] * (settings.mlp_tiles > 1)
     words += [f"projections in {settings.projection_tiles} tiles"] * (settings.projection_tiles > 1)
+    words += [f"attention's backward in {settings.head_groups} groups of heads"] * (settings.head_groups > 1)
     words += [f"LM head in {settings.head_tiles} tiles"] * (settings.head_tiles > 0)
     if settings.optimizer_offload:
         part = "" if settings.optimizer_offload == 1 else f"{settings.optimizer_offload:.0%} of the "

@@ -27,6 +27,7 @@ from engine.checkpoint.planning.plan import (
     leanest,
     least_gpu_bytes,
     planned,
+    without_effect,
 )
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
@@ -35,7 +36,7 @@ from tests.slow import slow
 B1 = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)
 SMALL_GRID = SearchGrid(
     tail=(1.0, 0.5, 0.0), mlp=(1.0, 0.3, 0.0), mlp_tiles=(1, 4), projection_tiles=(1, 4), every=(1, 2),
-    optimizer_offload=(False, 0.1, 0.6, True), head_tiles=(0, 16),
+    optimizer_offload=(False, 0.1, 0.6, True), head_tiles=(0, 16), head_groups=(1, 4),
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def problem(
         cost=CostModel(trial, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, 1.0),
         start=memory_settings_of(trial),
-        open_names=open_names(trial),
+        open_names=open_names(trial) - without_effect(trial, on_gpu=True),
         layers=trial.model.layers,
         grid=grid or SearchGrid(),
     )
@@ -69,7 +70,7 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
     whole = [0] if by_hand else range(given.layers + 1)
     if "checkpoint.whole_layers" not in given.open_names:
         whole = [given.start.checkpoint.whole_layers]
-    return [
+    choices = (
         MemorySettings(
             checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
             **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
@@ -78,7 +79,8 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
             *(getattr(given.compared, name) for name in names)
         )
         for layers in whole
-    ]
+    )
+    return [choice for choice in choices if given.compares(choice)]
 
 
 SHAPES = [
@@ -135,7 +137,7 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
 def test_a_part_of_the_moments_goes_to_the_host_where_all_of_them_would_leave_memory_unused() -> None:
     halves = SearchGrid(optimizer_offload=(False, True))
     for shape, tokens, gib in ((B1, 1 << 14, 18), (B1, 1 << 17, 24), (B1, 1 << 17, 20)):
-        trial = settings(shape, tokens)
+        trial = settings(shape, tokens, ("head_groups",))
         _, before = planned(trial, Budget(gpu=gib * GIB), grid=halves)
         chosen, found = planned(trial, Budget(gpu=gib * GIB))
         assert 0 < chosen.optimizer_offload < 1

@@ -54,7 +54,7 @@ def runnable(name: str, dtype: torch.dtype, head_dim: int, band: Band, heads: in
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize(("rows", "columns", "band"), TILES)
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])
