@@ -167,7 +167,7 @@ def expected(hint: object) -> str:
         return _bounded(arguments[0], arguments[1])
     if origin is Literal:
         return one_of(arguments)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):  # the second of Literal[...] | None
         return " or ".join(expected(kind) for kind in arguments)
     if origin in _WORDS:
         return _WORDS[origin]
@@ -208,7 +208,7 @@ def bare(hint: object) -> object:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Annotated, Required, NotRequired):
         return bare(arguments[0])
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):  # the second of Literal[...] | None
         return bare(next(kind for kind in arguments if kind is not type(None)))
     return hint
 
