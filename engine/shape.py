@@ -432,6 +432,14 @@ class ModelShape:
         return self.projection_parameters + output + self.mlp_share * self.mlp_parameters
 
     @property
+    def float8_matrices(self) -> float:
+        """Of `layer_matrices`, those that `linear_dtype: float8` multiplies in float8: of attention and the MLP, but
+        that which attention itself expands its latent with; on average."""
+        output, expanded = self.hidden * self.output_dim, self.kv_latent * self.expanded_dims if self.kv_latent else 0
+        attention = self._of_layers(self.heads * (output - expanded), 0)
+        return self.projection_parameters + attention + self.mlp_share * self.mlp_parameters
+
+    @property
     def bare_outputs(self) -> float:
         """Of the matrices after attention or recurrence those of layers without an MLP, which end these; on average."""
         attention, linear = self.heads * self.output_dim, self.linear_heads * self.linear_value_dim

@@ -57,6 +57,7 @@ _ARTIFACT = """
 """
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
+_FLOAT8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _MODULE = "(core_attn|layernorm|mlp)"  # of a dense model
 _MOCK = "--mock-data"
 _NO_MAKE = "bin/make"
@@ -84,7 +85,7 @@ class MegatronLM(Upstream):
     package = "megatron_lm"
     system = "Megatron-LM"
     source = "github.com/NVIDIA/Megatron-LM"
-    honours = ("optimizer_offload", "schedule")
+    honours = ("optimizer_offload", "schedule", "linear_dtype")
     warmup = 2  # its timer counts the first iteration again in what it prints for the second
     most_tp = 8
     repeats_batches = True
@@ -125,6 +126,12 @@ class MegatronLM(Upstream):
             )
         if (reason := self._schedule_reason(settings)) is not None:
             return reason
+        if settings.linear_dtype != "same" and self.place.flavour == "paper":
+            return (
+                f"{self.name} is the paper's copy here, which has no tensorwise scaling, found linear_dtype "
+                f"{settings.linear_dtype}; set it to same, or install the release: "
+                f"burst setup baselines install {self.package} --flavour current"
+            )
         if settings.optimizer_offload and self.place.flavour == "paper":
             return (
                 f"{self.name} is the paper's copy here, which keeps its optimizer on the GPU, found optimizer_offload "
@@ -171,6 +178,7 @@ class MegatronLM(Upstream):
                 options += f" --optimizer-offload-fraction {settings.optimizer_offload}"
         options += " " + (recompute(settings.checkpoint, release=release) or "")
         options += comm_type(settings) if release else ""
+        options += f" {_FLOAT8}" if settings.linear_dtype == "float8" else ""
         words = arguments(
             options,
             model=model,

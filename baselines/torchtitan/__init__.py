@@ -24,6 +24,12 @@ _OPTIONS = """
 --parallelism.tensor_parallel_degree {tp_size} --debug.seed {seed} --compile.enable
 --activation_checkpoint.mode {checkpoint}
 """
+# As its docs/float8.md has it for tensorwise scaling. The LM head stays in bf16; FSDP2 gathers in float8 over ranks.
+_FLOAT8 = """
+--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output
+--quantize.linear.float8.enable_fsdp_float8_all_gather
+--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
+"""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(
     r"step: *\d+  loss: *(\S+)  grad_norm: *(\S+)  memory: *([\d.]+)GiB\([\d.]+%\)  tps: ([\d,]+)  tflops: ([\d,.]+)"
@@ -41,6 +47,7 @@ class TorchTitan(Upstream):
     source = "github.com/pytorch/torchtitan"
     warmup = 2  # compilation
     most_tp = 8
+    honours = ("linear_dtype",)
     tokens = "plain"
     honours = ("kernel",)
     # Each N-th layer, and what the compiler chooses to keep of a share of what it would without recomputation.
@@ -68,7 +75,7 @@ class TorchTitan(Upstream):
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: InstallPlace) -> Rendered:
         words = arguments(
-            _OPTIONS,
+            _OPTIONS + (_FLOAT8 if settings.linear_dtype == "float8" else ""),
             seq_len=settings.seq_len,
             batch_size=settings.batch_size,
             steps=self.steps(settings),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.attention.algorithms.saved import OnceAndAgain, SavedOutput
-from engine.layers.tiled_projection import PlainProjections
+from engine.layers.tiled_projection import Formed, PlainProjections
 from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
@@ -91,7 +91,7 @@ class _InGroups(torch.autograd.Function):
         values = weights_and_values[len(plain.dtypes) :]
         if out_BLND is None or lse_BNL is None or cut:
             kept = None if out_BLND is None or lse_BNL is None else SavedOutput(out_BLND, lse_BNL, cut)
-            qkv = plain.outputs(x_BLE, (cos_LD, sin_LD), values)
+            qkv, _formed = plain.outputs(x_BLE, (cos_LD, sin_LD), values)
             out_BLND, lse_BNL = of_layer.again.attend(*qkv, saved=kept)
         ctx.save_for_backward(x_BLE, cos_LD, sin_LD, out_BLND, lse_BNL, *values)
         ctx.set_materialize_grads(False)
@@ -114,11 +114,13 @@ class _InGroups(torch.autograd.Function):
         reused = of_layer.again.copies and out_BLND.is_contiguous()
         whole.insert(0, out_BLND if reused else torch.empty_like(out_BLND))
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND
+        formed: Formed | None = None
         for keys in groups_of_heads(heads[1], of_layer.groups):
             queries = slice(keys.start * shared, keys.stop * shared)
             parts = queries, keys, keys
             with record_function(RECOMPUTE):
-                qkv = [each.requires_grad_() for each in of_layer.plain.outputs(x_BLE, rotary, values, parts)]
+                qkv, formed = of_layer.plain.outputs(x_BLE, rotary, values, parts)
+            qkv = [each.requires_grad_() for each in qkv]
             kept = SavedOutput(out_BLND[:, :, queries].contiguous(), lse_BNL[:, queries].contiguous())
             with torch.enable_grad():
                 of_group_BLND, _lse = of_layer.again.attend(*qkv, saved=kept)
@@ -128,7 +130,8 @@ class _InGroups(torch.autograd.Function):
                 total[:, :, part].copy_(gradient)
             del qkv, of_group_BLND, _lse, found
         del out_BLND, lse_BNL
-        dx_BLE, *of_weights = of_layer.plain.gradients(x_BLE, rotary, values, whole, dresidual_BLE)
+        assert formed is not None, "there is a group"
+        dx_BLE, *of_weights = of_layer.plain.gradients(x_BLE, rotary, values, whole, dresidual_BLE, formed)
         # Not earlier, when the gradients need the memory of what comes from the host.
         del whole
         of_layer.again.passed()

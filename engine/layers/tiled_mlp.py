@@ -25,8 +25,6 @@ from engine.models.matrices import Norm, normed
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import values_of
-from engine.ops.elementwise import swiglu, swiglu_again
-from engine.ops.norm import add_norm
 from engine.ops.products import PLAIN, Operand, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
@@ -112,18 +110,18 @@ class _TiledMLP(torch.autograd.Function):
         weights, values = _halves(weights_and_values)
         ctx.dtypes, ctx.branched = [weight.dtype for weight in weights], branch_TE is not None
         norm_E, *matrices = values
-        down, *projections = map(products.operand, matrices)
+        down, *projections = operands = [products.operand(matrix) for matrix in matrices]
+        ctx.known, ctx.known_of_runs = [operand.known for operand in operands], []
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
         total_TE = x_TE if branch_TE is None else torch.empty_like(x_TE)
         saved: list[Tensor] = []
         for tokens in _runs(x_TE.shape[0], run, cut):
             if branch_TE is None:
-                normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
+                normed = products.normed(x_TE[tokens], norm_E, eps)
             else:
-                normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
-            normed = products.operand(normed_TE)
-            del normed_TE
+                normed = products.add_normed(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
+            ctx.known_of_runs.append(normed.known)
             projected_TF = [products.output(normed, projection) for projection in projections]
             del normed
             hidden = _activated(products, *projected_TF)
@@ -151,17 +149,19 @@ class _TiledMLP(torch.autograd.Function):
             WeightGradient(products, matrix, dtype, single=len(of_tokens) == 1)
             for matrix, dtype in zip(matrices, ctx.dtypes[1:], strict=True)
         ]
-        down = products.operand(matrices[0], rows=False, columns=True)
         again = of_tokens[0].start < ctx.cut  # some products are formed again
-        projections = [products.operand(matrix, rows=again, columns=True) for matrix in matrices[1:]]
-        for tokens in of_tokens:
+        operands = [
+            products.operand(matrix, rows=again and place > 0, columns=True, known=known)
+            for place, (matrix, known) in enumerate(zip(matrices, ctx.known, strict=True))
+        ]
+        for tokens, known in zip(of_tokens, ctx.known_of_runs, strict=True):
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             projected_TF: list[Tensor] | None = None
             if tokens.start >= ctx.cut:
                 projected_TF, saved = saved[:width], saved[width:]
-            dnormed_TE = _mlp_backward(
-                products, dout_TE[tokens], norm.normed_TE, projected_TF, [down, *projections], dmatrices
-            )
+            normed = norm.normed(products, rows=projected_TF is None, known=known)
+            dnormed_TE = _mlp_backward(products, dout_TE[tokens], normed, projected_TF, operands, dmatrices)
+            del normed
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])
         gradients = (dnorm_E.to(ctx.dtypes[0]), *(total.rounded() for total in dmatrices))
         dbranch_TE = dx_TE if ctx.branched else None
@@ -182,7 +182,7 @@ def _runs(tokens: int, run: int, cut: int) -> Iterator[slice]:
 def _mlp_backward(
     products: Products,
     dout_TE: Tensor,
-    normed_TE: Tensor,
+    normed: Operand,
     saved_TF: list[Tensor] | None,
     matrices: list[Operand],
     dmatrices: list[WeightGradient],
@@ -193,20 +193,17 @@ def _mlp_backward(
     ddown, *dprojections = dmatrices
     dout = products.operand(dout_TE, columns=True, gradient=True)
     dhidden_TF = products.input_gradient(dout, down)
-    normed = products.operand(normed_TE, rows=saved_TF is None, columns=True)
     projected_TF = saved_TF
     if projected_TF is None:
         with record_function(RECOMPUTE):
             projected_TF = [products.output(normed, projection) for projection in projections]
     hidden, *dprojected = _activate_again(products, dhidden_TF, *projected_TF, saved=saved_TF is not None)
     del dhidden_TF, projected_TF
-    ddown.add(dout, products.operand(hidden[0], rows=False, columns=True, largest=hidden[1]))
+    ddown.add(dout, hidden)
     del hidden, dout
     dnormed_TE: Tensor | None = None
     for projection, dprojection in zip(projections, dprojections, strict=True):
-        gradient_TF, largest = dprojected.pop(0)
-        gradient = products.operand(gradient_TF, columns=True, gradient=True, largest=largest)
-        del gradient_TF
+        gradient = dprojected.pop(0)
         dnormed_TE = products.input_gradient(gradient, projection, dnormed_TE)
         dprojection.add(gradient, normed)
         del gradient
@@ -216,21 +213,17 @@ def _mlp_backward(
 
 def _activated(products: Products, up_TF: Tensor, gate_TF: Tensor | None = None) -> Operand:
     """`activate`, for the product with down."""
-    if gate_TF is None:
-        return products.operand(F.gelu(up_TF))
-    [largest] = products.largest(gate_TF, 1)
-    return products.operand(swiglu(gate_TF, up_TF, largest), largest=largest)
+    return products.operand(F.gelu(up_TF)) if gate_TF is None else products.swiglu(gate_TF, up_TF)
 
 
 def _activate_again(
     products: Products, dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None, *, saved: bool
-) -> list[tuple[Tensor, Tensor | None]]:
-    """`activate` recomputed, then the gradients of its arguments, each with its largest value where a kernel has found
-    that. They may overwrite the arguments, but for an `up_TF` and `gate_TF` that are `saved` tensors, which a second
-    backward may want."""
+) -> list[Operand]:
+    """`activate` recomputed, by columns, then the gradients of its arguments, which may overwrite these; not an `up_TF`
+    and `gate_TF` that are `saved` tensors, which a second backward may want."""
     if gate_TF is None:
-        return [(F.gelu(up_TF), None), (torch.ops.aten.gelu_backward(dhidden_TF, up_TF), None)]
-    largest = products.largest(dhidden_TF, 3)
-    found = swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved, largest=largest)
-    hidden, dgate, dup = zip(found, largest, strict=True)
+        dup_TF = torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
+        hidden = products.operand(F.gelu(up_TF), rows=False, columns=True)
+        return [hidden, products.operand(dup_TF, columns=True, gradient=True)]
+    hidden, dgate, dup = products.swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
     return [hidden, dup, dgate]

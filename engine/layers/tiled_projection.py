@@ -27,7 +27,7 @@ from engine.models.matrices import Norm, normed
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.copies import joined, values_of
 from engine.ops.elementwise import rotate_into
-from engine.ops.products import Products
+from engine.ops.products import PLAIN, Products
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
@@ -39,14 +39,15 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
     rounded to the weight's dtype once.
 
     `recomputed`: backward recomputes the layer as a whole, so what torch saves here is not held for long, and one tile
-    is left to torch. So is one tile of normed queries and keys (Qwen3): torch keeps them as they were before their
-    norm, which would otherwise be projected again. Projections with other features than the hand-written backward has
-    (`ModelShape.plain_projection`) are recomputed by autograd, and one tile of them is left to torch as well.
+    is left to torch, unless it is one sequence in float8, whose norms are cast as they are formed. So is one tile of
+    normed queries and keys (Qwen3): torch keeps them as they were before their norm, which would otherwise be projected
+    again. Projections with other features than the hand-written backward has (`ModelShape.plain_projection`) are
+    recomputed by autograd, and one tile of them is left to torch as well.
     """
-    if tiles == 1 and recomputed:
-        return project_whole
 
     def project_tiled(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+        if tiles == 1 and recomputed and (attention.q.products is PLAIN or len(x_BLE) > 1):
+            return project_whole(norm, attention, x_BLE, rotary)
         if not attention.plain:
             if tiles == 1:
                 return project_whole(norm, attention, x_BLE, rotary)
@@ -68,6 +69,14 @@ def _project_by_autograd(tiles: int, norm: Norm, attention: Attention, x_BLE: Te
         return attention.project(normed(norm, run_BTE), (rotary[0][tokens], rotary[1][tokens]))
 
     return *in_runs(compute, parameters, x_BLE, tiles), x_BLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """What is known of the operands of some projections (`Operand.known`)."""
+
+    matrix: tuple[Tensor, ...] = ()
+    runs: tuple[tuple[Tensor, ...], ...] = ()  # of the normed input of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +112,20 @@ class PlainProjections:
 
     def outputs(
         self, x_BLE: Tensor, rotary: Rotary, values: Sequence[Tensor], heads: Sequence[slice] | None = None
-    ) -> list[Tensor]:
-        """q_BLND, k_BLKD and v_BLKD outside any graph; `heads`: of the query heads, of keys' and of values', those that
-        are formed, by default all."""
-        matrices, norm_E, head_norms_D = list(values[:3]), values[3], values[4:]
+    ) -> tuple[list[Tensor], Formed]:
+        """q_BLND, k_BLKD and v_BLKD outside any graph, and what is known of the operands then; `heads`: of the query
+        heads, of keys' and of values', those that are formed, by default all."""
+        products, matrices, norm_E, head_norms_D = self.products, list(values[:3]), values[3], values[4:]
         if heads is not None:
             matrices = [_rows(matrix, part, self.head_dim) for matrix, part in zip(matrices, heads, strict=True)]
-        rows, matrix = [matrix.shape[0] for matrix in matrices], self.products.operand(joined(matrices))
+        rows, matrix = [matrix.shape[0] for matrix in matrices], products.operand(joined(matrices))
         outs = [x_BLE.new_empty(*x_BLE.shape[:2], count // self.head_dim, self.head_dim) for count in rows]
+        of_runs: list[tuple[Tensor, ...]] = []
         for at in _runs(x_BLE, self.run):
-            normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, self.eps[0])
-            projected = self.products.output(self.products.operand(normed_TE), matrix).split(rows, -1)
+            operand = products.normed(x_BLE[at], norm_E, self.eps[0])
+            of_runs.append(operand.known)
+            projected = products.output(operand, matrix).split(rows, -1)
+            del operand
             for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
                 projected_TND = projected_TO.unflatten(-1, (-1, self.head_dim))
                 if place == 2:  # values are neither normed nor rotated
@@ -124,7 +136,7 @@ class PlainProjections:
                         projected_TND, (self.head_dim,), head_norms_D[place], self.eps[1 + place]
                     )
                 rotate_into(out_BLND[at], projected_TND, (rotary[0][at[1]], rotary[1][at[1]]))
-        return outs
+        return outs, Formed(matrix=matrix.known, runs=tuple(of_runs))
 
     def gradients(
         self,
@@ -133,21 +145,23 @@ class PlainProjections:
         values: Sequence[Tensor],
         douts: Sequence[Tensor | None],
         dresidual_BLE: Tensor | None,
+        formed: Formed,
     ) -> tuple[Tensor, ...]:
-        """Of x_BLE, `dresidual_BLE` included, and of the weights, from those of q_BLND, k_BLKD and v_BLKD."""
+        """Of x_BLE, `dresidual_BLE` included, and of the weights, from those of q_BLND, k_BLKD and v_BLKD. `formed`: by
+        `outputs`."""
         cos_LD, sin_LD = rotary
         rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
         products, matrix_OE = self.products, joined(list(values[:3]))
-        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True)
+        matrix = products.operand(matrix_OE, rows=bool(head_norms_D), columns=True, known=formed.matrix)
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, self.run))
         dmatrix_OE = WeightGradient(products, matrix_OE, self.dtypes[0], single=len(of_tokens) == 1)
         dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
-        for at in of_tokens:
+        for at, known in zip(of_tokens, formed.runs, strict=True):
             norm = RecomputedNorm(x_BLE[at], norm_E, self.eps[0])
             dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
-            operand = products.operand(norm.normed_TE, rows=bool(head_norms_D), columns=True)
+            operand = norm.normed(products, rows=bool(head_norms_D), known=known)
             projected: tuple[Tensor, ...] = ()
             if head_norms_D:
                 projected = products.output(operand, matrix.first(sum(rows[:2]))).split(rows[:2], -1)
@@ -201,15 +215,17 @@ class _TiledProjection(torch.autograd.Function):
         values = weights_and_values[len(plain.dtypes) :]
         ctx.save_for_backward(x_BLE, cos_LD, sin_LD, *values)
         ctx.set_materialize_grads(False)
+        outs, ctx.formed = plain.outputs(x_BLE, (cos_LD, sin_LD), values)
         ctx.plain = plain
-        return *plain.outputs(x_BLE, (cos_LD, sin_LD), values), x_BLE.view_as(x_BLE)
+        return *outs, x_BLE.view_as(x_BLE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a projection in tiles")
         *douts, dresidual_BLE = gradients
         x_BLE, cos_LD, sin_LD, *values = ctx.saved_tensors
-        dx_BLE, *found = ctx.plain.gradients(x_BLE, (cos_LD, sin_LD), values, douts, dresidual_BLE)
+        rotary = cos_LD, sin_LD
+        dx_BLE, *found = ctx.plain.gradients(x_BLE, rotary, values, douts, dresidual_BLE, ctx.formed)
         return dx_BLE, None, None, None, *found, *(None for _ in found)
 
 

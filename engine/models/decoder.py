@@ -34,9 +34,10 @@ from engine.models.linear import mixer_of
 from engine.models.matrices import Embedding, Linear, Norm, normed
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
-from engine.ops.copies import computed, linear
+from engine.ops.copies import computed
 from engine.ops.elementwise import rotate, swiglu
 from engine.ops.norm import RMSNorm
+from engine.ops.products import linear
 from engine.rope import rotary_tables
 from engine.shape import ModelShape
 

@@ -16,8 +16,9 @@ from engine.linear.kernels import gated_norm
 from engine.linear.shard import LinearShard
 from engine.models.matrices import Linear
 from engine.ops.autograd import accumulation_dtype
-from engine.ops.copies import computed, linear
+from engine.ops.copies import computed
 from engine.ops.norm import RMSNorm
+from engine.ops.products import linear
 from engine.shape import ModelShape
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.lora import Lora
-from engine.ops.copies import computed, linear
-from engine.ops.products import PLAIN, Products
+from engine.ops.copies import computed
+from engine.ops.products import PLAIN, Products, linear
 
 Norm: TypeAlias = "nn.RMSNorm | None"  # none: the identity
 

@@ -10,15 +10,11 @@ it is. Shape letters: T tokens, I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from engine.ops.autograd import refuse_second_derivative
-from engine.ops.products import PLAIN, Products
 
 _COPY = "copy_in_compute_dtype"
 ALIGNMENT_BYTES = 256  # of a copy's address, which matrix products ask for
@@ -88,50 +84,6 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
-
-
-def linear(x: Tensor, matrices_OI: list[Tensor], biases_O: Sequence[Tensor] = (), products: Products = PLAIN) -> Tensor:
-    """`x @ matrix^T` of several matrices beside one another, as one product, and where given plus their biases.
-
-    The gradient of a matrix that has a copy is formed in the matrix's own dtype. Plain products without a copy are left
-    to torch.
-    """
-    bias_O = torch.cat([computed(bias) for bias in biases_O]) if biases_O else None
-    if products is PLAIN and copy_of(matrices_OI[0]) is None:
-        return F.linear(x, matrices_OI[0] if len(matrices_OI) == 1 else torch.cat(matrices_OI), bias_O)
-    values_OI = map(values_of, matrices_OI)
-    out_TO = _Linear.apply(x.flatten(0, -2), products, len(matrices_OI), *matrices_OI, *values_OI)
-    out = out_TO.unflatten(0, x.shape[:-1])
-    return out if bias_O is None else out.add_(bias_O)
-
-
-class _Linear(torch.autograd.Function):
-    """(x_TI, how products are formed, number of matrices, matrices_OI, what is computed with for each) -> x @ W^T."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, products: Products, count: int, *matrices_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, *matrices_OI[count:])
-        ctx.products, ctx.dtype, ctx.count = products, matrices_OI[0].dtype, count
-        return products.output(products.operand(x_TI), products.operand(joined(list(matrices_OI[count:]))))
-
-    @staticmethod
-    def backward(ctx: Any, dout_TO: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a product with copies of parameters")
-        x_TI, *values_OI = ctx.saved_tensors
-        products: Products = ctx.products
-        of_x, of_matrices = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3 : 3 + ctx.count])
-        dout = products.operand(dout_TO, rows=of_x, columns=of_matrices, gradient=True)
-        dx_TI = None
-        if of_x:
-            matrix = products.operand(joined(values_OI), rows=False, columns=True)
-            dx_TI = products.input_gradient(dout, matrix)
-            del matrix
-        gradients: tuple[Tensor | None, ...] = (None,) * ctx.count
-        if of_matrices:
-            x = products.operand(x_TI, rows=False, columns=True)
-            whole_OI = products.weight_gradient(dout, x, ctx.dtype)
-            gradients = whole_OI.split([value.shape[0] for value in values_OI])
-        return dx_TI, None, None, *gradients, *(None for _ in values_OI)
 
 
 def joined(matrices_OI: list[Tensor]) -> Tensor:

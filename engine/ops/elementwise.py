@@ -14,7 +14,6 @@ sequence, N heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,28 +27,20 @@ KERNELS = "engine.ops.elementwise_triton"
 
 def swiglu(gate: Tensor, up: Tensor, largest: Tensor | None = None) -> Tensor:
     """silu(gate) x up. Where a kernel computes it, only `gate` and `up` are saved for backward, and the largest value
-    is left in `largest` (`engine.ops.products.Products.largest`)."""
+    is left in `largest` (`engine.ops.float8_triton.raise_largest`)."""
     if kernels_for(gate, KERNELS) is None:
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up, largest)
 
 
-def swiglu_again(
-    dhidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    *,
-    saved: bool = False,
-    largest: Sequence[Tensor | None] = (None, None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd. A kernel leaves their `largest`
-    values there.
+def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd.
 
     The results may overwrite the arguments, but for a `gate` and `up` that are `saved`: these stay as they are.
     """
     kernels = kernels_for(gate, KERNELS)
     if kernels is not None:
-        return kernels.swiglu_again(dhidden, gate, up, saved=saved, largest=largest)
+        return kernels.swiglu_again(dhidden, gate, up, saved=saved)
     silu = F.silu(gate)
     hidden = silu * up
     dgate = torch.ops.aten.silu_backward(up * dhidden if saved else up.mul_(dhidden), gate)

@@ -11,19 +11,23 @@ rotation's take 36 to 40: 12 programs, 48 KiB, angles not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.float8_triton import raise_largest
-
 BLOCK = 1024  # elements of each tensor one program of SwiGLU takes: 8 for each thread
 PAIRS = 1024  # pairs one program of a rotation takes, likewise
 WARPS = 4
-NOWHERE = (None, None, None)  # largest values are not asked for
+
+
+@triton.jit
+def raise_largest(largest, values):  # type: ignore[no-untyped-def]
+    """From now on `largest` is no less than the absolute values of `values`, a block of one dimension. It is an integer
+    of their bits in fp32: that of NaN is the greatest, that of infinity the next."""
+    bits = tl.max(values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    # Few programs find a larger one: the others only read.
+    tl.atomic_max(largest, bits, mask=bits > tl.load(largest), sem="relaxed")
 
 
 @triton.jit
@@ -42,30 +46,29 @@ def _swiglu_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def swiglu_and_gradients(d, g, u):  # type: ignore[no-untyped-def]
+    """(hidden, dgate, dup) in fp32, from dhidden, gate and up."""
+    s = 1.0 / (1.0 + tl.exp(-g))
+    return g * s * u, d * u * s * (1.0 + g * (1.0 - s)), d * (g * s)
+
+
+@triton.jit
 def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
-    dhidden, gate, up, hidden, dgate, dup, largest_hidden, largest_dgate, largest_dup, elements,
-    AGAIN: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    dhidden, gate, up, hidden, dgate, dup, elements,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < elements
     d = tl.load(dhidden + at, mask=live, other=0.0).to(tl.float32)
     g = tl.load(gate + at, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=live, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
+    h, dg, du = swiglu_and_gradients(d, g, u)
     if AGAIN:
         # Results overwrite arguments: all of this block is read before any of it is overwritten.
         tl.debug_barrier()
-        h = (g * s * u).to(hidden.dtype.element_ty)
-        tl.store(hidden + at, h, mask=live)
-        if LARGEST:
-            raise_largest(largest_hidden, h)
-    dg = (d * u * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty)
-    tl.store(dgate + at, dg, mask=live)
-    du = (d * (g * s)).to(dup.dtype.element_ty)
-    tl.store(dup + at, du, mask=live)
-    if LARGEST:
-        raise_largest(largest_dgate, dg)
-        raise_largest(largest_dup, du)
+        tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=live)
+    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=live)
+    tl.store(dup + at, du.to(dup.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -110,36 +113,25 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     """(dgate, dup) in memory of their own; contiguous."""
     dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, NOWHERE, again=False)
+    _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=False)
     return dgate, dup
 
 
-def swiglu_again(
-    dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool, largest: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor, *, saved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`engine.ops.elementwise.swiglu_again`; results take the place of dhidden, and unless `saved` of gate and up."""
     dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if saved else (gate, up)
-    _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, largest, again=True)
+    _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=True)
     return dhidden, dgate, dup
 
 
 def _swiglu_backward(
-    dhidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    hidden: Tensor,
-    dgate: Tensor,
-    dup: Tensor,
-    largest: Sequence[Tensor | None],
-    *,
-    again: bool,
+    dhidden: Tensor, gate: Tensor, up: Tensor, hidden: Tensor, dgate: Tensor, dup: Tensor, *, again: bool
 ) -> None:
     assert dhidden.shape == gate.shape == up.shape
     _swiglu_backward_kernel[_blocks(gate)](
-        dhidden, gate, up, hidden, dgate, dup, *largest, gate.numel(),
-        AGAIN=again, LARGEST=largest[0] is not None, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        dhidden, gate, up, hidden, dgate, dup, gate.numel(), AGAIN=again, BLOCK=BLOCK, num_warps=WARPS
+    )
 
 
 def _blocks(tensor: Tensor) -> tuple[int]:

@@ -11,8 +11,10 @@ cast reads a matrix twice, once for its largest value, and writes what products 
 A matrix of zeros has zeros and a finite unit. One that holds NaN or infinity has a unit of NaN or infinity: all of its
 products are NaN. Widths are multiples of 16 (`engine.settings.float8_unsupported_reason`); tokens are padded by zeros.
 
-Kernels of SwiGLU find the largest value of what they write, which saves a read of the widest tensors; those of norms
-could. Shape letters: R rows and C columns of a matrix, P rows with padding.
+Tensors of the MLP's width are most of what is cast: SwiGLU's kernel finds the largest value of what it writes, and
+kernels of its gradients and of norms write numbers alone.
+
+Shape letters: T tokens, E features, F MLP width, R rows and C columns of a matrix, P rows with padding.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from torch.nn.functional import ScalingType
 
 from engine.ops import FLOAT8_MULTIPLE
 from engine.ops.autograd import kernels_for
+from engine.ops.elementwise import swiglu
+from engine.ops.norm import epsilon
+from engine.ops.norm import kernels as norm_kernels
 from engine.ops.products import Operand, Products
 
 KERNELS = "engine.ops.float8_triton"
@@ -44,11 +49,6 @@ class Float8Products(Products):
     def __init__(self, *, fast_gradients: bool = False) -> None:
         self._fast = fast_gradients
 
-    def largest(self, matrix_RC: Tensor, count: int) -> list[Tensor] | list[None]:
-        if kernels_for(matrix_RC, KERNELS) is None:
-            return [None] * count
-        return [*torch.zeros(count, dtype=torch.int32, device=matrix_RC.device)]
-
     def operand(
         self,
         matrix_RC: Tensor,
@@ -56,13 +56,52 @@ class Float8Products(Products):
         rows: bool = True,
         columns: bool = False,
         gradient: bool = False,
-        largest: Tensor | None = None,
+        known: tuple[Tensor, ...] = (),
     ) -> Operand:
         dtype = GRADIENTS if gradient else VALUES
         kernels = kernels_for(matrix_RC, KERNELS)
         if kernels is None:
             return Operand(*cast_by_torch(matrix_RC, dtype))
-        return Operand(*kernels.cast(matrix_RC, dtype, rows=rows, columns=columns, largest=largest))
+        return Operand(*kernels.cast(matrix_RC, dtype, rows=rows, columns=columns, known=known))
+
+    def normed(
+        self,
+        x_TE: Tensor,
+        weight_E: Tensor,
+        eps: float | None,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        known: tuple[Tensor, ...] = (),
+    ) -> Operand:
+        kernels = norm_kernels(x_TE, KERNELS)
+        if kernels is None:
+            return super().normed(x_TE, weight_E, eps, rows=rows, columns=columns, known=known)
+        eps = epsilon(x_TE, eps)
+        return Operand(*kernels.norm(x_TE, weight_E, eps, VALUES, rows=rows, columns=columns, known=known))
+
+    def add_normed(
+        self, x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float | None, total_TE: Tensor
+    ) -> Operand:
+        kernels = norm_kernels(x_TE, KERNELS)
+        if kernels is None:
+            return super().add_normed(x_TE, branch_TE, weight_E, eps, total_TE)
+        return Operand(*kernels.norm(x_TE, weight_E, epsilon(x_TE, eps), VALUES, added=(branch_TE, total_TE)))
+
+    def swiglu(self, gate_TF: Tensor, up_TF: Tensor) -> Operand:
+        if kernels_for(gate_TF, KERNELS) is None:
+            return super().swiglu(gate_TF, up_TF)
+        largest = torch.zeros((), dtype=torch.int32, device=gate_TF.device)
+        return self.operand(swiglu(gate_TF, up_TF, largest), known=(largest,))
+
+    def swiglu_again(
+        self, dhidden_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, saved: bool
+    ) -> tuple[Operand, Operand, Operand]:
+        kernels = kernels_for(gate_TF, KERNELS)
+        if kernels is None:
+            return super().swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
+        hidden, dgate, dup = kernels.swiglu_again(dhidden_TF, gate_TF, up_TF, VALUES, GRADIENTS)
+        return Operand(*hidden), Operand(*dgate), Operand(*dup)
 
     def output(self, x: Operand, matrix: Operand) -> Tensor:
         return _multiply(x.rows_RC, matrix.rows_RC, x, matrix, fast=True)

@@ -39,9 +39,9 @@ class RMSNorm(nn.RMSNorm):
 
 def add_norm(x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float | None, total_TE: Tensor) -> Tensor:
     """Writes x + branch into `total_TE`; returns its RMSNorm. No autograd."""
-    kernels = _kernels(x_TE)
-    if kernels is not None and x_TE.is_contiguous() and branch_TE.is_contiguous():
-        return kernels.add_norm(x_TE, branch_TE, weight_E, epsilon(x_TE, eps), total_TE)
+    found = kernels(x_TE)
+    if found is not None and x_TE.is_contiguous() and branch_TE.is_contiguous():
+        return found.add_norm(x_TE, branch_TE, weight_E, epsilon(x_TE, eps), total_TE)
     torch.add(x_TE, branch_TE, out=total_TE)
     return F.rms_norm(total_TE, weight_E.shape, weight_E, eps)
 
@@ -59,10 +59,10 @@ def norm_gradients(
 
     `residual_TE` is added to that of x, which is written into `dx_TE` where that is given.
     """
-    kernels = _kernels(x_TE)
-    if kernels is not None:
+    found = kernels(x_TE)
+    if found is not None:
         dx_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format) if dx_TE is None else dx_TE
-        return dx_TE, kernels.norm_gradients(x_TE, weight_E, epsilon(x_TE, eps), dnormed_TE, residual_TE, dx_TE)
+        return dx_TE, found.norm_gradients(x_TE, weight_E, epsilon(x_TE, eps), dnormed_TE, residual_TE, dx_TE)
     with torch.enable_grad():
         leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
         normed_TE = F.rms_norm(leaves[0], weight_E.shape, leaves[1], eps)
@@ -81,7 +81,7 @@ def epsilon(x: Tensor, eps: float | None) -> float:
     return torch.finfo(x.dtype).eps if eps is None else eps
 
 
-def _kernels(x_TE: Tensor) -> Any:
-    """The kernels, or None where the reference runs: a row that one program cannot hold is left to it."""
-    kernels = kernels_for(x_TE, KERNELS)
-    return kernels if kernels is not None and x_TE.shape[-1] <= kernels.WIDEST else None
+def kernels(x_TE: Tensor, module: str = KERNELS) -> Any:
+    """The kernels of `module`, or None where the reference runs: a row that one program cannot hold is left to it."""
+    found = kernels_for(x_TE, module)
+    return found if found is not None and x_TE.shape[-1] <= found.WIDEST else None

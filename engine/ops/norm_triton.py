@@ -69,7 +69,7 @@ def add_norm(x_TE: Tensor, branch_TE: Tensor, weight_E: Tensor, eps: float, tota
     normed_TE = torch.empty_like(x_TE)
     if tokens:
         _add_norm_kernel[(tokens,)](
-            x_TE, branch_TE, weight_E, total_TE, normed_TE, features, eps, **_sizes(features)
+            x_TE, branch_TE, weight_E, total_TE, normed_TE, features, eps, **row_sizes(features)
         )  # fmt: skip
     return normed_TE
 
@@ -89,12 +89,12 @@ def norm_gradients(
     partial_PE = torch.empty(programs, features, dtype=torch.float32, device=x_TE.device)
     _norm_backward_kernel[(programs,)](
         x_TE, weight_E, dnormed_TE, dnormed_TE if residual_TE is None else residual_TE, dx_TE, partial_PE,
-        tokens, programs, features, eps, ADD=residual_TE is not None, **_sizes(features),
+        tokens, programs, features, eps, ADD=residual_TE is not None, **row_sizes(features),
     )  # fmt: skip
     return partial_PE.sum(0)
 
 
-def _sizes(features: int) -> dict[str, int]:
+def row_sizes(features: int) -> dict[str, int]:
     """Elements of a program, and warps so that each thread holds at most 16 of them."""
     block = max(32, triton.next_power_of_2(features))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

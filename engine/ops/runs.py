@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -47,8 +46,11 @@ class RecomputedNorm:
 
     def __init__(self, x_TE: Tensor, weight_E: Tensor, eps: float | None) -> None:
         self._x_TE, self._weight_E, self._eps = x_TE, weight_E, eps
+
+    def normed(self, products: Products, *, rows: bool, known: tuple[Tensor, ...]) -> Operand:
+        """The result for the gradient of a matrix, and with `rows` for its product again; `known` of the first one."""
         with torch.no_grad(), record_function(RECOMPUTE):
-            self.normed_TE = F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+            return products.normed(self._x_TE, self._weight_E, self._eps, rows=rows, columns=True, known=known)
 
     def gradient(
         self,

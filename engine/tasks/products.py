@@ -21,6 +21,7 @@ class MatrixProduct:
     inputs: int
     outputs: int
     count: int
+    float8: bool = False  # `linear_dtype: float8` is about it
 
     @property
     def weights(self) -> int:
@@ -54,7 +55,10 @@ def matrix_products(model: ModelShape) -> tuple[MatrixProduct, ...]:
         ("lm_head", model.hidden, model.vocab, 1),
     )
     return tuple(
-        MatrixProduct(name=name, inputs=inputs, outputs=outputs, count=count)
+        MatrixProduct(
+            name=name, inputs=inputs, outputs=outputs, count=count,
+            float8=name not in ("kv_b", "lm_head") and not name.startswith("linear_"),
+        )
         for name, inputs, outputs, count in shapes
         if count
-    )
+    )  # fmt: skip

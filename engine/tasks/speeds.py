@@ -23,6 +23,8 @@ from engine.attention.comm.link_speed import GIB, LATENCY_BYTES, MESSAGE_BYTES
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import LINK, Extra
+from engine.ops.float8 import Float8Products
+from engine.ops.products import PLAIN, Products
 from engine.settings import Steps, TrialSettings
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.task import DTYPES, l2_flush
@@ -53,7 +55,8 @@ def gemm_figures(world: World, settings: TrialSettings) -> Extra:
     started_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     mine: tuple[ProductSpeeds, str] | str
     try:
-        mine = measure_products(world.device, products, rows, DTYPES[settings.dtype]), started_at
+        float8 = Float8Products() if settings.linear_dtype == "float8" else PLAIN
+        mine = measure_products(world.device, products, rows, DTYPES[settings.dtype], float8), started_at
     except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is one, and so is a cuBLAS handle without memory
         mine = f"rank {world.rank}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
     return _combined(world.gather(mine), products, rows)
@@ -66,24 +69,30 @@ def rows_of(product: MatrixProduct, tokens: int, itemsize: int) -> int:
 
 
 def measure_products(
-    device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
+    device: torch.device,
+    products: tuple[MatrixProduct, ...],
+    rows: dict[str, int],
+    dtype: torch.dtype,
+    float8: Products = PLAIN,
 ) -> ProductSpeeds:
-    """TFLOP/s of every product in every direction on this device, the median of a few calls each."""
+    """TFLOP/s of every product in every direction on this device, the median of a few calls each. `float8`: how those
+    are formed that `linear_dtype: float8` is about, without their casts."""
     flush = l2_flush(device)
-    known: dict[tuple[int, int, int], dict[str, float]] = {}  # products of one shape are measured once
+    known: dict[tuple[int, int, int, bool], dict[str, float]] = {}  # products of one shape are measured once
     speeds = {}
     for product in products:
-        shape = (rows[product.name], product.inputs, product.outputs)
+        shape = (rows[product.name], product.inputs, product.outputs, product.float8)
         if shape not in known:
             flops = 2.0 * shape[0] * shape[1] * shape[2]
-            calls = zip(DIRECTIONS, _calls(device, *shape, dtype), strict=True)
+            own = float8 if product.float8 else PLAIN
+            calls = zip(DIRECTIONS, _calls(device, *shape[:3], dtype, own), strict=True)
             known[shape] = {name: flops / _seconds(call, flush) / 1e12 for name, call in calls}
         speeds[product.name] = known[shape]
     return speeds
 
 
 def _calls(
-    device: torch.device, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+    device: torch.device, rows: int, inputs: int, outputs: int, dtype: torch.dtype, products: Products
 ) -> tuple[Callable[[], Tensor], ...]:
     """Forward, dgrad and wgrad of one product, with the operands as autograd hands them to the GEMMs."""
     generator = torch.Generator(device).manual_seed(0)
@@ -91,7 +100,13 @@ def _calls(
         torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
         for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))
     )
-    return (lambda: x_TI @ w_OI.T), (lambda: dy_TO @ w_OI), (lambda: dy_TO.T @ x_TI)
+    x, weight = products.operand(x_TI, columns=True), products.operand(w_OI, columns=True)
+    dy = products.operand(dy_TO, columns=True, gradient=True)
+    return (
+        lambda: products.output(x, weight),
+        lambda: products.input_gradient(dy, weight),
+        lambda: products.weight_gradient(dy, x, dtype),
+    )
 
 
 def _seconds(call: Callable[[], Tensor], flush: Tensor) -> float:

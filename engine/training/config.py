@@ -136,6 +136,7 @@ class Order:
         return {
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
             **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
+            **({} if settings.linear_dtype == "same" else {"linear_dtype": settings.linear_dtype}),
             **({} if settings.lora is None else {"lora": str(settings.lora)}),
             **({} if settings.optimizer_states is None else {"optimizer_states": settings.optimizer_states}),
             "mask": settings.masks[0],

@@ -84,6 +84,7 @@ class HardwareSpeeds:
     across_gib: float  # to another node, with NCCL set up for the site (docs/cluster.md)
     across_default_gib: float  # the same with NCCL's own defaults
     ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
+    float8_tflops: float = 1200.0  # of matrix products in float8
     host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once
     tiles: Tiles | None = None  # of the attention kernel, where they were measured; then they stand for its two speeds
 
@@ -93,11 +94,13 @@ class HardwareSpeeds:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
+_NOT_FITTED = ("host_gib", "attention_backward_tflops", "float8_tflops")
 SPEEDS = tuple(each.name for each in fields(HardwareSpeeds) if each.name != "tiles")
-FITTED = tuple(name for name in SPEEDS if name not in ("host_gib", "attention_backward_tflops"))  # to measurements
+FITTED = tuple(name for name in SPEEDS if name not in _NOT_FITTED)  # to measurements
 
 # Where a hardware file gives no speed: shares of its datasheet's peak that kernels of its time reach.
 _GEMM_SHARE = 0.75
+_FLOAT8_SHARE = 1.2  # of the peak in bf16
 _FORWARD_SHARE = 0.65
 BACKWARD_OF_FORWARD = 0.92  # attention's: FlashAttention's own tables of an A100 and an H100, long causal sequences
 _COMMON = {"memory_gib": 1000.0, "inside_gib": 150.0, "across_gib": 10.0, "ring_step_seconds": 2e-3, "host_gib": 24.0}
@@ -213,6 +216,7 @@ def speeds_of(hardware: Hardware, kernel: str | None = None) -> HardwareSpeeds:
     given: dict[str, float] = dict(hardware.speeds)
     peak = hardware.peak_bf16_tflops
     given.setdefault("gemm_tflops", hardware.gemm_tflops or _GEMM_SHARE * peak)
+    given.setdefault("float8_tflops", _FLOAT8_SHARE * peak)
     ceilings = hardware.kernel_ceilings
     chosen: Mapping[str, float] = ceilings.get(kernel or "", {})
     if not chosen and "attention_forward_tflops" not in given and ceilings:
@@ -228,8 +232,8 @@ def speeds_of(hardware: Hardware, kernel: str | None = None) -> HardwareSpeeds:
 
 
 def assumed(hardware: Hardware) -> tuple[str, ...]:
-    """Constants that no file gives, for which a common value stands."""
-    known = set(hardware.speeds) | ({"gemm_tflops"} if hardware.gemm_tflops else set())
+    """Constants that no file gives, for which a common value stands; not of float8, which few trials use."""
+    known = {"float8_tflops", *hardware.speeds} | ({"gemm_tflops"} if hardware.gemm_tflops else set())
     if hardware.kernel_ceilings or "attention_forward_tflops" in known:
         known |= {"attention_forward_tflops", "attention_backward_tflops"}
     return tuple(name for name in SPEEDS if name not in known)

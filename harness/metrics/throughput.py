@@ -180,14 +180,16 @@ class Ceiling:
 
 
 def ceiling_of(record: Record, work: StepFlops, hardware: Hardware) -> Ceiling | None:
-    """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, for
-    recurrences alone, whose kernels have none, and for attention alone on one rank: that is the kernel itself, whose
-    speed is no share of its speed at another length."""
+    """The ceiling of an ok record; None where a speed was measured neither in the trial nor, but for float8, for this
+    hardware, for recurrences alone, whose kernels have none, and for attention alone on one rank: that is the kernel
+    itself, whose speed is no share of its speed at another length."""
     if record.settings.task == "linear" or (record.settings.task == "attention" and record.settings.cp_size == 1):
         return None
     measured = record.measurement
     assert measured is not None, "an ok record has a measurement"
     own = own_gemm_tflops(record.settings.model, measured.extra.get("gemm_tflops"))
+    if own is None and record.settings.linear_dtype != "same" and (work.layers or work.head):
+        return None
     kernel = measured.chosen.get("kernel", "")
     seconds = kernel_bound_seconds(work, hardware, kernel, gemm=own)
     if seconds is None:

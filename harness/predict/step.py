@@ -58,6 +58,15 @@ _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 +
 # Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
+# Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
+# forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's
+# gradients numbers are written in place of bf16: these are the bytes beyond. Per token, in forward, backward and a
+# layer's recomputation, which ends before the MLP, of the widths of hidden states, queries, keys with values, and the
+# MLP; then per weight. Backward of hidden states adds one product to another.
+_CAST_FORWARD = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 3}
+_CAST_BACKWARD = {"hidden": 6 - 1 + 6 - 1 + 6, "queries": 3 + 6, "keys": 6, "ffn": 1 + 2 * 2}
+_CAST_AGAIN = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 0}
+_CAST_WEIGHT = 5, 3, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,21 +162,28 @@ class Term:
 
     phase: str
     flops: float = 0.0  # of matrix products, over all ranks
+    float8: float = 0.0  # share of them that is formed in float8
     memory_bytes: float = 0.0  # that a rank reads and writes in its GPU's memory
     host_bytes: float = 0.0  # that a rank moves to its host or back, whichever is more
 
     def seconds(self, speeds: HardwareSpeeds, ranks: int) -> float:
         """On this many ranks."""
-        products = self.flops / (speeds.gemm_tflops * TERA * ranks)
+        products = self.flops / (TERA * ranks)
+        products *= (1 - self.float8) / speeds.gemm_tflops + self.float8 / speeds.float8_tflops
         return products + self.memory_bytes / (speeds.memory_gib * GIB) + self.host_bytes / (speeds.host_gib * GIB)
 
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
     shard, moments = settings.trained_parameters / settings.world_size, moment_bytes(settings)
+    model = settings.model
+    float8 = 0.0
+    if settings.linear_dtype == "float8":
+        float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)
     return (
-        Term(phase="matrix products", flops=work.all_layers),
-        Term(phase="matrix products again", flops=work.recomputed_layers),
+        Term(phase="matrix products", flops=work.all_layers, float8=float8),
+        Term(phase="matrix products again", flops=work.recomputed_layers, float8=float8),
+        Term(phase="casts to float8", memory_bytes=_cast_bytes(settings, work)),
         Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
         Term(phase="recurrences", memory_bytes=_recurrence_bytes(settings, work)),
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
@@ -189,7 +205,7 @@ def _after_update_bytes(settings: TrialSettings) -> int:
 _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}
 _ORDER = (
     "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
-    "elementwise", "recurrences", "LM head", "optimizer", "schedule's steps", "waiting inside nodes",
+    "elementwise", "casts to float8", "recurrences", "LM head", "optimizer", "schedule's steps", "waiting inside nodes",
     "waiting between nodes", "parameters", "host copies", "waiting for launches",
 )  # fmt: skip
 
@@ -241,6 +257,29 @@ def _elementwise_bytes(settings: TrialSettings, work: StepFlops) -> float:
     attending = settings.checkpoint.layers_again(model.layers) * model.attention_layers / model.layers
     layers += attending * group_states(model, settings.head_groups)
     return item * _tokens(settings) * (layers + mixers) + _tile_bytes(settings)
+
+
+def _cast_bytes(settings: TrialSettings, work: StepFlops) -> float:
+    """Bytes that a rank's casts to float8 read and write in a step, and its sums over tiles beyond `_tile_bytes`, since
+    products in float8 are added to sums by a pass of their own."""
+    if settings.linear_dtype == "same":
+        return 0.0
+    model, again = settings.model, _again(work)
+    attending, with_mlp = model.attention_layers, model.layers * model.mlp_share
+    widths = {
+        "hidden": (attending + with_mlp) / 2 * model.hidden,
+        "queries": attending * model.heads * model.head_dim,
+        "keys": attending * 2 * model.kv_heads * model.head_dim,
+        "ffn": with_mlp * model.ffn * (1 if model.gated else 2),
+    }
+    of_a_token = sum(
+        width * (_CAST_FORWARD[name] + _CAST_BACKWARD[name] + again * _CAST_AGAIN[name])
+        for name, width in widths.items()
+    )
+    forward, backward, recomputed = _CAST_WEIGHT
+    of_a_weight = forward + backward + again * recomputed
+    of_weights = of_a_weight * model.layers * model.float8_matrices * settings.gradient_accumulation
+    return _tokens(settings) * of_a_token + of_weights + _tile_bytes(settings)
 
 
 def _recurrence_bytes(settings: TrialSettings, work: StepFlops) -> float:

@@ -353,6 +353,23 @@ def test_the_command_of_torchtitan() -> None:
         assert command.endswith(f" --activation_checkpoint.mode {expected}")
 
 
+def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command, _, _ = rendered("torchtitan_upstream", linear_dtype="float8")
+    assert command.partition("--model.converters ")[2] == (
+        "quantize.linear.float8 --quantize.linear.float8.filter_fqns output "
+        "--quantize.linear.float8.enable_fsdp_float8_all_gather "
+        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+    )
+    command, _, _ = rendered("megatron_lm_upstream", linear_dtype="float8")
+    assert command.endswith(" --fp8-format hybrid --fp8-recipe tensorwise")
+    monkeypatch.setattr(MegatronLM, "place", InstallPlace(system="megatron_lm", flavour="paper"))
+    trial = settings("megatron_lm_upstream", linear_dtype="float8")
+    found = str(method_named("megatron_lm_upstream").refuse(trial))
+    assert "is the paper's copy here, which has no tensorwise scaling, found linear_dtype float8; set it to" in found
+
+
 @pytest.mark.parametrize(
     ("method", "words", "reason"),
     [

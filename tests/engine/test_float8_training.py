@@ -19,6 +19,7 @@ from engine.ops.products import PLAIN
 from engine.parallelize import multiply_in_float8
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
+from engine.training.config import Order, TrainingConfig
 from harness.spec.methods import method_named
 from tests.engine.parity import Result, dense_run, parallel_runs
 from tests.ranks import run_on_ranks
@@ -28,6 +29,9 @@ BF16 = TrialSettings(
     task="train", method="burst", model=SHAPE, seq_len=64, checkpoint=Checkpoint(every=0), dtype="bf16"
 )
 FLOAT8 = replace(BF16, linear_dtype="float8")
+ORDER: dict[str, Any] = {
+    "method": "engine.burst", "resume": False, "model_flops_per_step": 1.0, "peak_tflops": None
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpoint": Checkpoint(every=1)},
     "recomputed in groups, in tiles": {"checkpoint": Checkpoint(every=2, tail=0.5), "mlp_tiles": 3},
@@ -69,10 +73,10 @@ def test_matrices_of_attention_and_mlp_are_multiplied_in_float8_and_no_others() 
     with torch.device("meta"):
         model = Decoder(hybrid)
     multiply_in_float8(model, "cpu")
-    matrices = {
-        name for name, module in model.named_modules() if isinstance(module, Linear) and module.products is not PLAIN
-    }
+    found = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+    matrices = {name for name, each in found.items() if each.products is not PLAIN}
     of_mlps = {f"blocks.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "gate", "down")}
+    assert sum(found[name].weight.numel() for name in matrices) == 2 * hybrid.float8_matrices
     assert matrices == of_mlps | {f"blocks.1.attention.{name}" for name in ("q", "k", "v", "gate", "output")}
 
 
@@ -103,6 +107,11 @@ def test_what_cannot_multiply_in_float8_says_so_by_name() -> None:
     for words, changes in cases.items():
         settings = replace(FLOAT8, **changes)
         assert (method_unsupported_reason(method_named(settings.method), settings) or "") == words
+
+
+def test_a_run_resumes_in_the_numbers_that_it_began_with() -> None:
+    runs = [Order(config=TrainingConfig(settings=each, steps=1), **ORDER) for each in (BF16, FLOAT8)]
+    assert runs[1].facts == {**runs[0].facts, "linear_dtype": "float8"}
 
 
 def test_a_gpu_without_products_in_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,8 @@ def figures_of(record: Record) -> dict[str, Figure]:
     if settings.task == "linear" or (settings.task == "attention" and settings.cp_size == 1):
         return found  # the kernel itself
     speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
-    gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
+    of_hardware = hardware.gemm_tflops if settings.linear_dtype == "same" else None  # measured in bf16
+    gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or of_hardware
     products = model - 3.0 * attention
     if (gemm or not products) and (speeds or not attention):
         fastest = products / gemm / _TERA if gemm else 0.0

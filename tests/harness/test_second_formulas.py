@@ -186,6 +186,7 @@ settings_of_any_kind = st.builds(
         mlp=st.sampled_from([0.0, 0.3, 1.0]),
     ),
     kernel=st.sampled_from(["fa4", "cudnn", "flex"]),
+    linear_dtype=st.sampled_from(["same", "same", "float8"]),
     lora=st.sampled_from([None, None, Lora(rank=2, alpha=4, targets=("q", "v", "output", "up", "down"))]),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.counts import (
     added_weights,
@@ -30,6 +30,7 @@ CONTENTION = 0.12
 # no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
 # of that shape.
 PASSES_AGAIN = 75
+FLOAT8 = 1.74  # times the speed of products in bf16, as `burst plan` takes both for an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class CostModel:
     """Seconds of one rank's step beyond one that repeats and moves nothing."""
 
     def __init__(self, settings: TrialSettings, speeds: GpuSpeeds) -> None:
+        if settings.linear_dtype == "float8":
+            speeds = replace(speeds, gemm=FLOAT8 * speeds.gemm)
         self._settings, self._speeds, model = settings, speeds, settings.model
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
@@ -66,7 +69,8 @@ class CostModel:
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
         self._moments = moment_bytes(settings) * settings.trained_parameters / settings.world_size / speeds.host_link
-        self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
+        # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
+        self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
         self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}

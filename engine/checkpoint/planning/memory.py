@@ -214,6 +214,14 @@ class MemoryModel:
         # blocks: the allocator keeps these as they are.
         narrow = not self._fused and item < 4
         self._left_by_head = item * self._tokens * shape.vocab if narrow else 0.0
+        # Casts to float8 in an MLP's backward, a byte each: of its matrices, the first ones also transposed; of a run's
+        # dout and normed input, with their transposes; and of SwiGLU's result and gradients five times its width, in
+        # place of which saved products leave four (`_numbers`: one width). A sum over runs holds one more product.
+        self._casts = self._casts_of_run = self._cast_sum = self._numbers = 0.0
+        if settings.linear_dtype == "float8":
+            matrix = shape.hidden * shape.ffn
+            self._casts, self._cast_sum = (1.0 + 2 * self._gates) * matrix, float(wide * matrix)
+            self._casts_of_run, self._numbers = 4 * tokens * shape.hidden, tokens * shape.ffn
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -360,12 +368,15 @@ class MemoryModel:
         run = 1 / tiles
         # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
         # three: in a gated MLP their product takes the place of its gradient.
-        held = max((1 + self._gates) * min(run, 1 - mlp), 3 * min(run, mlp)) * self._mlp_state
+        again, saved = min(run, 1 - mlp), min(run, mlp)
+        held = max((1 + self._gates) * again, 3 * saved) * self._mlp_state
+        held += max(5 * again, saved) * self._numbers
         if not self._settings.plain_mlp:
             kept = 2 if "down" in self._adapted else 1 + self._gates  # the saved product goes before its gradients come
-            held = max(self._by_autograd * min(run, 1 - mlp), kept * mlp) * self._mlp_state
+            held = max(self._by_autograd * again, kept * mlp) * self._mlp_state
+        held += self._casts + self._casts_of_run * max(again, saved)
         if tiles > 1 or 0 < mlp < 1:
-            held += mlp_sums
+            held += mlp_sums + self._cast_sum
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
@@ -388,8 +399,10 @@ class MemoryModel:
         if not self._settings.plain_mlp:
             mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
-        elif choice.mlp_tiles > 1:
-            mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
+        elif choice.mlp_tiles > 1 or self._casts:
+            of_all = (1 + self._gates) * self._mlp_state + self._casts_of_run + 5 * self._numbers
+            mlp = of_all / choice.mlp_tiles + self._casts
+            mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
         mlp += 3 * self._state  # gradients before and after, the MLP's input

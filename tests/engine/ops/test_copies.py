@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.ops.copies import Copies, computed, copy_of, joined, linear
+from engine.ops.copies import Copies, computed, copy_of, joined
+from engine.ops.products import linear
 
 
 def matrices(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -43,10 +43,16 @@ def products_of(x_TI: Tensor, matrix_OI: Tensor, dout_TO: Tensor) -> dict[str, t
     exact_x, exact_matrix, exact_dout = x_TI.double(), matrix_OI.double(), dout_TO.double()
     added = normal(*matrix_OI.shape, seed=9, device=x_TI.device.type).float()
     total = added.clone()
+    dx_TI = FLOAT8.input_gradient(dout, matrix)
     FLOAT8.add_weight_gradient(total, dout, x)
     return {
         "output": (FLOAT8.output(x, matrix), exact_x @ exact_matrix.T, OF_VALUES + BF16),
-        "input": (FLOAT8.input_gradient(dout, matrix), exact_dout @ exact_matrix, OF_GRADIENTS + BF16),
+        "input": (dx_TI, exact_dout @ exact_matrix, OF_GRADIENTS + BF16),
+        "input, added": (
+            FLOAT8.input_gradient(dout, matrix, dx_TI.clone()),
+            2 * exact_dout @ exact_matrix,
+            OF_GRADIENTS + BF16,
+        ),
         "matrix": (FLOAT8.weight_gradient(dout, x, torch.float32), exact_dout.T @ exact_x, OF_GRADIENTS),
         "sum": (total - added, exact_dout.T @ exact_x, OF_GRADIENTS + 1e-3),
     }
@@ -60,7 +66,7 @@ def check_products(device: str) -> None:
             for name, (own, exact, allowed) in found.items():
                 assert relative_error(own, exact) <= allowed, (name, tokens, scale)
                 assert relative_error(own, exact) > allowed / 4, "not formed in float8"
-                assert own.dtype == (torch.bfloat16 if name in ("output", "input") else torch.float32)
+                assert own.dtype == (torch.float32 if name in ("matrix", "sum") else torch.bfloat16)
 
 
 def test_products_are_as_near_to_float64_as_their_formats_round() -> None:
@@ -111,10 +117,12 @@ def in_float8(module: nn.Module) -> None:
             part.products = FLOAT8
 
 
-def layer_parts(in_numbers: Callable[[nn.Module], None], tiles: int, copied: bool, dtype: torch.dtype) -> list[Tensor]:
+def layer_parts(
+    in_numbers: Callable[[nn.Module], None], tiles: int, copied: bool, dtype: torch.dtype, gated: bool = True
+) -> list[Tensor]:
     """Outputs of the projections and of the MLP of a small layer, then all gradients. `tiles` 0: by torch's graph."""
     shape = ModelShape(
-        name="small", layers=1, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=61, qk_norm=True
+        name="small", layers=1, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=61, qk_norm=True, gated=gated
     )
     torch.manual_seed(0)
     norm, attention, mlp = RMSNorm(64, eps=1e-5), Attention(shape), MLP(shape)
@@ -136,11 +144,11 @@ def layer_parts(in_numbers: Callable[[nn.Module], None], tiles: int, copied: boo
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["gathered", "copied"])
-@pytest.mark.parametrize("tiles", [0, 1, 3])
-def test_the_parts_of_a_layer_and_their_gradients_are_as_near(tiles: int, copied: bool) -> None:
-    truth = layer_parts(lambda _: None, 0, False, torch.float64)
-    plain = layer_parts(lambda _: None, tiles, copied, torch.bfloat16)
-    found = layer_parts(in_float8, tiles, copied, torch.bfloat16)
+@pytest.mark.parametrize(("tiles", "gated"), [(0, True), (1, True), (3, True), (3, False)])
+def test_the_parts_of_a_layer_and_their_gradients_are_as_near(tiles: int, gated: bool, copied: bool) -> None:
+    truth = layer_parts(lambda _: None, 0, False, torch.float64, gated)
+    plain = layer_parts(lambda _: None, tiles, copied, torch.bfloat16, gated)
+    found = layer_parts(in_float8, tiles, copied, torch.bfloat16, gated)
     for place, (own, other, exact) in enumerate(zip(found, plain, truth, strict=True)):
         assert own.dtype == other.dtype
         # Gradients pass three products in a row at most: down, up and gate, each with two operands that were rounded.

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from engine.attention.comm.communicators import Communicators
 from engine.attention.context import ContextParallel
 from engine.distributed import World, arrange
-from engine.measurement import Measurement
+from engine.measurement import Measurement, relative_error
 from engine.models.decoder import Decoder
+from engine.ops.float8 import Float8Products
+from engine.ops.products import PLAIN, Products
 from engine.settings import Steps, TrialSettings
 from engine.shape import ModelShape
 from engine.tasks import speeds as speeds_of_trial
@@ -45,18 +47,34 @@ def test_every_product_is_measured_in_every_direction() -> None:
         assert min(each.values()) > 0
 
 
-def test_the_measured_calls_are_the_product_and_its_two_gradients() -> None:
-    rows, inputs, outputs = 5, 7, 11
-    forward, dgrad, wgrad = (call() for call in speeds_of_trial._calls(CPU, rows, inputs, outputs, torch.float64))
+@pytest.mark.parametrize(
+    ("products", "dtype", "allowed"), [(PLAIN, torch.float64, 1e-14), (Float8Products(), torch.bfloat16, 0.09)]
+)
+def test_the_measured_calls_are_the_product_and_its_two_gradients(
+    products: Products, dtype: torch.dtype, allowed: float
+) -> None:
+    rows, inputs, outputs = 5, 16, 32
+    forward, dgrad, wgrad = (call() for call in speeds_of_trial._calls(CPU, rows, inputs, outputs, dtype, products))
     generator = torch.Generator().manual_seed(0)
     x, dy, w = (
-        torch.empty(shape, dtype=torch.float64).normal_(generator=generator).requires_grad_()
+        torch.empty(shape, dtype=dtype).normal_(generator=generator).double().requires_grad_()
         for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))
     )
     y = torch.nn.functional.linear(x, w)
-    torch.testing.assert_close(forward, y)
-    for found, truth in zip((dgrad, wgrad), torch.autograd.grad(y, (x, w), dy), strict=True):
-        torch.testing.assert_close(found, truth)
+    for found, truth in zip((forward, dgrad, wgrad), (y, *torch.autograd.grad(y, (x, w), dy)), strict=True):
+        assert relative_error(found, truth.detach()) <= allowed
+
+
+def test_products_of_layers_alone_are_measured_in_float8() -> None:
+    shape = replace(SHAPE, layer_pattern="lf", linear="mamba2", linear_heads=4, linear_key_heads=2, linear_key_dim=16,
+                    linear_value_dim=16)  # fmt: skip
+    products = matrix_products(shape)
+    float8 = {each.name for each in products if each.float8}
+    assert float8 == {"query", "key_value", "out", "gate_up", "down"}
+    assert sum(each.weights for each in products if each.float8) == shape.layers * shape.float8_matrices
+    with mock.patch.object(speeds_of_trial, "_calls", wraps=speeds_of_trial._calls) as calls:
+        measure_products(CPU, products, {each.name: 16 for each in products}, torch.bfloat16, Float8Products())
+    assert {call.args[-1] is PLAIN for call in calls.call_args_list} == {True, False}
 
 
 def test_products_of_one_shape_are_measured_once() -> None:
