@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -44,10 +45,13 @@ class AttendOnce:
         tail: fraction of the sequence, from its end, whose result is saved.
         store: where it is saved.
         passed: called whenever backward has passed this attention.
+        begins: called whenever backward is about to.
     """
 
-    def __init__(self, attend: Attend, tail: float, store: Store, passed: Callable[[], None]) -> None:
-        self.attend, self.passed = attend, passed
+    def __init__(
+        self, attend: Attend, tail: float, store: Store, passed: Callable[[], None], begins: Callable[[], None]
+    ) -> None:
+        self.attend, self.passed, self._begins = attend, passed, begins
         # What is kept on the device stays there for another backward; from the host, and joined, comes a copy.
         self.copies = tail < 1 or isinstance(store, HostStore)
         self._tail, self._store = tail, store
@@ -58,10 +62,13 @@ class AttendOnce:
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **sinks: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse): computed and saved by the first call, recomputed from the saved part by the others."""
-        if not self._called and q_BLND.requires_grad:
-            passed = self.passed  # the hook is held by the graph, which holds this object: no cycle
+        first = not self._called and q_BLND.requires_grad
+        found = self.once(lambda saved: self.attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks))
+        if first:
+            passed, begins = self.passed, self._begins  # the graph holds the hooks, and this object: no cycle
             q_BLND.register_hook(lambda dq_BLND: passed())
-        return self.once(lambda saved: self.attend(q_BLND, k_BLKD, v_BLKD, saved=saved, **sinks))
+            found[0].register_hook(lambda dout_BLND: begins())
+        return found
 
     def once(self, compute: FromSaved) -> tuple[Tensor, Tensor]:
         """The same of any way to attend with what is saved."""
@@ -167,6 +174,15 @@ class LayerGroup(ABC):
         """
         if place == 0 and self._previous is not None:
             self._previous.prefetch()
+
+    def begins(self, place: int) -> None:
+        """Backward is about to pass the attention of the layer at `place`: prefetch the input that it needs next.
+
+        Its copy then has the time of attention, and only those of attention's results that of the projections before
+        it, which hide no more than half of both. To be called where one more input makes no moment the fullest.
+        """
+        if place == 0 and self._previous is not None:
+            self._previous._start.prefetch()
 
     def prefetch(self) -> None:
         """Backward is about to reach this group."""
@@ -327,12 +343,14 @@ class Recompute:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)
         assert self._group is not None, "layers run in order"
-        passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
+        place, of_group = index % self._settings.every, weakref.ref(self._group)
+        passed = partial(_told, of_group, LayerGroup.passed, place)
         once: AttendOnce | MixOnce
         if block.linear:
             once = MixOnce(cast(MixCall, over_ranks), passed)
         else:
-            once = AttendOnce(cast(Attend, over_ranks), self._settings.tail, self.attention, passed)
+            begins = partial(_told, of_group, LayerGroup.begins, place) if _has_room(block, x_BLE) else _nothing
+            once = AttendOnce(cast(Attend, over_ranks), self._settings.tail, self.attention, passed, begins)
         place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
         source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:
@@ -362,10 +380,24 @@ class _LayerInput:
         return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
 
 
-def _passed(group: weakref.ref[LayerGroup], place: int) -> None:
-    """`LayerGroup.passed`, by a weak reference: the group holds the layers whose hooks call this."""
+def _told(group: weakref.ref[LayerGroup], what: Callable[[LayerGroup, int], None], place: int) -> None:
+    """`LayerGroup.passed` or `begins`, by a weak reference: the group holds the layers whose hooks call this."""
     if (found := group()) is not None:
-        found.passed(place)
+        what(found, place)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _has_room(block: Block, x_BLE: Tensor) -> bool:
+    """Whether one more input of a layer fits beside the backward of `block` where no later moment is to be fuller.
+
+    The first layer's backward comes last: it needs no further input, and holds the gradients of one layer more.
+    """
+    trained = (each for each in block.parameters() if each.requires_grad)
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
+    return x_BLE.nbytes <= sum(each.nbytes for each in local)
 
 
 def _layer_from(source: _LayerInput, layer: LayerFn, rotary: Rotary, over_ranks: AttendOnce | MixOnce) -> Tensor:

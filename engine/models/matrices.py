@@ -39,7 +39,7 @@ class Linear(nn.Linear):
         # The adapters' product first, and the frozen one added to it in place: a recomputation ends with the last
         # tensor that backward needs, which is the frozen matrix itself, so that its product is not repeated.
         x_TI = x.flatten(0, -2)
-        out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
+        out_TO = self._adapters(x_TI, biases)
         return out_TO.addmm_(x_TI, self.weight.t()).unflatten(0, x.shape[:-1])
 
     def for_gradients(self, x: Tensor) -> Tensor:
@@ -51,8 +51,11 @@ class Linear(nn.Linear):
         if self.lora_A is None:
             out_TO = x.new_zeros(()).expand(x_TI.shape[0], self.out_features)
         else:
-            out_TO = linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B])
+            out_TO = self._adapters(x_TI, [])
         return _Unformed.apply(out_TO, x_TI, self.weight).unflatten(0, x.shape[:-1])
+
+    def _adapters(self, x_TI: Tensor, biases: list[nn.Parameter]) -> Tensor:
+        return linear(linear(x_TI, [self.lora_A]) * self.lora_scale, [self.lora_B], biases)
 
 
 class _Unformed(torch.autograd.Function):

@@ -3,6 +3,7 @@ are counted."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import engine.memory.offload
+from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
+from engine.checkpoint import recompute
 from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
 from engine.checkpoint.recompute import AttendOnce, Recompute, set_activations
 from engine.models.decoder import Decoder
@@ -290,3 +293,53 @@ def test_memory_falls_as_less_is_saved() -> None:
         ({"every": 3, "tail": 1.0, "offload": "all"}, LAYERS * INPUT_BYTES),  # all on the host
     ):
         assert tail0 - live_bytes(Checkpoint(**{"every": 1, "tail": 0.0} | changes)) == pytest.approx(fewer, abs=slack)
+
+
+class Noted(torch.autograd.Function):
+    """Attention of a kind; notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, events: list[str]) -> Tensor:
+        ctx.events = events
+        return q + k.repeat_interleave(q.shape[2] // k.shape[2], 2) + v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.events.append("attention backward")
+        of_keys = dout.unflatten(2, (SHAPE.kv_heads, -1)).sum(3)
+        return dout, of_keys, of_keys, None
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_input_comes_from_the_host_before_attentions_backward_where_there_is_room(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention's results follow it in either case, and the first layer, which is the last, asks for nothing."""
+    events: list[str] = []
+    prefetch = engine.memory.offload._OnHost.prefetch
+
+    def noting(saved: engine.memory.offload._OnHost) -> None:
+        if saved._coming is None:
+            events.append("input" if len(saved._specs) == 1 else "results")
+        prefetch(saved)
+
+    class Attention:
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> tuple[Tensor, Tensor]:
+            return Noted.apply(q, k, v, events), q.detach()[..., 0].transpose(1, 2)
+
+        def keep(self, out: Tensor, lse: Tensor, tail: float) -> SavedOutput:
+            return SavedOutput(out.detach(), lse)
+
+    monkeypatch.setattr(engine.memory.offload._OnHost, "prefetch", noting)
+    monkeypatch.setattr(recompute, "_has_room", lambda block, x: has_room)
+    settings = Checkpoint(offload="all")
+    model = Decoder(dataclasses.replace(SHAPE, layers=3)).double()
+    for block in model.blocks:
+        block.attend = Attention()
+    kept = set_activations(settings, list(model.blocks))
+    loss_of(model).backward()
+    del kept
+    ahead, after = (["input"], ["results"]) if has_room else ([], ["input", "results"])
+    last = ["input", "results"]  # nothing comes before the last layer
+    between = [*ahead, "attention backward", *after]
+    assert events == [*last, *between, *between, "attention backward"]
