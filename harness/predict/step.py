@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.attention.problem import Problem
-from engine.checkpoint.counts import added_weights, group_states, layers_run_again, moment_bytes
+from engine.checkpoint.counts import added_weights, gathering_bytes, group_states, layers_run_again, moment_bytes
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
@@ -52,9 +52,6 @@ _UPDATE_BYTES = 8 + 4 + 4
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
-# Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
-# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
-_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
 # Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
@@ -131,7 +128,8 @@ def step_time(
     gathering = _gather_seconds(settings, speeds, node_ranks, across)
     moving = _offload_bytes(settings) / (speeds.host_gib * GIB)
     phases["parameters"] = layers * 3 * max(0.0, gathering - computing)
-    phases["parameters"] += _copied_bytes(settings) * calls / (speeds.memory_gib * GIB)
+    copied = 0.0 if keeps_whole(settings) else gathering_bytes(settings)
+    phases["parameters"] += copied * calls / (speeds.memory_gib * GIB)
     waits = max(0.0, moving - computing)
     phases["host copies"] = layers * 2 * waits
     if settings.head_groups > 1:  # nothing hides copies back
@@ -315,16 +313,6 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
     nodes = -(-ranks // node_ranks)
     inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
     return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
-
-
-def _copied_bytes(settings: TrialSettings) -> float:
-    """Bytes that a rank copies to gather all parameters in forward and in backward and to reduce their gradients."""
-    if keeps_whole(settings):
-        return 0.0
-    ranks = settings.world_size / settings.tp_size
-    gathered = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) * settings.model.parameters
-    reduced = (_REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks) * settings.trained_parameters
-    return (gathered + reduced) / settings.tp_size
 
 
 def _offload_bytes(settings: TrialSettings) -> float:
