@@ -256,8 +256,7 @@ class MemoryModel:
         base = self._always(choice) + self._slots_with(choice.checkpoint)
         inputs, attention, _ = self._kept(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least=False)
-        found = {name: base + activations + gradients for name, activations, gradients in moments}
-        return found | {"optimizer": base + self._parameters}
+        return {name: base + activations + gradients for name, activations, gradients in moments}
 
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
@@ -311,6 +310,7 @@ class MemoryModel:
             # The first layer's own tensors: its group's input and its attention.
             own = inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
+        moments.append(("optimizer", 0.0, self._parameters))
         return moments
 
     def _gradients(self, layer: int) -> float:
