@@ -25,6 +25,10 @@ from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters, trained_weig
 from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, share_in_blocks
 from engine.shape import ModelShape
 
+# Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
+# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
+_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
+
 
 def kept_places(first: int, place: int) -> list[int]:
     """Places between `first` and `place` whose inputs a run from one to the other saves under `bisect`."""
@@ -190,3 +194,12 @@ def moment_bytes(settings: TrialSettings) -> float:
     wide = max(4, BYTES_OF[settings.dtype])
     narrow = 0.0 if settings.optimizer_states is None else share_in_blocks(settings.model)
     return 2 * (narrow * (1 + 4 / STATES_BLOCK) + (1 - narrow) * wide)
+
+
+def gathering_bytes(settings: TrialSettings) -> float:
+    """Bytes that a rank copies in its GPU's memory, with a micro-batch, to gather all parameters in forward and in
+    backward and to reduce their gradients, where it does not keep them whole."""
+    ranks = settings.world_size / settings.tp_size
+    gathered = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) * settings.model.parameters
+    reduced = (_REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks) * settings.trained_parameters
+    return (gathered + reduced) / settings.tp_size

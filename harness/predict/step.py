@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.attention.problem import Problem
-from engine.checkpoint.counts import added_weights, group_states, layers_run_again, moment_bytes
+from engine.checkpoint.counts import added_weights, gathering_bytes, group_states, layers_run_again, moment_bytes
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
@@ -52,9 +52,6 @@ _UPDATE_BYTES = 8 + 4 + 4
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
-# Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
-# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
-_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
 # Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
 # one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = 0.0045
@@ -67,6 +64,9 @@ _CAST_FORWARD = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 3}
 _CAST_BACKWARD = {"hidden": 6 - 1 + 6 - 1 + 6, "queries": 3 + 6, "keys": 6, "ffn": 1 + 2 * 2}
 _CAST_AGAIN = {"hidden": 1 + 1, "queries": 5, "keys": 0, "ffn": 0}
 _CAST_WEIGHT = 5, 3, 2
+CAST_SPEED = (
+    0.69  # of elementwise passes: what steps of 16K and 64K tokens took longer, in a development run on an H200
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,8 @@ def step_time(
     gathering = _gather_seconds(settings, speeds, node_ranks, across)
     moving = _offload_bytes(settings) / (speeds.host_gib * GIB)
     phases["parameters"] = layers * 3 * max(0.0, gathering - computing)
-    phases["parameters"] += _copied_bytes(settings) * calls / (speeds.memory_gib * GIB)
+    copied = 0.0 if keeps_whole(settings) else gathering_bytes(settings)
+    phases["parameters"] += copied * calls / (speeds.memory_gib * GIB)
     waits = max(0.0, moving - computing)
     phases["host copies"] = layers * 2 * waits
     if settings.head_groups > 1:  # nothing hides copies back
@@ -183,7 +184,7 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     return (
         Term(phase="matrix products", flops=work.all_layers, float8=float8),
         Term(phase="matrix products again", flops=work.recomputed_layers, float8=float8),
-        Term(phase="casts to float8", memory_bytes=_cast_bytes(settings, work)),
+        Term(phase="casts to float8", memory_bytes=_cast_bytes(settings, work) / CAST_SPEED),
         Term(phase="elementwise", memory_bytes=_elementwise_bytes(settings, work)),
         Term(phase="recurrences", memory_bytes=_recurrence_bytes(settings, work)),
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
@@ -312,16 +313,6 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
     nodes = -(-ranks // node_ranks)
     inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
     return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
-
-
-def _copied_bytes(settings: TrialSettings) -> float:
-    """Bytes that a rank copies to gather all parameters in forward and in backward and to reduce their gradients."""
-    if keeps_whole(settings):
-        return 0.0
-    ranks = settings.world_size / settings.tp_size
-    gathered = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) * settings.model.parameters
-    reduced = (_REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks) * settings.trained_parameters
-    return (gathered + reduced) / settings.tp_size
 
 
 def _offload_bytes(settings: TrialSettings) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.checkpoint.counts import (
     added_weights,
+    gathering_bytes,
     group_starts,
     group_states,
     head_share,
@@ -19,7 +20,7 @@ from engine.checkpoint.counts import (
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
-from engine.settings import BYTES_OF, Checkpoint, TrialSettings
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
@@ -30,7 +31,7 @@ CONTENTION = 0.12
 # no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
 # of that shape.
 PASSES_AGAIN = 75
-FLOAT8 = 1.74  # times the speed of products in bf16, as `burst plan` takes both for an H200
+FLOAT8 = 1.88  # times the speed of products in bf16, as `burst plan` takes both for an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,9 @@ class CostModel:
         self._moments = moment_bytes(settings) * settings.trained_parameters / settings.world_size / speeds.host_link
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
+        # Where one rank keeps its parameters whole, but not with moments on the host.
+        whole = keeps_whole(settings, optimizer_offload=False)
+        self._gathering = micro * gathering_bytes(settings) / speeds.memory if whole else 0.0
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
         self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}
@@ -102,6 +106,7 @@ class CostModel:
         settings = self._settings
         added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
         added += 2 * self._moments * choice.optimizer_offload  # in and out; neither forward nor backward hides them
+        added += self._gathering if choice.optimizer_offload else 0.0
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
         return added

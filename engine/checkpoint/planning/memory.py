@@ -215,13 +215,14 @@ class MemoryModel:
         narrow = not self._fused and item < 4
         self._left_by_head = item * self._tokens * shape.vocab if narrow else 0.0
         # Casts to float8 in an MLP's backward, a byte each: of its matrices, the first ones also transposed; of a run's
-        # dout and normed input, with their transposes; and of SwiGLU's result and gradients five times its width, in
-        # place of which saved products leave four (`_numbers`: one width). A sum over runs holds one more product.
+        # dout, with its transpose, where those of the normed input take its place; and of SwiGLU's result and gradients
+        # five times its width, in place of which saved products leave four (`_numbers`: one width). A sum over runs
+        # holds one more product.
         self._casts = self._casts_of_run = self._cast_sum = self._numbers = 0.0
         if settings.linear_dtype == "float8":
             matrix = shape.hidden * shape.ffn
             self._casts, self._cast_sum = (1.0 + 2 * self._gates) * matrix, float(wide * matrix)
-            self._casts_of_run, self._numbers = 4 * tokens * shape.hidden, tokens * shape.ffn
+            self._casts_of_run, self._numbers = 2 * tokens * shape.hidden, tokens * shape.ffn
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -255,8 +256,7 @@ class MemoryModel:
         base = self._always(choice) + self._slots_with(choice.checkpoint)
         inputs, attention, _ = self._kept(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least=False)
-        found = {name: base + activations + gradients for name, activations, gradients in moments}
-        return found | {"optimizer": base + self._parameters}
+        return {name: base + activations + gradients for name, activations, gradients in moments}
 
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
@@ -310,6 +310,7 @@ class MemoryModel:
             # The first layer's own tensors: its group's input and its attention.
             own = inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
+        moments.append(("optimizer", 0.0, self._parameters))
         return moments
 
     def _gradients(self, layer: int) -> float:

@@ -154,8 +154,20 @@ def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_a_quarter_of_the_t
     assert "; moments in 8 bits; " in found.words
     assert "in 8 bits" not in before.words
     assert found.added_seconds < 0.9 * before.added_seconds
-    hosted = MemorySettings(checkpoint=Checkpoint(), optimizer_offload=True)
-    assert CostModel(narrow, GpuSpeeds()).fixed(hosted) < 0.26 * CostModel(wide, GpuSpeeds()).fixed(hosted)
+    some, more = (MemorySettings(checkpoint=Checkpoint(), optimizer_offload=part) for part in (0.1, 1.0))
+    fast, slow = (
+        cost.fixed(more) - cost.fixed(some) for cost in (CostModel(narrow, GpuSpeeds()), CostModel(wide, GpuSpeeds()))
+    )
+    assert fast < 0.26 * slow
+
+
+def test_moments_on_the_host_cost_the_copies_of_gathering_where_one_rank_would_keep_its_parameters_whole() -> None:
+    for ranks, more in ((1, 50 * B1.parameters / 3e12), (4, 0.0)):
+        cost = CostModel(settings(world_size=ranks, cp_size=ranks), GpuSpeeds())
+        whole, some, all_of_them = (
+            cost.fixed(MemorySettings(checkpoint=Checkpoint(), optimizer_offload=part)) for part in (False, 0.5, True)
+        )
+        assert some - whole - (all_of_them - some) == pytest.approx(more, abs=1e-9)
 
 
 def test_a_budget_nothing_fits_in_gives_the_smallest_choice_and_says_so() -> None:
