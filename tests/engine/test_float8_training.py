@@ -97,6 +97,9 @@ def test_what_cannot_multiply_in_float8_says_so_by_name() -> None:
         f"linear_dtype float8 takes widths that 16 divides, and model odd has kv_heads x head_dim 24; {to_same}": {
             "model": replace(SHAPE, name="odd", heads=6, kv_heads=3, head_dim=8)
         },
+        f"linear_dtype float8 takes widths that 16 divides, and model odd has q_latent 24; {to_same}": {
+            "model": replace(SHAPE, name="odd", kv_heads=8, kv_latent=40, q_latent=24, rope_dim=8, qk_norm=False)
+        },
         "megatron_tp has no linear_dtype float8; set linear_dtype to same": {
             "method": "megatron_tp", "tp_size": 2, "world_size": 2
         },

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.initialise
+import engine.parallelize
 from engine.attention.problem import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
@@ -141,6 +142,24 @@ def test_reduced_gradients_have_memory_of_the_computations_stream(adds: bool, mo
     of_a_unit()
     assert device.taken == ["compute"] * 5
     assert marked == ["reduces"] * (2 if adds else 0)
+
+
+def results_are_added(counts: tuple[int, ...]) -> list[bool]:
+    found = []
+
+    class Noting(ReduceIntoFreedMemory):
+        def __init__(self, *, adds: bool) -> None:
+            found.append(adds)
+            super().__init__(adds=adds)
+
+    engine.parallelize.ReduceIntoFreedMemory = Noting  # type: ignore[misc]
+    for count in counts:
+        task_of(dataclasses.replace(SETTINGS, world_size=2, gradient_accumulation=count))
+    return found
+
+
+def test_with_several_micro_batches_reduced_gradients_are_marked_as_added() -> None:
+    assert run_on_ranks(2, results_are_added, (1, 3)) == [[False, True]] * 2
 
 
 def test_unequal_nodes_are_refused_for_hybrid_sharding() -> None:

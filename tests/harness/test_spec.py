@@ -140,6 +140,7 @@ WRONG = [
     ("dtype: fp32", "dtype: [fp32]", r":7: dtype is a list; .* under sweep.dtype"),
     ("dtype: fp32", "dtype:", r":7: dtype is empty; expected fp64, fp32 or bf16"),
     ("batch_size: 1", "batch_size: 0", r":7: batch_size is 0; give a number of at least 1"),
+    ("batch_size: 1", "optimizer_states: 4bit", r":7: optimizer_states is '4bit'; expected 8bit or null"),
     ("batch_size: 1", "batch_size: one", r":7: batch_size is 'one'; expected a whole number"),
     ("batch_size: 1", "batch_size: 1.5", r":7: batch_size is 1.5; expected a whole number"),
     ("batch_size: 1", "batch_size: true", r":7: batch_size is true; expected a whole number"),

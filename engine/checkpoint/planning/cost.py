@@ -144,7 +144,7 @@ class CostModel:
             copies += again * checkpoint.tail * self._copy_attention
         hidden = again * self._layer  # the time of the layers that are computed meanwhile, in either direction
         if choice.head_groups > 1:  # nothing hides copies back, which begin when their memory is free
-            added += copies
+            added += min(copies, hidden)  # the others are waited for anyway
         return added + 2 * (max(0.0, copies - hidden) + CONTENTION * min(copies, hidden))
 
     def _head_share(self, tail: float) -> float:

@@ -383,7 +383,8 @@ def kept_in_words(settings: TrialSettings) -> list[str]:
         words.append(f"of {which} {kept}{where}")
     words += [f"MLP in {settings.mlp_tiles} tiles"] * (settings.mlp_tiles > 1)
     words += [f"projections in {settings.projection_tiles} tiles"] * (settings.projection_tiles > 1)
-    words += [f"attention's backward in {settings.head_groups} groups of heads"] * (settings.head_groups > 1)
+    if again and settings.head_groups > 1:  # layers that are kept whole attend with all heads at once
+        words.append(f"attention's backward in at most {settings.head_groups} groups of heads")
     words += [f"LM head in {settings.head_tiles} tiles"] * (settings.head_tiles > 0)
     if settings.optimizer_offload:
         part = "" if settings.optimizer_offload == 1 else f"{settings.optimizer_offload:.0%} of the "

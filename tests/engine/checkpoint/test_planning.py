@@ -148,6 +148,24 @@ def test_a_part_of_the_moments_goes_to_the_host_where_all_of_them_would_leave_me
         assert memory_of(chosen).reserved == pytest.approx(found.reserved_bytes, abs=1)
 
 
+def test_copies_back_are_waited_for_where_heads_go_in_groups() -> None:
+    trial = settings()
+    state_bytes = 2 * trial.seq_len * 2048
+    copied = 16 * (2 * state_bytes + 4 * trial.seq_len * 16)  # input, output and LSE of every layer
+
+    def added(link: float, groups: int) -> float:
+        cost = CostModel(trial, dataclasses.replace(GpuSpeeds(), host_link=link))
+        there, back = (
+            cost.repeated(MemorySettings(checkpoint=Checkpoint(offload=offload), head_groups=groups))
+            for offload in ("none", "all")
+        )
+        return back - there
+
+    for link, ways in ((50 * GIB, 1.0), (0.01 * GIB, 2.0)):  # the first hides copies otherwise, the second few of them
+        found = added(link, 8) - (added(link, 1) if ways == 1 else 0.0)
+        assert found == pytest.approx(ways * copied / link, rel=0.02)
+
+
 def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_a_quarter_of_the_time() -> None:
     wide, narrow = (settings(seq_len=1 << 17, optimizer_states=states) for states in (None, "8bit"))
     (_, before), (_, found) = (planned(trial, Budget(gpu=20 * GIB)) for trial in (wide, narrow))

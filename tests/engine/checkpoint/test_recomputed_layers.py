@@ -343,3 +343,11 @@ def test_an_input_comes_from_the_host_before_attentions_backward_where_there_is_
     last = ["input", "results"]  # nothing comes before the last layer
     between = [*ahead, "attention backward", *after]
     assert events == [*last, *between, *between, "attention backward"]
+
+
+def test_there_is_room_for_an_input_as_large_as_a_layers_gradients() -> None:
+    block = Decoder(SHAPE).blocks[0]
+    elements = sum(parameter.numel() for parameter in block.parameters())
+    assert recompute._has_room(block, torch.empty(elements))
+    assert not recompute._has_room(block, torch.empty(elements + 1))
+    assert not recompute._has_room(block.requires_grad_(False), torch.empty(1))
