@@ -50,6 +50,22 @@ def test_a_gradient_norm_that_differs_breaks_the_agreement_too() -> None:
     assert [pair.agrees for pair in agreements(rows_of([record(), trial]))] == [True, False]
 
 
+@pytest.mark.parametrize("changes", [{"optimizer_states": "8bit"}, {"linear_dtype": "float8", "dtype": "bf16"}])
+def test_what_rounds_further_has_a_plain_reference_and_no_verdict(changes: dict[str, str]) -> None:
+    plain = record(dtype=changes.get("dtype", "fp32"), method="ulysses")
+    narrow = record(**changes)
+    assert narrow.measurement is not None
+    narrow.measurement.loss[1] *= 1.001
+    found = agreements(rows_of([narrow, plain]))
+    assert [(pair.reference["method"], pair.row["method"]) for pair in found] == [
+        ("ulysses", "burst"),
+        ("ulysses", "ulysses"),
+    ]
+    assert found[0].agrees is None
+    [alone] = agreements(rows_of([narrow]))
+    assert alone.is_reference
+
+
 def test_methods_are_put_beside_lengths_with_how_a_trial_ended_where_it_has_no_number() -> None:
     trials = [
         record(seq_len=1024),

@@ -46,21 +46,22 @@ class LossDifferences:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether all differences are within LIMIT; None for narrower types."""
-        if self.row["dtype"] not in ("fp32", "fp64"):
+        """Whether all differences are within LIMIT; None for narrower numbers."""
+        if self.row["dtype"] not in ("fp32", "fp64") or _rounds_further(self.row):
             return None
         return max(self.loss, self.grad_norm or 0.0) <= LIMIT
 
 
 def agreements(rows: Sequence[Row]) -> list[LossDifferences]:
     """Every ok trial with a loss beside the first ok trial that computes the same function, the reference included;
-    none that starts from weights of its own."""
+    none that starts from weights of its own. A trial that rounds further is a reference only where all do."""
+    compared = [row for row in rows if row["status"] == "ok" and row["loss_by_step"] and not has_own_weights(row)]
     references: dict[tuple[object, ...], Row] = {}
+    for row in sorted(compared, key=_rounds_further):
+        references.setdefault(function_of(row), row)
     found = []
-    for row in rows:
-        if row["status"] != "ok" or not row["loss_by_step"] or has_own_weights(row):
-            continue
-        reference = references.setdefault(function_of(row), row)
+    for row in compared:
+        reference = references[function_of(row)]
         found.append(
             LossDifferences(
                 row=row,
@@ -147,6 +148,11 @@ def own_weights_sentence(rows: Sequence[Row]) -> str:
     if len(methods) == 1:
         return f"{methods[0]} starts from weights of its own; its loss is not compared."
     return "Upstream systems start from weights of their own; their losses are not compared."
+
+
+def _rounds_further(row: Row) -> bool:
+    """Whether something is held or multiplied in narrower numbers than those of `dtype`."""
+    return row["linear_dtype"] != "same" or row["optimizer_states"] is not None
 
 
 def function_of(row: Row) -> tuple[object, ...]:
