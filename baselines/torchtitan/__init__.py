@@ -47,9 +47,8 @@ class TorchTitan(Upstream):
     source = "github.com/pytorch/torchtitan"
     warmup = 2  # compilation
     most_tp = 8
-    honours = ("linear_dtype",)
+    honours = ("kernel", "linear_dtype")
     tokens = "plain"
-    honours = ("kernel",)
     # Each N-th layer, and what the compiler chooses to keep of a share of what it would without recomputation.
     recomputes: Mapping[str, str] = {"every N": r"every [1-9]\d*", "budget SHARE": r"budget (0(\.\d+)?|1(\.0)?)"}
 

@@ -46,12 +46,12 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
     """
 
     def project_tiled(norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
-        if tiles == 1 and recomputed and (attention.q.products is PLAIN or len(x_BLE) > 1):
-            return project_whole(norm, attention, x_BLE, rotary)
         if not attention.plain:
             if tiles == 1:
                 return project_whole(norm, attention, x_BLE, rotary)
             return _project_by_autograd(tiles, norm, attention, x_BLE, rotary)
+        if tiles == 1 and recomputed and (attention.q.products is PLAIN or len(x_BLE) > 1):
+            return project_whole(norm, attention, x_BLE, rotary)
         if tiles == 1 and attention.q_norm is not None:
             return project_whole(norm, attention, x_BLE, rotary)
         plain, weights, values = PlainProjections.of(norm, attention, x_BLE, tiles)

@@ -22,9 +22,11 @@ from engine.ops.float8 import SMALLEST
 from engine.ops.norm_triton import WIDEST as WIDEST
 from engine.ops.norm_triton import row_sizes
 
-BLOCK, STEPS, WARPS = 2048, 8, 4  # a program's elements for the largest value: 8 times two reads of 16 bytes a thread
-TILE, TILE_WARPS = 128, 8  # rows and columns of a cast tile: lines of 128 bytes are written in either order
-SWIGLU_TILE, SWIGLU_WARPS = 64, 8  # the same of SwiGLU, six numbers of which a thread holds at once
+BLOCK, STEPS, WARPS = 2048, 4, 4  # a program's elements for the largest value: 4 times two reads of 16 bytes a thread
+# Rows and columns of a tile. Larger ones write longer lines in the transposed order, but few of their programs fit a
+# processor at once (2 of 128 x 128, which take 128 registers a thread; 9 of these): none reads while others write.
+TILE, TILE_WARPS = 64, 4
+SWIGLU_WARPS = 8  # of the same tile: a thread holds six numbers for each element
 
 # Numbers [R, C], transposed and padded [C, P], unit, and what another cast of the same matrix need not find again.
 Cast = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
@@ -170,7 +172,7 @@ def cast(matrix_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, kn
         _largest_kernel[(triton.cdiv(matrix_RC.numel(), BLOCK * STEPS),)](
             matrix_RC, largest, matrix_RC.numel(), BLOCK=BLOCK, STEPS=STEPS, num_warps=WARPS
         )
-    _cast_kernel[_tiles(matrix_RC, TILE)](
+    _cast_kernel[_tiles(matrix_RC)](
         matrix_RC, largest, numbers_RC, transposed_CP, unit, *matrix_RC.shape, _padded(matrix_RC),
         torch.finfo(dtype).max, SMALLEST, ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip
@@ -202,7 +204,7 @@ def norm(
         )  # fmt: skip
         known = largest, scales_T
     largest, scales_T = known
-    _norm_cast_kernel[_tiles(x_TE, TILE)](
+    _norm_cast_kernel[_tiles(x_TE)](
         total_TE, weight_E, scales_T, largest, numbers_TE, transposed_EP, unit, tokens, features, _padded(x_TE),
         torch.finfo(dtype).max, SMALLEST, ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip
@@ -220,9 +222,9 @@ def swiglu_again(
     _swiglu_largest_kernel[(triton.cdiv(gate_TF.numel(), BLOCK),)](
         dhidden_TF, gate_TF, up_TF, *largest, gate_TF.numel(), BLOCK=BLOCK, num_warps=WARPS
     )
-    _swiglu_cast_kernel[_tiles(gate_TF, SWIGLU_TILE)](
+    _swiglu_cast_kernel[_tiles(gate_TF)](
         dhidden_TF, gate_TF, up_TF, *largest, *hidden[1:], *dgate, *dup, *gate_TF.shape, _padded(gate_TF),
-        torch.finfo(values).max, torch.finfo(gradients).max, SMALLEST, TILE=SWIGLU_TILE, num_warps=SWIGLU_WARPS,
+        torch.finfo(values).max, torch.finfo(gradients).max, SMALLEST, TILE=TILE, num_warps=SWIGLU_WARPS,
     )  # fmt: skip
     return (*hidden, ()), (*dgate, ()), (*dup, ())
 
@@ -240,5 +242,5 @@ def _padded(matrix_RC: Tensor) -> int:
     return triton.cdiv(matrix_RC.shape[0], FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
 
 
-def _tiles(matrix_RC: Tensor, tile: int) -> tuple[int]:
-    return (triton.cdiv(matrix_RC.shape[0], tile) * triton.cdiv(matrix_RC.shape[1], tile),)
+def _tiles(matrix_RC: Tensor) -> tuple[int]:
+    return (triton.cdiv(matrix_RC.shape[0], TILE) * triton.cdiv(matrix_RC.shape[1], TILE),)

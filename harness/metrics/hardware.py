@@ -84,7 +84,7 @@ class HardwareSpeeds:
     across_gib: float  # to another node, with NCCL set up for the site (docs/cluster.md)
     across_default_gib: float  # the same with NCCL's own defaults
     ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
-    float8_tflops: float = 1200.0  # of matrix products in float8
+    float8_tflops: float = 1300.0  # of matrix products in float8
     host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once
     tiles: Tiles | None = None  # of the attention kernel, where they were measured; then they stand for its two speeds
 
@@ -100,7 +100,7 @@ FITTED = tuple(name for name in SPEEDS if name not in _NOT_FITTED)  # to measure
 
 # Where a hardware file gives no speed: shares of its datasheet's peak that kernels of its time reach.
 _GEMM_SHARE = 0.75
-_FLOAT8_SHARE = 1.2  # of the peak in bf16
+_FLOAT8_SHARE = 1.3  # of the peak in bf16
 _FORWARD_SHARE = 0.65
 BACKWARD_OF_FORWARD = 0.92  # attention's: FlashAttention's own tables of an A100 and an H100, long causal sequences
 _COMMON = {"memory_gib": 1000.0, "inside_gib": 150.0, "across_gib": 10.0, "ring_step_seconds": 2e-3, "host_gib": 24.0}

@@ -356,6 +356,9 @@ def test_the_command_of_torchtitan() -> None:
 def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for kernel in ("auto", "fa4"):
+        trial = settings("torchtitan_upstream", linear_dtype="float8", kernel=kernel)
+        assert method_named("torchtitan_upstream").refuse(trial) is None
     command, _, _ = rendered("torchtitan_upstream", linear_dtype="float8")
     assert command.partition("--model.converters ")[2] == (
         "quantize.linear.float8 --quantize.linear.float8.filter_fqns output "

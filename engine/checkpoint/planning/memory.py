@@ -215,13 +215,14 @@ class MemoryModel:
         narrow = not self._fused and item < 4
         self._left_by_head = item * self._tokens * shape.vocab if narrow else 0.0
         # Casts to float8 in an MLP's backward, a byte each: of its matrices, the first ones also transposed; of a run's
-        # dout and normed input, with their transposes; and of SwiGLU's result and gradients five times its width, in
-        # place of which saved products leave four (`_numbers`: one width). A sum over runs holds one more product.
+        # dout, with its transpose, where those of the normed input take its place; and of SwiGLU's result and gradients
+        # five times its width, in place of which saved products leave four (`_numbers`: one width). A sum over runs
+        # holds one more product.
         self._casts = self._casts_of_run = self._cast_sum = self._numbers = 0.0
         if settings.linear_dtype == "float8":
             matrix = shape.hidden * shape.ffn
             self._casts, self._cast_sum = (1.0 + 2 * self._gates) * matrix, float(wide * matrix)
-            self._casts_of_run, self._numbers = 4 * tokens * shape.hidden, tokens * shape.ffn
+            self._casts_of_run, self._numbers = 2 * tokens * shape.hidden, tokens * shape.ffn
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
