@@ -221,6 +221,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
     # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
     reduce = ReduceIntoFreedMemory(adds=settings.gradient_accumulation > 1)
+    device = torch.device(mesh.device_type, _current_index(mesh))
+    model.register_forward_pre_hook(lambda *_: reduce.forward_begins(device))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -233,10 +235,10 @@ class ReduceIntoFreedMemory:
 
     torch's allocator keeps freed memory by stream. By default FSDP2 takes the memory of reduced gradients on the stream
     that reduces them, so all gradients of a step are reserved beside the activations at their fullest. Here they take
-    the place of activations that backward has freed. FSDP2 asks for memory twice in a reduction: on the computation's
-    stream for what is sent, then on its own for the result. In between its stream starts to wait for the computation's,
-    so the result is written after the last use of whatever had its memory. At the end of backward the computation's
-    stream waits for all reductions, so what later has that memory is written after the gradients' last use.
+    the place of activations that backward has freed. Before FSDP2 asks for the memory of a result, its stream starts to
+    wait for the computation's, so the result is written after the last use of whatever had its memory. At the end of
+    backward the computation's stream waits for all reductions, so what later has that memory is written after the
+    gradients' last use.
 
     Args:
         adds: whether a result may be added to an earlier one, as with gradient accumulation. Its memory is then freed
@@ -245,17 +247,21 @@ class ReduceIntoFreedMemory:
 
     def __init__(self, *, adds: bool) -> None:
         self._adds = adds
-        self._compute: torch.Stream | None = None  # between the two calls of `allocate`
+        self._compute: torch.Stream | None = None
+
+    def forward_begins(self, device: torch.device) -> None:
+        """Take the current stream for the computation's: autograd runs backward on that of forward."""
+        if device.type != "cpu":
+            self._compute = torch.get_device_module(device).current_stream(device)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory on the stream of the first of two calls."""
-        if device.type == "cpu":
+        """Memory on the computation's stream, whichever is the current one."""
+        compute = self._compute
+        if device.type == "cpu" or compute is None:
             return torch.empty(*size, dtype=dtype, device=device)
         runtime = torch.get_device_module(device)
         current = runtime.current_stream(device)
-        compute, self._compute = self._compute, None
-        if compute is None or compute == current:
-            self._compute = current
+        if current == compute:
             return torch.empty(*size, dtype=dtype, device=device)
         with runtime.stream(compute):
             result = torch.empty(*size, dtype=dtype, device=device)

@@ -129,19 +129,17 @@ def test_reduced_gradients_have_memory_of_the_computations_stream(adds: bool, mo
     monkeypatch.setattr(torch, "empty", lambda *size, **named: device.taken.append(device.current) or empty(*size))
     monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: marked.append(stream))
     reduce = ReduceIntoFreedMemory(adds=adds)
-
-    def of_a_unit(fails: bool = False) -> None:
-        reduce.allocate((8,), dtype=torch.float32, device=torch.device("cuda"))
-        if fails:
-            return
+    cuda, named = torch.device("cuda"), {"dtype": torch.float32, "device": torch.device("cuda")}
+    with device.stream("reduces"):
+        reduce.allocate((4,), **named)  # without a forward nothing is known of the computation's stream
+    reduce.forward_begins(cuda)
+    for sends in (True, False, True):  # a version of torch may send gradients where they are
+        if sends:
+            reduce.allocate((8,), **named)
         with device.stream("reduces"):
-            assert reduce.allocate((4,), dtype=torch.float32, device=torch.device("cuda")).shape == (4,)
-
-    of_a_unit()
-    of_a_unit(fails=True)  # the next one begins anew
-    of_a_unit()
-    assert device.taken == ["compute"] * 5
-    assert marked == ["reduces"] * (2 if adds else 0)
+            assert reduce.allocate((4,), **named).shape == (4,)
+    assert device.taken == ["reduces", *["compute"] * 5]
+    assert marked == ["reduces"] * (3 if adds else 0)
 
 
 def results_are_added(counts: tuple[int, ...]) -> list[bool]:
