@@ -18,6 +18,7 @@ from engine.attention.masks import parse_mask
 from engine.distributed import arrange
 from engine.lora import Lora, Target
 from engine.measurement import UNCHECKED
+from engine.method import method_unsupported_reason
 from engine.ops.float8 import Float8Products
 from engine.ops.products import Operand
 from engine.settings import Checkpoint, TrialSettings
@@ -326,6 +327,13 @@ def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expec
     assert (problem.checkpoint, problem.model.layers) == (expected, 3)
     again = checkpoint.layers_again(32) > 0, checkpoint.reuses_attention(32)
     assert (problem.checkpoint.layers_again(3) > 0, problem.checkpoint.reuses_attention(3)) == again
+
+
+def test_moments_in_8_bits_do_not_keep_a_step_from_its_check() -> None:
+    trial = of(model=DEEP, optimizer_states="8bit")
+    assert method_unsupported_reason(method_named("burst"), trial) is None
+    problem = check_problem(trial, method_named("burst"), {})
+    assert method_unsupported_reason(method_named("burst"), problem) is None
 
 
 def test_what_auto_became_is_checked_and_a_small_trial_keeps_its_shape_and_length() -> None:
