@@ -127,6 +127,7 @@ class Hardware:
     # Layers whose gathered parameters and gradients wait for their stream in the published systems; fitted to their
     # memory (docs/plan.md). None: not known of this GPU type.
     waiting_layers: Positive | None = None
+    compute_capability: Positive | None = None  # as NVIDIA writes it, 9.0 for Hopper; None: not known
     figures: dict[str, Text] = field(default_factory=dict)  # all that `burst setup calibrate` measured, as it wrote it
 
     def source_of(self, figure: str) -> str:

@@ -13,6 +13,7 @@ from engine.method import method_unsupported_reason, schedule_unsupported_reason
 from engine.settings import BYTE_VOCABULARY, TrialSettings, vocabulary_unsupported_reason
 from engine.tasks import cuda_graph
 from harness.machine.this_machine import Machine
+from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
 from harness.spec.methods import method_named
 from harness.spec.table import missing_entry_reason
@@ -21,6 +22,8 @@ MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
+# Setting, its value, and the least compute capability of a GPU that has it.
+_NEEDS_CAPABILITY = (("kernel", "fa4", 9.0), ("linear_dtype", "float8", 8.9))
 
 
 def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
@@ -139,6 +142,19 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
+    return _gpu_unsupported_reason(settings, machine)
+
+
+def _gpu_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
+    """A setting that GPUs of this kind are too old for, where a hardware file says how old they are."""
+    hardware = hardware_for(machine.gpu_name)
+    found = None if hardware is None else hardware.compute_capability
+    for name, value, least in _NEEDS_CAPABILITY:
+        if found is not None and found < least and getattr(settings, name) == value:
+            return (
+                f"{name} {value} needs compute capability {least:.1f} or newer, and {machine.gpu_name} has "
+                f"{found:.1f}; leave {name} out"
+            )
     return None
 
 

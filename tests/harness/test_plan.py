@@ -15,7 +15,7 @@ from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
 from harness.base.errors import UsageError
-from harness.machine.this_machine import Machine
+from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial, id_of
@@ -224,6 +224,17 @@ def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> 
     assert refused["ulysses", 2] is not None
     assert "1000" in refused["ulysses", 2]
     assert "1002" in refused["ulysses", 2]
+
+
+@pytest.mark.parametrize(("setting", "least"), [("kernel=fa4", "9.0"), ("linear_dtype=float8", "8.9")])
+def test_what_a_kind_of_gpu_is_too_old_for_is_refused(tmp_path: Path, setting: str, least: str) -> None:
+    setting_of = ("fixed.dtype=bf16", f"fixed.{setting}")
+    reason = _only_unsupported_reason(tmp_path, *setting_of, machine=imagined("NVIDIA A100-SXM4-80GB", 80))
+    name, _, value = setting.partition("=")
+    assert reason.startswith(f"{name} {value} needs compute capability {least} or newer, and NVIDIA A100-SXM4-80GB ha")
+    for known in ("NVIDIA H200", "a GPU without a file"):
+        trials = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", *setting_of, machine=imagined(known, 139))
+        assert [trial.unsupported_reason for trial in trials] == [None]
 
 
 @pytest.mark.parametrize(
