@@ -37,6 +37,10 @@ class Trial:
         return id_of(self.settings)
 
 
+# What the planner chooses since there were records: whether it was open is in no digest.
+_PLANNED_LATER = {"head_groups"}
+
+
 def id_of(settings: TrialSettings) -> str:
     """Readable and unique: task, method, length, CP size, and a digest of every setting that differs from its default.
 
@@ -48,7 +52,7 @@ def id_of(settings: TrialSettings) -> str:
     for key in ("planned", *planned):
         values.pop(key, None)
     if planned:
-        values["not planned"] = sorted(set(PLANNABLE) - set(planned))
+        values["not planned"] = sorted(set(PLANNABLE) - set(planned) - _PLANNED_LATER)
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"
 
