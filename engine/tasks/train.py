@@ -49,6 +49,7 @@ from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model,
 from engine.settings import (
     AdamWSettings,
     TrialSettings,
+    float8_unsupported_reason,
     head_groups_unsupported_reason,
     keeps_whole,
     linear_unsupported_reason,
@@ -111,6 +112,7 @@ class TrainTask:
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
             or linear_unsupported_reason(settings)
+            or float8_unsupported_reason(settings)
             or head_groups_unsupported_reason(settings)
             or states_unsupported_reason(settings)
             or cuda_graph.unsupported_reason(settings, world.device.type)

@@ -53,8 +53,10 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
         dataclasses.replace(SETTINGS, model=dataclasses.replace(SHAPE, vocab=100)),
         dataclasses.replace(SETTINGS, data="/no/such/text"),
         dataclasses.replace(SETTINGS, learning_rate=1e38),
+        dataclasses.replace(SETTINGS, linear_dtype="float8"),
     ]
-    (ran, large, small, missing, diverged) = run_on_ranks(1, outcomes, cases)[0]
+    (ran, large, small, missing, diverged, fp32) = run_on_ranks(1, outcomes, cases)[0]
+    assert fp32.startswith("ValueError: linear_dtype float8")
     assert ran == "ran"
     assert large == (
         f"ValueError: model odd has a vocabulary of 259, but the tokens of {tmp_path}/store need 300; "
