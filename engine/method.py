@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
 from engine.lora import missing_target
 from engine.measurement import Measurement, read_measurement
-from engine.settings import (
-    float8_unsupported_reason,
-    head_groups_unsupported_reason,
-    linear_unsupported_reason,
-    states_unsupported_reason,
-)
+from engine.settings import combination_unsupported_reason
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from engine.attention.algorithms.saved import AttentionFn
@@ -111,9 +106,8 @@ def method_unsupported_reason(method: Method, settings: TrialSettings) -> str | 
             f"{method.name} trains Llama's decoder, and model {settings.model.name} has {feature} "
             f"{getattr(settings.model, feature)}; choose a method that runs in the engine, such as burst"
         )
-    common = linear_unsupported_reason(settings) or states_unsupported_reason(settings)
-    common = common or float8_unsupported_reason(settings) or head_groups_unsupported_reason(settings)
-    return common or lora_unsupported_reason(method, settings) or method.refuse(settings)
+    common = combination_unsupported_reason(settings) or lora_unsupported_reason(method, settings)
+    return common or method.refuse(settings)
 
 
 def lora_unsupported_reason(method: Method, settings: TrialSettings) -> str | None:

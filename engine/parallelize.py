@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.attention.algorithms.saved import Attend
 from engine.attention.context import ContextParallel
+from engine.checkpoint.counts import heads_at_once
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import Part, initialise
 from engine.layers.head_groups import attend_in
@@ -183,7 +184,8 @@ def set_layers(
         block.mix = mix or block.mix
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
         if recomputed and settings.head_groups > 1 and not block.linear:
-            block.attend_groups = attend_in(settings.head_groups, settings.projection_tiles)
+            at_once = heads_at_once(model.shape.kv_heads, settings.head_groups)
+            block.attend_groups = attend_in(at_once, settings.projection_tiles)
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.
         block.joins_sum = not recomputed

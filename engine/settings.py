@@ -349,6 +349,16 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
     )
 
 
+def combination_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why settings of a trial do not go together, or not with its model, whatever the method, or None."""
+    return (
+        linear_unsupported_reason(settings)
+        or states_unsupported_reason(settings)
+        or float8_unsupported_reason(settings)
+        or head_groups_unsupported_reason(settings)
+    )
+
+
 def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:
     """Why attention's backward cannot take a group of heads at a time, whatever the method, or None."""
     if settings.head_groups == 1:

@@ -11,7 +11,6 @@ Shape letters: B sequences, L tokens of each held here, N query heads, K KV head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +24,13 @@ from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
 from engine.ops import RECOMPUTE
 from engine.ops.autograd import refuse_second_derivative
+from engine.ops.runs import runs
 
 
-def groups_of_heads(kv_heads: int, groups: int) -> Iterator[slice]:
-    """KV heads in at most `groups` groups of equal size, the last one perhaps smaller."""
-    size = -(-kv_heads // groups)
-    for first in range(0, kv_heads, size):
-        yield slice(first, min(first + size, kv_heads))
-
-
-def attend_in(groups: int, tiles: int) -> AttendGroups:
-    """Attention's output before its last matrix, and the residual stream, with at most `groups` groups of heads in
-    backward. Projections go in `tiles` runs of tokens. Only of plain projections (`ModelShape.plain_projection`).
+def attend_in(heads_at_once: int, tiles: int) -> AttendGroups:
+    """Attention's output before its last matrix, and the residual stream, with so many KV heads at once in backward,
+    at last perhaps fewer, and the query heads that read them. Projections go in `tiles` runs of tokens. Only of plain
+    projections (`ModelShape.plain_projection`).
 
     Output and gradients equal those of all heads at once: what one head gives depends on no other head, and the
     gradients of all heads are there before the projections' own are formed.
@@ -46,7 +40,7 @@ def attend_in(groups: int, tiles: int) -> AttendGroups:
         norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary, again: OnceAndAgain
     ) -> tuple[Tensor, Tensor]:
         plain, weights, values = PlainProjections.of(norm, attention, x_BLE, tiles)
-        of_layer = _Layer(again=again, groups=groups, plain=plain)
+        of_layer = _Layer(again=again, heads_at_once=heads_at_once, plain=plain)
         residual: list[Tensor] = []
 
         def compute(kept: SavedOutput | None) -> tuple[Tensor, Tensor]:
@@ -67,7 +61,7 @@ class _Layer:
     """What a pass through one layer needs beside tensors."""
 
     again: OnceAndAgain
-    groups: int
+    heads_at_once: int  # KV heads
     plain: PlainProjections
 
 
@@ -115,7 +109,7 @@ class _InGroups(torch.autograd.Function):
         whole.insert(0, out_BLND if reused else torch.empty_like(out_BLND))
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND
         formed: Formed | None = None
-        for keys in groups_of_heads(heads[1], of_layer.groups):
+        for keys in runs(heads[1], of_layer.heads_at_once):
             queries = slice(keys.start * shared, keys.stop * shared)
             parts = queries, keys, keys
             with record_function(RECOMPUTE):

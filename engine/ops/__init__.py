@@ -14,3 +14,4 @@ OPTIMIZER = "burst.optimizer"  # clipping, the update and dropping the gradients
 LM_HEAD = "burst.lm_head"  # forward of LM head and loss; the fused forms compute their gradients there as well
 
 FLOAT8_MULTIPLE = 16  # that divides the width of every matrix in float8 (`engine.ops.float8`), which cuBLAS asks for
+FLOAT8_CAPABILITY = 8.9  # compute capability of the oldest GPUs with products in float8

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from engine.ops import FLOAT8_MULTIPLE
+from engine.ops import FLOAT8_CAPABILITY, FLOAT8_MULTIPLE
 from engine.ops.autograd import kernels_for
 from engine.ops.elementwise import swiglu
 from engine.ops.norm import epsilon
@@ -36,7 +36,6 @@ from engine.ops.products import Operand, Products
 KERNELS = "engine.ops.float8_triton"
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 2.0**-100  # largest absolute value below which a matrix is as good as zero: its unit stays a normal number
-OLDEST_GPU = (8, 9)  # compute capability
 
 
 class Float8Products(Products):
@@ -129,12 +128,12 @@ def _multiply(
 
 def gpu_unsupported_reason() -> str | None:
     """Why this machine's GPU has no products in float8, or None."""
-    found = torch.cuda.get_device_capability()
-    if found >= OLDEST_GPU:
+    major, minor = torch.cuda.get_device_capability()
+    if major + minor / 10 >= FLOAT8_CAPABILITY:
         return None
     return (
-        f"linear_dtype float8 needs compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer, found "
-        f"{found[0]}.{found[1]}; set linear_dtype to same"
+        f"linear_dtype float8 needs compute capability {FLOAT8_CAPABILITY} or newer, found {major}.{minor}; "
+        "set linear_dtype to same"
     )
 
 

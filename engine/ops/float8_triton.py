@@ -44,6 +44,15 @@ def _largest_kernel(x, largest, elements, BLOCK: tl.constexpr, STEPS: tl.constex
 
 
 @triton.jit
+def _tile_of(columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows and columns of this program's tile, in 64 bits."""
+    across = tl.cdiv(columns, TILE)
+    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    return r, c
+
+
+@triton.jit
 def _write(  # type: ignore[no-untyped-def]
     value, r, c, largest, numbers, transposed, unit, rows, columns, padded, most, smallest,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -69,9 +78,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x, largest, numbers, transposed, unit, rows, columns, padded, most, smallest,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, TILE)
-    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    r, c = _tile_of(columns, TILE)
     live = (r < rows)[:, None] & (c < columns)[None, :]
     value = tl.load(x + r[:, None] * columns + c[None, :], mask=live, other=0.0).to(tl.float32)
     _write(value, r, c, largest, numbers, transposed, unit, rows, columns, padded, most, smallest, ROWS, COLUMNS)
@@ -98,9 +105,7 @@ def _swiglu_cast_kernel(  # type: ignore[no-untyped-def]
     hidden_transposed, hidden_unit, dgate, dgate_transposed, dgate_unit, dup, dup_transposed, dup_unit,
     rows, columns, padded, most, most_gradient, smallest, TILE: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, TILE)
-    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    r, c = _tile_of(columns, TILE)
     live = (r < rows)[:, None] & (c < columns)[None, :]
     at = r[:, None] * columns + c[None, :]
     d = tl.load(dhidden + at, mask=live, other=0.0).to(tl.float32)
@@ -149,9 +154,7 @@ def _norm_cast_kernel(  # type: ignore[no-untyped-def]
     x, weight, scales, largest, numbers, transposed, unit, rows, columns, padded, most, smallest,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, TILE)
-    r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    r, c = _tile_of(columns, TILE)
     live = (r < rows)[:, None] & (c < columns)[None, :]
     value = tl.load(x + r[:, None] * columns + c[None, :], mask=live, other=0.0).to(tl.float32)
     scale = tl.load(scales + r, mask=r < rows, other=0.0)

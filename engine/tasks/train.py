@@ -49,11 +49,8 @@ from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model,
 from engine.settings import (
     AdamWSettings,
     TrialSettings,
-    float8_unsupported_reason,
-    head_groups_unsupported_reason,
+    combination_unsupported_reason,
     keeps_whole,
-    linear_unsupported_reason,
-    states_unsupported_reason,
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
@@ -111,10 +108,7 @@ class TrainTask:
         self.store: TrainingData = sequences or data_of(settings)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
-            or linear_unsupported_reason(settings)
-            or float8_unsupported_reason(settings)
-            or head_groups_unsupported_reason(settings)
-            or states_unsupported_reason(settings)
+            or combination_unsupported_reason(settings)
             or cuda_graph.unsupported_reason(settings, world.device.type)
         ):
             raise ValueError(unsupported_reason)

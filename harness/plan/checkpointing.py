@@ -76,6 +76,7 @@ def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> GpuSpeeds:
     found = speeds_of(hardware, None if kernel == "auto" else kernel)
     return GpuSpeeds(
         gemm=found.gemm_tflops * TERA,
+        float8=found.float8_tflops * TERA,
         attention=found.attention_forward_tflops * TERA,
         memory=found.memory_gib * GIB,
         host_link=found.host_gib * GIB,

@@ -10,6 +10,7 @@ from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.memory import memory_of
 from engine.lm_head import loss_kernel
 from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
+from engine.ops import FLOAT8_CAPABILITY
 from engine.settings import BYTE_VOCABULARY, TrialSettings, vocabulary_unsupported_reason
 from engine.tasks import cuda_graph
 from harness.machine.this_machine import Machine
@@ -23,7 +24,7 @@ MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
 # Setting, its value, and the least compute capability of a GPU that has it.
-_NEEDS_CAPABILITY = (("kernel", "fa4", 9.0), ("linear_dtype", "float8", 8.9))
+_NEEDS_CAPABILITY = (("kernel", "fa4", 9.0), ("linear_dtype", "float8", FLOAT8_CAPABILITY))
 
 
 def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:

@@ -4,7 +4,7 @@ Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta,
 exist on the rank that runs the backward.
 
 The head dim of V may be its own: on Hopper any two up to 256, on Blackwell any two up to 128, or 192 and 128.
-Some head dims get zeros in backward (`_in_whole_tiles`), because the library returns wrong gradients for them.
+Some head dims get zeros in backward (`_zeros_beside`), because the library returns wrong gradients for them.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def kv_heads_at_once(q_BLND: Tensor, kv_heads: int, sequences: int = 0) -> int:
     return -(-kv_heads // calls)  # a last call of few heads would leave most of the GPU idle
 
 
-def _in_whole_tiles(tensor: Tensor) -> Tensor:
-    """[..., D] -> the same with zeros up to 32 columns or a multiple, where that is 16 or more.
+def _zeros_beside(dim: int) -> int:
+    """Columns of zeros that a head dim gets in backward: up to 32 or a multiple, where that is 16 or more.
 
     Version 4.0.0b36 sums dQ (with grouped heads dK and dV, too) on Hopper in tiles of D rounded up to 16, and reads
-    them rounded up to 32: in a pack of sequences all but the first then get the sums of other rows. Zeros change
-    nothing: scores are sums over D, and their columns are cut from the gradients.
+    them rounded up to 32, so rows get the sums of others. Zeros change nothing: scores are sums over D, and their
+    columns are cut from the gradients.
     """
-    short = -tensor.shape[-1] % 32
-    return F.pad(tensor, (0, short)) if short >= 16 else tensor
+    short = -dim % 32
+    return short if short >= 16 else 0
 
 
 # One row of zeros, expanded, is an output of any number of rows.
@@ -218,14 +218,13 @@ class FlashAttention4Kernel(Kernel):
     ) -> Gradients:
         """One rectangle as it is; several sequences as one batch with cumulative lengths."""
         dims = given.q_BLND.shape[-1], given.k_BLKD.shape[-1], given.v_BLKD.shape[-1]
-        wide = [each if each is given.lse_BNL else _in_whole_tiles(each) for each in given]
-        found = self._of_whole_tiles(WholeInputs(*wide), dlse_BNL, visible, scale, deterministic)
-        dq_BLND, dk_BMKD, dv_BMKD = (each[..., :dim] for each, dim in zip(found, dims, strict=True))
-        return dq_BLND, dk_BMKD, dv_BMKD
-
-    def _of_whole_tiles(
-        self, given: WholeInputs, dlse_BNL: Tensor | None, visible: Visible, scale: float, deterministic: bool
-    ) -> Gradients:
+        if any(map(_zeros_beside, dims)):
+            wide = [
+                each if each is given.lse_BNL else F.pad(each, (0, _zeros_beside(each.shape[-1]))) for each in given
+            ]
+            found = self._any_lengths(WholeInputs(*wide), dlse_BNL, visible, scale, deterministic)
+            dq_BLND, dk_BMKD, dv_BMKD = (each[..., :dim] for each, dim in zip(found, dims, strict=True))
+            return dq_BLND, dk_BMKD, dv_BMKD
         q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         packed = Packed.of(visible, q_BLND, k_BMKD) if isinstance(visible, VarlenGroup) else None
         named = _arguments(visible, q_BLND.shape[1], k_BMKD.shape[1], packed)

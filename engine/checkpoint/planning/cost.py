@@ -31,7 +31,6 @@ CONTENTION = 0.12
 # no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
 # of that shape.
 PASSES_AGAIN = 75
-FLOAT8 = 1.88  # times the speed of products in bf16, as `burst plan` takes both for an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,7 @@ class GpuSpeeds:
     """Of one GPU. The defaults are those of no particular one: their ratios decide, and these vary little."""
 
     gemm: float = 500e12  # FLOP/s of large matrix products
+    float8: float = 940e12  # of those in float8
     attention: float = 450e12  # FLOP/s of attention's forward
     memory: float = 3e12  # bytes/s of the GPU's own memory
     host_link: float = 40e9  # bytes/s between GPU and host, one direction
@@ -49,7 +49,7 @@ class CostModel:
 
     def __init__(self, settings: TrialSettings, speeds: GpuSpeeds) -> None:
         if settings.linear_dtype == "float8":
-            speeds = replace(speeds, gemm=FLOAT8 * speeds.gemm)
+            speeds = replace(speeds, gemm=speeds.float8)
         self._settings, self._speeds, model = settings, speeds, settings.model
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.counts import heads_at_once
-from engine.layers.head_groups import groups_of_heads
 from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
+from engine.ops.runs import runs
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
@@ -38,7 +38,7 @@ CHECKPOINTS = {
 def test_every_head_is_in_one_group_and_groups_are_equal_but_for_the_last() -> None:
     sizes = {(8, 8): [1] * 8, (8, 3): [3, 3, 2], (4, 3): [2, 2], (2, 8): [1, 1], (1, 4): [1], (8, 1): [8]}
     for (heads, groups), expected in sizes.items():
-        found = list(groups_of_heads(heads, groups))
+        found = list(runs(heads, heads_at_once(heads, groups)))
         assert [each.stop - each.start for each in found] == expected
         assert heads_at_once(heads, groups) == expected[0]
         assert [head for each in found for head in range(each.start, each.stop)] == list(range(heads))

@@ -16,7 +16,7 @@ from engine.measurement import relative_error
 from engine.models.decoder import MLP, Attention, add_whole_mlp, project_whole
 from engine.models.matrices import Linear
 from engine.ops.copies import Copies
-from engine.ops.float8 import GRADIENTS, SMALLEST, VALUES, Float8Products
+from engine.ops.float8 import GRADIENTS, SMALLEST, VALUES, Float8Products, gpu_unsupported_reason
 from engine.ops.norm import RMSNorm
 from engine.rope import rotary_tables
 from engine.shape import ModelShape
@@ -76,8 +76,8 @@ def test_products_are_as_near_to_float64_as_their_formats_round() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_products_are_as_near_to_float64_on_a_gpu() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no products in float8")
+    if (reason := gpu_unsupported_reason()) is not None:
+        pytest.skip(reason)
     check_products("cuda")
 
 
