@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.counts import heads_at_once
+from engine.memory.offload import _OnHost
 from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
 from engine.ops.runs import runs
@@ -94,6 +95,42 @@ def test_a_second_backward_finds_what_the_first_one_found(name: str) -> None:
     again = [heads for heads, computes in calls if not computes]
     assert set(again) == ({4} if CHECKPOINTS[name].tail == 1 else {4, 8})
     assert [heads for heads, computes in calls if computes] == [8] * SHAPE.layers
+
+
+def test_the_input_of_the_layer_before_comes_back_after_the_last_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    prefetch, attend = _OnHost.prefetch, METHOD.attention(ContextParallel.single(), TRIAL)
+
+    def noted(kept: _OnHost) -> None:
+        if kept._coming is None:
+            log.append("input")
+        prefetch(kept)
+
+    class Noting:
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+            if named.get("saved") is not None:
+                log.append("group")
+            return attend(q, k, v, **named)
+
+        keep = staticmethod(attend.keep)
+
+    monkeypatch.setattr(_OnHost, "prefetch", noted)
+    torch.manual_seed(0)
+    model = Decoder(SHAPE).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, out: out.register_hook(lambda dout: log.append("layer")) and None)
+    checkpoint = Checkpoint(every=1, offload="inputs")
+    kept = set_layers(model, dataclasses.replace(TRIAL, checkpoint=checkpoint, head_groups=2), Noting())
+    tokens = torch.randint(SHAPE.vocab, (2, 41))
+    loss = model(tokens[:, :-1], torch.arange(40), tokens[:, 1:])
+    assert log == []
+    loss.backward()
+    # Only the last layer's own input comes when that layer is computed again.
+    others = ["input", "layer", "group", "group"] * (SHAPE.layers - 1)
+    assert log == ["layer", "input", "group", "group", *others]
+    del kept
 
 
 @pytest.mark.parametrize(

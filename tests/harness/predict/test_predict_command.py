@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.settings import TrialSettings
+from engine.settings import Checkpoint, TrialSettings
 from engine.tasks.products import matrix_products
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware, speeds_of
@@ -314,6 +314,18 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
     taken = START_SECONDS + 2 * short.time.seconds + 3 * one.time.seconds
     assert cost_of([warmed], hardware).seconds == pytest.approx(taken)
+
+
+def test_nothing_hides_copies_back_to_groups_of_heads() -> None:
+    """In backward each layer's input and output are waited for; with all heads at once products hide both ways."""
+    kept = Checkpoint(every=1, tail=1, offload="all", whole_layers=4)
+    settings = TrialSettings(task="train", method="burst", model=named_model("1b"), seq_len=1 << 19, checkpoint=kept)
+    hardware = hardware_named("h200")
+    found = [forecast(replace(settings, head_groups=groups), hardware).time for groups in (1, 8)]
+    assert all(time is not None for time in found)
+    seconds = [dict(time.phases).get("host copies", 0.0) for time in found if time is not None]
+    tensors = 12 * 2 * 2 * (1 << 19) * 2048  # of twelve layers two, two bytes an element
+    assert seconds == pytest.approx([0, tensors / (speeds_of(hardware).host_gib * 2**30)], rel=1e-12)
 
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
