@@ -156,7 +156,9 @@ class Steps:
     """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed.
 
     Where a step takes minutes, `warmup_seq_len` warms up on shorter sequences: kernels are compiled, connections
-    opened, optimizer states made, and host memory for a step of full length locked, all the same.
+    opened and optimizer states made all the same. Before the first measured step, host memory for a step of full length
+    is locked, and one linear layer runs forward and backward at full length, where the model has such layers: the
+    kernels of their library tune themselves for each length. The measured steps compute the same without it.
     """
 
     warmup: int = 1

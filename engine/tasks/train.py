@@ -68,6 +68,7 @@ from engine.tasks.task import (
     measured,
     read_gpus,
 )
+from engine.tasks.tuning import tune_linear_layers
 
 Result = TypeVar("Result")
 
@@ -161,7 +162,7 @@ class TrainTask:
         for index in range(plan.total):
             link.before_step(index)
             if index == plan.warmup:
-                self._reserve()
+                self._before_full_length()
                 reset_peaks(self.world.device)
             self.cp.traffic.reset()
             with (
@@ -203,11 +204,11 @@ class TrainTask:
         """The step after the last one measured."""
         self.step(self.settings.steps.total)
 
-    def _reserve(self) -> None:
-        """After a warm-up on shorter sequences: lock the host memory for what a step of full length saves there, on all
-        ranks."""
-        settings, model = self.settings, self.settings.model
-        if self._recompute is None or settings.steps.warmup_seq_len in (0, settings.seq_len):
+    def _before_full_length(self) -> None:
+        """After warm-up steps of another length, on all ranks: what the first step of full length would otherwise do
+        within its own time. Kernels of linear layers are tuned, and the host memory for what a step saves is locked."""
+        settings, model, steps = self.settings, self.settings.model, self.settings.steps
+        if not steps.warmup or steps.warmup_seq_len in (0, settings.seq_len):
             return
         dtype, heads = DTYPES[settings.dtype], self.matrices.shape().heads
         attended = settings.seq_len // settings.cp_size  # tensor parallelism divides heads, and tokens elsewhere
@@ -219,10 +220,12 @@ class TrainTask:
                 ((heads, attended), torch.promote_types(dtype, torch.float32)),
             )
         )
-        saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
-        sizes = [one.nbytes for one in saved.tensors] if saved else []
-        self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
-        self.world.barrier()  # a rank that locked faster would wait for the others within its measured step
+        tune_linear_layers(self.model, x_BLE)
+        if self._recompute is not None:
+            saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
+            sizes = [one.nbytes for one in saved.tensors] if saved else []
+            self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
+        self.world.barrier()  # a rank that was faster would wait for the others within its measured step
 
     def _query_bytes(self) -> int:
         """Of this rank's queries in a micro-batch of full length."""

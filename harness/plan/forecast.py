@@ -228,18 +228,20 @@ def cost_of(
             continue
         count += 1
         warm_up = _warm_up_seconds(settings, hardware, hosts, time)
-        taken = rounds * (START_SECONDS + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
+        taken = rounds * (START_SECONDS + warm_up + settings.steps.measured * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
 
 
 def _warm_up_seconds(settings: TrialSettings, hardware: Hardware, hosts: Machine | None, own: StepTime) -> float:
-    """Of one warm-up step, which may have a length of its own; where that has no prediction, of the trial's step."""
-    length = settings.steps.warmup_seq_len
-    if settings.task != "train" or length in (0, settings.seq_len):
-        return own.seconds
+    """Of all warm-up steps, which may have a length of their own; where that has no prediction, they take what the
+    trial's step does. One linear layer then runs at the trial's length, for about an average layer's part of a step."""
+    length, count = settings.steps.warmup_seq_len, settings.steps.warmup
+    if settings.task != "train" or length in (0, settings.seq_len) or not count:
+        return count * own.seconds
     shorter, _ = time_or_reason(
         replace(settings, seq_len=length), hardware, node_ranks=ranks_of_node(settings, hosts)
     )  # fmt: skip
-    return shorter.seconds if shorter else own.seconds
+    layer = own.seconds / settings.model.layers if any(settings.model.linear_layers) else 0.0
+    return count * (shorter or own).seconds + layer

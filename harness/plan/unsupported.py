@@ -96,10 +96,6 @@ def _warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | 
     if settings.task != "train" or seq_len in (0, settings.seq_len) or not settings.steps.warmup:
         return None
     reason = parse_mask(settings.mask).unsupported_reason(seq_len)
-    if any(settings.model.linear_layers):
-        reason = (
-            "the library of linear layers tries its kernels anew at each length, which the measured steps would pay"
-        )
     if reason is None and layout is not None:
         reason = split_unsupported_reason(layout, seq_len, settings.cp_size)
     return reason and f"steps.warmup_seq_len {seq_len} cannot be run: {reason}; 0 warms up at the trial's own length"

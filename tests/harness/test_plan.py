@@ -242,7 +242,6 @@ def test_what_a_kind_of_gpu_is_too_old_for_is_refused(tmp_path: Path, setting: s
     [
         (["fixed.cp_size=2", "steps.warmup_seq_len=18"], "seq_len 18 does not split into 2 x cp_size = 4 equal zigzag"),
         (["fixed.mask=documents:1000,24", "steps.warmup_seq_len=128"], "2 documents hold 1024 tokens and the sequence"),
-        (["model=tiny_hybrid", "steps.warmup_seq_len=256"], "the library of linear layers tries its kernels anew"),
     ],
 )
 def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Path, changes, reason: str) -> None:

@@ -314,6 +314,11 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
     taken = START_SECONDS + 2 * short.time.seconds + 3 * one.time.seconds
     assert cost_of([warmed], hardware).seconds == pytest.approx(taken)
+    linear = replace(warmed, model=named_model("hybrid_1b"))  # one of whose 16 layers runs at full length as well
+    times = [forecast(replace(linear, seq_len=seq_len), hardware).time for seq_len in (1 << 15, 1 << 18)]
+    short_seconds, seconds = [time.seconds for time in times if time is not None]
+    taken = START_SECONDS + 2 * short_seconds + (3 + 1 / 16) * seconds
+    assert cost_of([linear], hardware).seconds == pytest.approx(taken)
 
 
 def test_nothing_hides_copies_back_to_groups_of_heads() -> None:
