@@ -120,6 +120,8 @@ def _multiply(
     left_MK: Tensor, right_NK: Tensor, left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, *, fast: bool
 ) -> Tensor:
     """left @ right^T in `dtype`, times the units of the operands that both are part of."""
+    if not left_MK.is_cuda:  # torch 2.11 has no such product on CPUs
+        return (left_MK.float() @ right_NK.float().t() * left.unit * right.unit).to(dtype)
     whole: Any = ScalingType.TensorWise
     return F.scaled_mm(
         left_MK, right_NK.t(), left.unit, whole, right.unit, whole, output_dtype=dtype, use_fast_accum=fast
