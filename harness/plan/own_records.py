@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from engine.settings import CudaGraph, Kernel, TrialSettings
+from engine.settings import CudaGraph, Kernel, TrialSettings, keeps_whole
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
@@ -26,6 +26,9 @@ TABLE_FILE = PUBLISHED / "predicted.csv"
 BLOCK = "errors on records"
 # Since then one rank alone keeps its parameters whole: records that started before are of an earlier engine.
 TODAY = "2026-11-22T04:00"
+# Until then FSDP2 took the memory of reduced gradients on a stream of its own: what a rank reserved that shared its
+# parameters, or had moments on the host, is listed and not judged.
+GRADIENTS_BESIDE_UNTIL = "2026-11-26T12:42"
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -41,6 +44,7 @@ class RecordPrediction:
     record: str  # its run below results/published, and its trial
     judged: bool
     timed: bool  # judged, and its time too
+    as_reserved: bool  # judged, and what it reserved too
     settings: TrialSettings  # as the trial ran
     seconds: tuple[float, float]
     allocated: tuple[float, float]
@@ -49,6 +53,10 @@ class RecordPrediction:
     @property
     def judged_in_words(self) -> str:
         return "yes" if self.timed else "memory" if self.judged else "no"
+
+    def counts(self, figure: str) -> bool:
+        """Whether this figure is judged."""
+        return {"seconds": self.timed, "allocated": self.judged, "reserved": self.as_reserved}[figure]
 
     def error(self, figure: str) -> float:
         """Predicted over measured, less one."""
@@ -77,6 +85,7 @@ def compared_records() -> list[RecordPrediction]:
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
                 timed=today and not run.stated().reason(record.trial_id, "conditions"),
+                as_reserved=today and (record.started_at >= GRADIENTS_BESIDE_UNTIL or keeps_whole(settings)),
                 settings=settings,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),
                 allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib),
@@ -143,7 +152,9 @@ def summary() -> str:
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]
         for figure, name in of_figure.items():
-            of = [row for row in chosen if figure != "seconds" or row.timed or not row.judged]
+            of = [row for row in chosen if row.counts(figure) or not row.judged]
+            if not of:
+                continue
             median, largest = median_error(of, figure), max(abs(row.error(figure)) for row in of)
             lines.append([label, str(len(of)), name, f"{100 * median:.1f}%", f"{100 * largest:.1f}%"])
     return markdown_table(["training records", "count", "figure", "median error", "largest error"], lines)

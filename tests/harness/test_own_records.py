@@ -50,14 +50,15 @@ def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
     judged = [row for row in of_today() if row.judged]
     assert {row.settings.kernel for row in judged} >= {"fa4", "cudnn"}
     for figure, aim in WITHIN.items():
-        of = [row for row in judged if figure != "seconds" or row.timed]
+        of = [row for row in judged if row.counts(figure)]
         assert len(of) >= 40
         assert median_error(of, figure) < aim, figure
         # docs/plan.md names what is known of steps of several GPUs, whose times are further off.
         for several, most in ((False, 1.7), (True, 3.0 if figure == "seconds" else 1.7)):
-            assert max(abs(row.error(figure)) for row in of if (row.settings.cp_size > 1) == several) < most * aim, (
-                figure
-            )
+            assert (
+                max((abs(row.error(figure)) for row in of if (row.settings.cp_size > 1) == several), default=0)
+                < most * aim
+            ), figure
 
 
 def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:

@@ -4,13 +4,15 @@ The sum of the engine's tensors (docs/memory.md) at the moments that may be the 
 tensors and no gradients; then in the backward of the first and the last layer of either kind, those kept whole and
 those computed again, with the saved tensors of the layers before and the gradients of the layers after.
 
-torch's allocator keeps memory by stream. FSDP2 forms the sharded gradients on a stream of its own, so they never take
-the place of freed activations: the memory it reserves is the fullest moment without gradients, plus all gradients.
-Where one rank keeps its parameters whole there is one stream, and copies of all parameters instead of gathered ones.
+torch's allocator keeps memory by stream. Gradients have memory of the computation's stream, also where FSDP2 reduces
+them (`engine.parallelize.ReduceIntoFreedMemory`), so they take the place of freed activations. What is reserved is the
+fullest moment and what FSDP2's own streams keep: in records about as much as embedding and LM head have gradients.
+Where one rank keeps its parameters whole there are copies of all parameters instead of gathered ones.
 Chunks that arrive by copy engine have memory of their own, held throughout (`receive_slot_bytes`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
-Against the training records of today's engine allocated is within 4% and reserved within 8%;
+Against the training records of today's engine allocated is within 4%, and reserved within 8% where one rank keeps all
+on its GPU: with sharded parameters gradients had memory of their own in them.
 tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
 
@@ -91,6 +93,7 @@ class _OfParameters:
     head: float  # in the LM head: weight and its gradients
     head_weight: float  # of these, what is there before the gradients are
     mlp_sums: float  # of weight gradients over several runs
+    of_streams: float  # reserved by FSDP2's own streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +192,7 @@ class MemoryModel:
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
             mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
+            of_streams=(1 if shape.tied else 2) * (wide if learns else item) * table,
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(
@@ -198,11 +202,11 @@ class MemoryModel:
             head=learns * (item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
+            of_streams=0.0,
         )
         self._by_offload = tuple(
             whole if keeps_whole(settings, optimizer_offload=offload) else sharded for offload in (False, True)
         )
-        self._sharded = sharded
         # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward; of
         # long tiles it takes some heads at a time (engine.attention.kernels.fa4).
         self._attention_sums = 0.0
@@ -240,11 +244,8 @@ class MemoryModel:
         moments = self._moments(choice, inputs, attention, least)
         base = self._always(choice) + slots
         fullest = max(activations + gradients for _, activations, gradients in moments)
-        in_head = moments[0][1] + self._left_by_head  # there are no gradients yet
-        if self._by_offload[bool(choice.optimizer_offload)] is self._sharded:
-            reserved = max(in_head, *(activations for _, activations, _ in moments)) + self._parameters
-        else:
-            reserved = max(in_head, fullest)
+        reserved = max(fullest, moments[0][1] + self._left_by_head)  # in the head there are no gradients yet
+        reserved += self._by_offload[bool(choice.optimizer_offload)].of_streams
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
@@ -295,6 +296,8 @@ class MemoryModel:
         again = checkpoint.layers_again(layers)
         saved = self._saved_whole(choice)
         below = inputs + attention
+        if checkpoint.offload == "all" and choice.head_groups == 1:  # groups of heads wait for their layer's copies
+            below += self._state  # in flight between the device and the host, by what records allocated
         all_saved = (layers - again) * saved + below
         moments = [("LM head", all_saved + self._head(choice.head_tiles, held), 0.0)]
         if again < layers:
@@ -308,7 +311,8 @@ class MemoryModel:
             last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
             moments.append((last, below + held.gathered + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
-            own = inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
+            own = below - inputs - attention
+            own += inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
         moments.append(("optimizer", 0.0, self._parameters))
         return moments

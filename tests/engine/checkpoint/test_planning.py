@@ -134,7 +134,7 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
         assert given.cost.seconds(found) == pytest.approx(min(map(given.cost.seconds, fitting)), rel=1e-12, abs=1e-15)
 
 
-def test_a_part_of_the_moments_goes_to_the_host_where_all_of_them_would_leave_memory_unused() -> None:
+def test_a_part_of_the_moments_goes_to_the_host_where_a_part_is_enough() -> None:
     halves = SearchGrid(optimizer_offload=(False, True))
     for shape, tokens, gib in ((B1, 1 << 14, 18), (B1, 1 << 17, 24), (B1, 1 << 17, 20)):
         trial = settings(shape, tokens, ("head_groups",))
@@ -144,7 +144,7 @@ def test_a_part_of_the_moments_goes_to_the_host_where_all_of_them_would_leave_me
         assert f"{chosen.optimizer_offload:.0%} of the moments on the host" in found.words
         assert found.added_seconds < 0.9 * before.added_seconds
         assert found.host_bytes < before.host_bytes
-        assert before.allocated_bytes < found.allocated_bytes < gib * GIB / 1.04
+        assert 0.9 * gib * GIB < found.allocated_bytes < gib * GIB / 1.03
         assert memory_of(chosen).reserved == pytest.approx(found.reserved_bytes, abs=1)
 
 
