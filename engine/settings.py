@@ -379,6 +379,11 @@ def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:
             f"head_groups is for projections as Llama's or Qwen3's without sinks, and those of model {model.name} are "
             "others; set head_groups to 1"
         )
+    if settings.head_groups > model.kv_heads:
+        return (
+            f"head_groups is {settings.head_groups}, and model {model.name} has {model.kv_heads} KV heads; set it to "
+            f"at most {model.kv_heads}"
+        )
     return None
 
 

@@ -113,7 +113,7 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         gradient_accumulation=min(settings.gradient_accumulation, 2),
         mlp_tiles=min(settings.mlp_tiles, 4),
         projection_tiles=min(settings.projection_tiles, 4),
-        head_groups=min(settings.head_groups, 4),
+        head_groups=min(settings.head_groups, model.kv_heads),
         head_tiles=min(settings.head_tiles, 4),
         optimizer_states=None,  # no update is compared
         cuda_graph="none",

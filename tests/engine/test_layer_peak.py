@@ -154,7 +154,7 @@ def test_groups_of_heads_hold_what_the_planner_counts(kv_heads: int) -> None:
     layer forms none, so that its MLP's backward holds none either."""
     for offload in ("all", "inputs"):
         settings = trial(Checkpoint(offload=offload), kv_heads=kv_heads)
-        grouped = dataclasses.replace(settings, head_groups=4)
+        grouped = dataclasses.replace(settings, head_groups=kv_heads)
         model, choice = MemoryModel(grouped), memory_settings_of(grouped)
         model._attention_sums = 0.0  # a kernel's own, not made here
         counted = (model._layer(choice, 0.0) + model._kept(choice.checkpoint)[1]) / model._state

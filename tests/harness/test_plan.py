@@ -226,6 +226,11 @@ def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> 
     assert "1002" in refused["ulysses", 2]
 
 
+def test_more_groups_of_heads_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    reason = _only_unsupported_reason(tmp_path, "fixed.head_groups=1000")
+    assert reason == "head_groups is 1000, and model tiny has 4 KV heads; set it to at most 4"
+
+
 @pytest.mark.parametrize(("setting", "least"), [("kernel=fa4", "9.0"), ("linear_dtype=float8", "8.9")])
 def test_what_a_kind_of_gpu_is_too_old_for_is_refused(tmp_path: Path, setting: str, least: str) -> None:
     setting_of = ("fixed.dtype=bf16", f"fixed.{setting}")

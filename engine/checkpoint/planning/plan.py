@@ -113,7 +113,8 @@ def _problem(
     correction: float = 1.0,
     grid: SearchGrid | None = None,
 ) -> PlanningProblem:
-    on_gpu = budget.gpu is not None
+    on_gpu, grid = budget.gpu is not None, grid or SearchGrid()
+    groups = dict.fromkeys(min(groups, settings.model.kv_heads) for groups in grid.head_groups)  # more are refused
     return PlanningProblem(
         memory=MemoryModel(settings, on_gpu=on_gpu),
         cost=CostModel(settings, speeds or GpuSpeeds()),
@@ -121,7 +122,7 @@ def _problem(
         start=memory_settings_of(settings),
         open_names=open_names(settings) - without_effect(settings, on_gpu=on_gpu),
         layers=settings.model.layers,
-        grid=grid or SearchGrid(),
+        grid=replace(grid, head_groups=tuple(groups)),
     )
 
 
@@ -343,8 +344,7 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}
-    grouped = replace(settings, head_groups=max(2, settings.head_groups))
-    if settings.model.kv_heads == 1 or head_groups_unsupported_reason(grouped):
+    if head_groups_unsupported_reason(replace(settings, head_groups=2)):
         names |= {"head_groups"}
     return names
 

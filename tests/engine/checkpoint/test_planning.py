@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.burst import METHOD
 from engine.checkpoint.planning.cost import CostModel, GpuSpeeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import (
@@ -29,6 +30,7 @@ from engine.checkpoint.planning.plan import (
     planned,
     without_effect,
 )
+from engine.method import method_unsupported_reason
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from tests.slow import slow
@@ -236,6 +238,14 @@ def test_values_set_by_hand_stay() -> None:
     assert chosen.planned.split() == [name for name in PLANNABLE if name not in ("checkpoint.tail", "mlp_tiles")]
     grouped, _ = planned(settings(given=("checkpoint.every",), every=4), Budget(gpu=139 * GIB))
     assert (grouped.checkpoint.every, grouped.checkpoint.whole_layers) == (4, 16)
+
+
+def test_the_planner_takes_no_more_groups_than_there_are_heads() -> None:
+    for kv_heads in (8, 4):
+        trial = settings(dataclasses.replace(B1, kv_heads=kv_heads), 1 << 18)
+        chosen, _ = planned(trial, Budget(gpu=1.02 * least_gpu_bytes(trial)))
+        assert chosen.head_groups == kv_heads
+        assert method_unsupported_reason(METHOD, chosen) is None
 
 
 def test_a_correction_leaves_room_and_is_named() -> None:

@@ -51,7 +51,7 @@ def test_the_gradients_are_those_of_a_dense_run(ranks: int) -> None:
     for number, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
         for shape in (SHAPE, NORMED):
             cases[f"{shape.name}, {name}"] = dataclasses.replace(
-                TRIAL, model=shape, checkpoint=checkpoint, world_size=ranks, head_groups=(2, 3, 8)[number % 3],
+                TRIAL, model=shape, checkpoint=checkpoint, world_size=ranks, head_groups=(2, 3, 4)[number % 3],
                 projection_tiles=1 + 2 * (number % 2),
             )  # fmt: skip
     found = run_on_ranks(ranks, parallel_runs, cases)[0]
@@ -140,9 +140,12 @@ def test_the_input_of_the_layer_before_comes_back_after_the_last_group(monkeypat
         ({"task": "attention"}, "task train"),
         ({"model": dataclasses.replace(SHAPE, sinks=True)}, "model grouped"),
         ({"model": dataclasses.replace(SHAPE, qkv_bias=True)}, "model grouped"),
+        ({"head_groups": 5}, "head_groups is 5, and model grouped has 4 KV heads; set it to at most 4"),
     ],
 )
 def test_what_has_no_groups_is_refused(changes: dict[str, Any], words: str) -> None:
-    found = method_unsupported_reason(METHOD, dataclasses.replace(TRIAL, world_size=0, head_groups=2, **changes))
+    trial = dataclasses.replace(TRIAL, world_size=0, head_groups=4)
+    assert method_unsupported_reason(METHOD, trial) is None
+    found = method_unsupported_reason(METHOD, dataclasses.replace(trial, **changes))
     assert found is not None
     assert words in found

@@ -329,8 +329,12 @@ def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expec
     assert (problem.checkpoint.layers_again(3) > 0, problem.checkpoint.reuses_attention(3)) == again
 
 
-def test_moments_in_8_bits_do_not_keep_a_step_from_its_check() -> None:
-    trial = of(model=DEEP, optimizer_states="8bit")
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer_states": "8bit"}, {"head_groups": 8, "model": dataclasses.replace(DEEP, heads=32, kv_heads=8)}],
+)
+def test_what_a_smaller_model_cannot_have_does_not_keep_a_step_from_its_check(changes: dict[str, Any]) -> None:
+    trial = of(**{"model": DEEP, **changes})
     assert method_unsupported_reason(method_named("burst"), trial) is None
     problem = check_problem(trial, method_named("burst"), {})
     assert method_unsupported_reason(method_named("burst"), problem) is None
