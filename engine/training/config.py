@@ -136,9 +136,8 @@ class Order:
         return {
             **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
             **{name: getattr(settings, name) for name in ("dtype", "z_loss", "seq_len", "seed")},
-            **({} if settings.linear_dtype == "same" else {"linear_dtype": settings.linear_dtype}),
-            **({} if settings.lora is None else {"lora": str(settings.lora)}),
-            **({} if settings.optimizer_states is None else {"optimizer_states": settings.optimizer_states}),
+            **{name: getattr(settings, name) for name in ("linear_dtype", "optimizer_states")},
+            "lora": settings.lora and str(settings.lora),
             "mask": settings.masks[0],
             **({name: getattr(settings, name) for name in ("packing", "longer_documents")} if settings.packs else {}),
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,

@@ -12,18 +12,27 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from engine.atomic import flush_to_disk, write_atomic
 from engine.lora import Lora
 from engine.reader import from_json, read_json
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
 
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"
 _NAME = re.compile(r"step-\d{8,}")
 # Half written or half deleted. Only the run that holds the directory makes them, so it may delete them.
 _ASIDE = re.compile(r"\.step-\d{8,}\.(part|old)")
+# By the name of the fact: what a checkpoint was made with that is older than a setting.
+_DEFAULTS = {
+    prefix + each.name: each.default
+    for prefix, settings in (("", TrialSettings), ("model.", ModelShape))
+    for each in fields(settings)
+    if each.default is not MISSING
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +139,17 @@ def is_complete(path: Path, manifest: Manifest) -> bool:
 def difference(made: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
     for name in {**made, **now}:
-        before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))
+        before, after = (facts.get(name, _DEFAULTS.get(name)) for facts in (made, now))
         if before != after:
-            return f"it was made with {name} {before}, and the run now has {after}"
+            return f"it was made with {name} {_as_given(name, before)}, and the run now has {_as_given(name, after)}"
     return ""
+
+
+def _as_given(name: str, value: object) -> str:
+    """The value of a fact: of a setting as files of YAML have it."""
+    if value is None and name not in _DEFAULTS:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def publish(directory: Path, step: int) -> Path:

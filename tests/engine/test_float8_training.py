@@ -20,6 +20,7 @@ from engine.parallelize import multiply_in_float8
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from engine.training.config import Order, TrainingConfig
+from engine.training.manifest import difference
 from harness.spec.methods import method_named
 from tests.engine.parity import Result, dense_run, parallel_runs
 from tests.ranks import run_on_ranks
@@ -115,6 +116,8 @@ def test_what_cannot_multiply_in_float8_says_so_by_name() -> None:
 def test_a_run_resumes_in_the_numbers_that_it_began_with() -> None:
     runs = [Order(config=TrainingConfig(settings=each, steps=1), **ORDER) for each in (BF16, FLOAT8)]
     assert runs[1].facts == {**runs[0].facts, "linear_dtype": "float8"}
+    words = "it was made with linear_dtype float8, and the run now has same"
+    assert difference(runs[1].facts, runs[0].facts) == words
 
 
 def test_a_gpu_without_products_in_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

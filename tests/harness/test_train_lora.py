@@ -51,7 +51,7 @@ def test_the_example_trains_adapters_that_peft_loads(
     refusals = {
         "init_from=another": "it was made with init_from of sha256 ",
         "lora.rank=4": "made with lora rank 8, alpha 16, q k v output gate up down, and the run now has rank 4, alpha",
-        "lora=null": "made with lora rank 8, alpha 16, q k v output gate up down, and the run now has none; ",
+        "lora=null": "made with lora rank 8, alpha 16, q k v output gate up down, and the run now has null; ",
     }
     for change, sentence in refusals.items():
         assert train(change, resume=True) == 2

@@ -13,6 +13,7 @@ from engine.training.manifest import (
     checkpoints,
     damage,
     data_files,
+    difference,
     file_facts,
     keep_newest,
     publish,
@@ -51,6 +52,22 @@ def test_newest_checkpoints_are_first_by_number_not_by_name(tmp_path: Path) -> N
     for step in (5, 100_000_000, 20):
         written(tmp_path, step)
     assert names(tmp_path) == ["step-100000000", "step-00000020", "step-00000005"]
+
+
+DIFFERENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "": ({}, {"linear_dtype": "same", "lora": None, "z_loss": 0.0, "model.tied": False, "validation tokens": None}),
+    "linear_dtype float8, and the run now has same": ({"linear_dtype": "float8"}, {"linear_dtype": "same"}),
+    "linear_dtype same, and the run now has float8": ({}, {"linear_dtype": "float8"}),
+    "optimizer_states 8bit, and the run now has null": ({"optimizer_states": "8bit"}, {"optimizer_states": None}),
+    "z_loss 0.01, and the run now has 0.0": ({"z_loss": 0.01}, {"z_loss": 0.0}),
+    "model.tied false, and the run now has true": ({}, {"model.tied": True}),
+    "validation tokens 7, and the run now has none": ({"validation tokens": 7}, {"validation tokens": None}),
+}
+
+
+@pytest.mark.parametrize("words", DIFFERENCES)
+def test_a_difference_is_told_as_files_have_it_and_newer_settings_had_their_defaults(words: str) -> None:
+    assert difference(*DIFFERENCES[words]) == (words and f"it was made with {words}")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
