@@ -1,6 +1,8 @@
-"""Clipping and AdamW in one call: the numbers of torch's two, and the gradients' norm."""
+"""Clipping and AdamW in one call: the numbers of torch's two, the gradients' norm, and the copies after any update."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ import torch
 from engine.initialise import initialise
 from engine.models.decoder import Decoder
 from engine.ops.copies import Copies, copy_of
-from engine.optimizer import OnePassAdamW, adamw, clip_and_step
-from engine.settings import AdamWSettings
+from engine.optimizer import OnePassAdamW, PiecewiseAdamW, adamw, clip_and_step
+from engine.settings import STATES_BLOCK, AdamWSettings
 from engine.shape import ModelShape
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
@@ -54,11 +56,23 @@ def test_a_scale_serves_one_step_alone() -> None:
     assert torch.equal(parameter.grad, torch.full((3,), 0.5))
 
 
-def test_copies_are_made_again_of_what_torchs_update_wrote() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer, copies = OnePassAdamW([parameter], lr=0.5, fused=True), Copies([parameter], torch.bfloat16)
+UPDATES: dict[str, Callable[[torch.nn.Parameter], torch.optim.Optimizer]] = {
+    "torch's": lambda parameter: OnePassAdamW([parameter], lr=0.5, fused=True),
+    "torch's, in pieces": lambda parameter: PiecewiseAdamW([parameter], lr=0.5, fused=True),
+    "the library's, of moments in 8 bits": lambda parameter: PiecewiseAdamW(
+        [parameter], lr=0.5, offload=0.0, eight_bit=True
+    ),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_copies_are_made_again_of_what_an_update_wrote(update: str) -> None:
+    if "8 bits" in update:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: extra `test` has it")
+    parameter = torch.nn.Parameter(torch.ones(2, STATES_BLOCK))
+    optimizer, copies = UPDATES[update](parameter), Copies([parameter], torch.bfloat16)
     copies.refresh()
-    parameter.grad = torch.ones(4, 4)
+    parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     copies.refresh()
     copy = copy_of(parameter)

@@ -21,7 +21,6 @@ from engine.checkpoint.counts import moment_bytes
 from engine.lora import Lora
 from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
-from engine.ops.copies import Copies, copy_of
 from engine.optimizer import PARTS_8BIT, PiecewiseAdamW, adamw
 from engine.settings import STATES_BLOCK, AdamWSettings, TrialSettings
 from engine.shape import ModelShape
@@ -203,23 +202,6 @@ def test_states_take_the_bytes_that_plans_count() -> None:
         "embedding", "q", "k", "v", "gate", "up", "head",
     }  # fmt: skip
     assert moment_bytes(replace(TRIAL, optimizer_states=None)) == 8
-
-
-@needs_library
-def test_copies_are_made_again_after_the_librarys_update() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2, STATES_BLOCK))
-    optimizer, copies = (
-        PiecewiseAdamW([parameter], lr=0.5, offload=0.0, eight_bit=True),
-        Copies([parameter], torch.half),
-    )
-    copies.refresh()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    copies.refresh()
-    half = copy_of(parameter)
-    assert half is not None
-    assert half.max() < 1
-    assert torch.equal(half, parameter.detach().half())
 
 
 RUN = {"model": replace(SHAPE, layers=1), "learning_rate": 1e-3, "evaluate": Evaluation(), "save": Saving()}
