@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import harness.report.figures
+from engine.settings import Steps
 from harness.records.record import Record
 from harness.report.drawing.sheet import Sheet
-from harness.report.figures import all_figures, shown_of
+from harness.report.figures import all_figures, render, shown_of
 from harness.report.results import Row, rows_of
 from harness.report.variants import setups_of
-from tests.harness.drawn import said, sheet_of, texts, tips
+from tests.harness.drawn import SVG, said, sheet_of, texts, tips
 from tests.harness.synthetic_records import H200, around, cpu_sweep, gpu_sweep, in_rounds, record, traced, with_memory
 
 
@@ -216,6 +218,33 @@ def test_loss_curves_that_coincide_are_one_sentence_and_others_a_figure() -> Non
     assert sheet.title == "Loss: 1 of 1 trials differ by more than 1e-04, ring by 1.0e-03 relative"
     assert "limit 1e-04" in texts(sheet)
     assert all_figures()["loss"].draw(rows_of([record(seq_len=1024 * n) for n in (1, 2, 4)])) is None
+
+
+def test_the_name_of_a_curve_stands_beside_its_end() -> None:
+    sheet = sheet_of("loss", rows_of([record(steps=Steps(warmup=1, measured=9))]))  # the loss ends at 2.1
+    marks = ElementTree.fromstring(render(sheet, "svg")).iter(f"{SVG}text")
+    heights = {"".join(mark.itertext()): float(mark.attrib["y"]) for mark in marks}
+    assert heights["2.5"] < heights["burst"] < heights["2.0"]  # from the top
+
+
+def test_of_a_hundred_steps_the_curves_are_drawn_although_they_coincide() -> None:
+    for measured in (99, 100):
+        steps = Steps(warmup=1, measured=measured)
+        pair = [
+            record(steps=steps, dtype="bf16", linear_dtype="float8", drift=1e-3),
+            record(steps=steps, dtype="bf16"),
+            record(dtype="bf16", seq_len=2048),
+        ]
+        shown = all_figures()["loss"].draw(rows_of(pair))
+        words = "The loss curves of 2 trials coincide: losses differ by at most 1.0e-03 relative (bf16, 1K tokens)."
+        if measured < 100:
+            assert shown == words
+            continue
+        assert isinstance(shown, Sheet)
+        assert shown.title.endswith("in 101 steps")
+        assert shown.note.startswith(words)
+        drawn = [tip.partition(": ")[0] for tip in tips(shown)]
+        assert drawn == ["burst, linear_dtype float8, 1K tokens", "burst, linear_dtype same, 1K tokens"]
 
 
 def test_without_any_number_nothing_is_shown_and_of_one_trial_its_traced_step_alone() -> None:

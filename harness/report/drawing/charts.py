@@ -189,7 +189,10 @@ def _scale_values(ax: Axes, axes: LineAxes, values: Sequence[float]) -> None:
         ax.set_yscale("log")
         ax.set_ylim(axes.least, max(2 * high, 10 * (axes.limit or 0.0)))
         ax.yaxis.set_minor_locator(NullLocator())
-    if axes.steps:  # else as wide as the values: a loss is far from 0
+    if axes.steps:
+        if axes.least is None:  # as wide as the values: a loss is far from 0
+            margin = 0.05 * (high - low) or 1.0
+            ax.set_ylim(low - margin, high + margin)
         return
     if low > 0 and high > 30 * low:
         ax.set_yscale("log")

@@ -1,4 +1,5 @@
-"""Whether trials that compute the same function show the same loss: a sentence where they do, else the differences."""
+"""Whether trials that compute the same function show the same loss: a sentence where they do, with the curves of long
+runs, else the differences."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, 
 from harness.report.variants import footnotes_of, panel_name, panel_of, series_of
 
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
+COINCIDING_STEPS = 100  # measured, from which on curves are drawn although they lie on each other
 COINCIDE = 0.01  # relative difference below which curves lie on each other
 MAX_CURVES = 8
 _FLOOR = 1e-9  # drawn for differences of exactly zero, which a logarithm cannot show
@@ -29,7 +31,8 @@ class LossAgreement:
         found = agreements(rows)
         compared = [pair for pair in found if not pair.is_reference]
         if compared and all(pair.agrees or (pair.agrees is None and pair.loss < COINCIDE) for pair in compared):
-            return _coincide(compared)
+            long = [pair.row for pair in found if pair.row["steps.measured"] >= COINCIDING_STEPS]
+            return _curves(rows, long, _coincide(compared)) if long else _coincide(compared)
         if compared:
             return _differences(rows, compared)
         long = [pair.row for pair in found if len(pair.row["loss_by_step"]) >= CURVE_STEPS]
@@ -62,10 +65,11 @@ def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sh
     return _sheet(rows, title, note, curves, axes)
 
 
-def _curves(rows: Sequence[Row], long: Sequence[Row]) -> Sheet:
+def _curves(rows: Sequence[Row], long: Sequence[Row], compared: str = "") -> Sheet:
+    """The losses themselves; `compared` says how they differ, where there is something to compare."""
     first = long[0]["loss_by_step"]
     title = f"Loss: from {first[0]:.2f} to {first[-1]:.2f} in {len(first)} steps"
-    note = "Loss = mean over all target tokens of the whole batch."
+    note = f"{compared} Loss = mean over all target tokens of the whole batch.".strip()
     curves = [(row, list(row["loss_by_step"])) for row in long]
     return _sheet(rows, title, note, curves, LineAxes(unit="loss", steps=True))
 
