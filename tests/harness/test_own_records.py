@@ -146,7 +146,7 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         assert f"{gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]
 
 
-def test_every_point_of_the_frontier_was_predicted_before_it_runs() -> None:
+def test_every_point_of_the_frontier_is_predicted() -> None:
     experiments = Path(__file__).parents[2] / "experiments"
     with (PUBLISHED / "frontier_predicted.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -11,8 +11,8 @@ Where one rank keeps its parameters whole there are copies of all parameters ins
 Chunks that arrive by copy engine have memory of their own, held throughout (`receive_slot_bytes`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
-Against the training records of today's engine allocated is within 4%, and reserved within 8% where one rank keeps all
-on its GPU: with sharded parameters gradients had memory of their own in them.
+Against the training records of today's engine allocated is within 4%, and reserved within 8%, but where parameters were
+sharded before 26 November 2026: gradients had memory of their own there. Since then one GPU alone has been measured.
 tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
 
@@ -296,23 +296,24 @@ class MemoryModel:
         again = checkpoint.layers_again(layers)
         saved = self._saved_whole(choice)
         below = inputs + attention
-        if checkpoint.offload == "all" and choice.head_groups == 1:  # groups of heads wait for their layer's copies
-            below += self._state  # in flight between the device and the host, by what records allocated
-        all_saved = (layers - again) * saved + below
+        # By what records allocated: copies to the host hold a hidden state until layers are computed again, then copies
+        # back do. Those for groups of heads begin when the layer before is done.
+        leaving = self._state if again and checkpoint.offload == "all" else 0.0
+        coming = leaving if choice.head_groups == 1 else 0.0
+        all_saved = (layers - again) * saved + below + leaving
         moments = [("LM head", all_saved + self._head(choice.head_tiles, held), 0.0)]
         if again < layers:
             peak = self._whole_layer(choice, held.mlp_sums, least)
             moments.append(("backward of the last layer", all_saved + held.gathered + peak, self._head_gradient))
             gathered = held.gathered if again else held.gathered_first
             first = "backward of the first layer kept whole" if again else "backward of the first layer"
-            moments.append((first, saved + below + gathered + peak, self._gradients(again)))
+            moments.append((first, saved + below + leaving + gathered + peak, self._gradients(again)))
         if again:
             peak = self._layer(choice, held.mlp_sums)
             last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
-            moments.append((last, below + held.gathered + peak, self._gradients(again - 1)))
+            moments.append((last, below + coming + held.gathered + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
-            own = below - inputs - attention
-            own += inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
+            own = coming + inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
             moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
         moments.append(("optimizer", 0.0, self._parameters))
         return moments
