@@ -84,7 +84,8 @@ def test_what_systems_printed_stands_beside_our_count_of_the_same_trial() -> Non
     printed = printed_by_systems(all_rows(runs_in([PUBLISHED / "h200x1"])))
     torchtitan = [one for one in printed if one.row["method"] == "torchtitan_upstream"]
     assert [one.row["seq_len"] for one in torchtitan] == sorted(one.row["seq_len"] for one in torchtitan)
-    assert [one.ratio for one in torchtitan] == sorted(one.ratio for one in torchtitan)
+    by_length = [round(one.ratio, 3) for one in torchtitan]  # two runs of one length differ by how they are printed
+    assert by_length == sorted(by_length)
     assert torchtitan[0].ratio > 1.3
     megatron = [one for one in printed if one.row["method"] == "megatron_lm_upstream"]
     assert len(megatron) >= 6
