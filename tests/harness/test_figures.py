@@ -247,6 +247,21 @@ def test_of_a_hundred_steps_the_curves_are_drawn_although_they_coincide() -> Non
         assert drawn == ["burst, linear_dtype float8, 1K tokens", "burst, linear_dtype same, 1K tokens"]
 
 
+def test_narrow_numbers_that_lie_apart_are_held_to_no_limit_and_drawn_as_losses_from_a_hundred_steps_on() -> None:
+    for measured in (9, 100):
+        narrow = [
+            record(steps=Steps(warmup=1, measured=measured), dtype="bf16", method=method, drift=drift)
+            for method, drift in (("burst", 0.0), ("ring", 0.02))
+        ]
+        sheet = sheet_of("loss", rows_of(narrow))
+        assert "limit 1e-04" not in texts(sheet)
+        if measured < 100:
+            assert sheet.title == "Loss: losses differ, ring by 2.0e-02 relative"
+            continue
+        assert sheet.title.endswith("in 101 steps")
+        assert sheet.note.startswith("Single losses differ by up to 2.0%, those of the later half by 2.0% on average.")
+
+
 def test_without_any_number_nothing_is_shown_and_of_one_trial_its_traced_step_alone() -> None:
     rows = rows_of([record(status="refused"), record(status="oom", task="attention")])
     assert [shown_of(group) for group in setups_of(rows)] == [{}, {}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import mean
 
 from harness.report.drawing.charts import LineAxes, PlottedValue, SeriesLine, paint_lines
 from harness.report.drawing.looks import looks_of
@@ -15,7 +16,7 @@ from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, 
 from harness.report.variants import footnotes_of, panel_name, panel_of, series_of
 
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
-COINCIDING_STEPS = 100  # measured, from which on curves are drawn although they lie on each other
+LONG = 100  # measured steps, from which on curves are drawn, whether they lie on each other or not
 COINCIDE = 0.01  # relative difference below which curves lie on each other
 MAX_CURVES = 8
 _FLOOR = 1e-9  # drawn for differences of exactly zero, which a logarithm cannot show
@@ -30,11 +31,12 @@ class LossAgreement:
             return None
         found = agreements(rows)
         compared = [pair for pair in found if not pair.is_reference]
-        if compared and all(pair.agrees or (pair.agrees is None and pair.loss < COINCIDE) for pair in compared):
-            long = [pair.row for pair in found if pair.row["steps.measured"] >= COINCIDING_STEPS]
-            return _curves(rows, long, _coincide(compared)) if long else _coincide(compared)
         if compared:
-            return _differences(rows, compared)
+            long = [pair.row for pair in found if pair.row["steps.measured"] >= LONG]
+            coincide = all(pair.agrees or (pair.agrees is None and pair.loss < COINCIDE) for pair in compared)
+            if long and (coincide or all(pair.agrees is None for pair in compared)):
+                return _curves(rows, long, _coincide(compared) if coincide else _lie_apart(compared))
+            return _coincide(compared) if coincide else _differences(rows, compared)
         long = [pair.row for pair in found if len(pair.row["loss_by_step"]) >= CURVE_STEPS]
         return _curves(rows, long) if long else None
 
@@ -50,6 +52,13 @@ def _coincide(compared: Sequence[LossDifferences]) -> str:
     return f"The loss curves of {trials} trials coincide: {of} {apart} ({types}, {lengths})."
 
 
+def _lie_apart(compared: Sequence[LossDifferences]) -> str:
+    """One sentence for curves of numbers so narrow that single losses differ."""
+    worst = max(pair.loss for pair in compared)
+    later = max(mean(pair.loss_by_step[len(pair.loss_by_step) // 2 :]) for pair in compared)
+    return f"Single losses differ by up to {worst:.1%}, those of the later half by {later:.1%} on average."
+
+
 def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sheet:
     curves = [(pair.row, _apart(pair)) for pair in compared]
     curves.sort(key=lambda curve: -max(curve[1]))
@@ -61,7 +70,8 @@ def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sh
         f"dtype, data and seed; exact equality is drawn at {_FLOOR:.0e}."
     )
     title = f"Loss: {told}, {_names(rows)[id(worst)]} by {max(values):.1e} relative"
-    axes = LineAxes(unit="relative difference", steps=True, least=_FLOOR / 2, limit=LIMIT)
+    judged = any(pair.agrees is not None for pair in compared)
+    axes = LineAxes(unit="relative difference", steps=True, least=_FLOOR / 2, limit=LIMIT if judged else None)
     return _sheet(rows, title, note, curves, axes)
 
 
