@@ -52,7 +52,8 @@ def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(tmp_path,
         ]
         assert whole == str(trial["checkpoint.whole_layers"] if trial["checkpoint.every"] else 16)
         assert ("input and attention output on the host" in others) == (trial["checkpoint.offload"] == "all")
-        assert ("MLP in 8 tiles" in also) == (trial["mlp_tiles"] == 8)
+        assert bool(re.search("MLP (and projections )?in 8 tiles", also)) == (trial["mlp_tiles"] == 8)
+        assert ("projections in 8 tiles" in also) == (trial["projection_tiles"] == 8)
         assert ("optimizer on the host" in also) == bool(trial["optimizer_offload"])
 
 
