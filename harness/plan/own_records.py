@@ -26,9 +26,7 @@ TABLE_FILE = PUBLISHED / "predicted.csv"
 BLOCK = "errors on records"
 # Since then one rank alone keeps its parameters whole: records that started before are of an earlier engine.
 TODAY = "2026-11-22T04:00"
-# Until then FSDP2 took the memory of reduced gradients on a stream of its own: what a rank reserved that shared its
-# parameters, or had moments on the host, is listed and not judged.
-GRADIENTS_BESIDE_UNTIL = "2026-11-26T12:42"
+GRADIENTS_BESIDE_UNTIL = "2026-11-26T12:42"  # FSDP2 took the memory of reduced gradients on a stream of its own
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -64,6 +62,12 @@ class RecordPrediction:
         return float(predicted / measured - 1)
 
 
+def gradients_in_place(settings: TrialSettings, started_at: str) -> bool:
+    """Whether gradients took the place of freed activations in a record, as the memory model counts them. Else what its
+    rank reserved, that shared its parameters or had moments on the host, is listed and not judged."""
+    return started_at >= GRADIENTS_BESIDE_UNTIL or keeps_whole(settings)
+
+
 def compared_records() -> list[RecordPrediction]:
     """All training records of the engine's own methods on GPUs that gave figures, in order of their runs. Raises
     UsageError for a record that cannot be used."""
@@ -85,7 +89,7 @@ def compared_records() -> list[RecordPrediction]:
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
                 timed=today and not run.stated().reason(record.trial_id, "conditions"),
-                as_reserved=today and (record.started_at >= GRADIENTS_BESIDE_UNTIL or keeps_whole(settings)),
+                as_reserved=today and gradients_in_place(settings, record.started_at),
                 settings=settings,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),
                 allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib),

@@ -149,7 +149,7 @@ def test_a_part_of_the_moments_goes_to_the_host_where_a_part_is_enough() -> None
         assert f"{chosen.optimizer_offload:.0%} of the moments on the host" in found.words
         assert found.added_seconds < 0.9 * before.added_seconds
         assert found.host_bytes < before.host_bytes
-        assert 0.9 * gib * GIB < found.allocated_bytes < gib * GIB / 1.03
+        assert 0.9 * gib * GIB < found.allocated_bytes < gib * GIB / 1.04
         assert memory_of(chosen).reserved == pytest.approx(found.reserved_bytes, abs=1)
 
 

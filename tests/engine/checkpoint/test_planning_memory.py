@@ -9,9 +9,9 @@ import pytest
 
 from engine.checkpoint.planning.memory import GIB, memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
-from engine.settings import TrialSettings, from_json, keeps_whole
+from engine.settings import TrialSettings, from_json
 from harness.metrics.hardware import hardware_for
-from harness.plan.own_records import GRADIENTS_BESIDE_UNTIL, TODAY
+from harness.plan.own_records import TODAY, gradients_in_place
 from tests.published import stored_records
 
 
@@ -27,7 +27,7 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any], bool]]:
         if record["started_at"] < TODAY or settings.task != "train" or settings.method.endswith("_upstream"):
             continue
         if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
-            in_place = keeps_whole(settings) or record["started_at"] >= GRADIENTS_BESIDE_UNTIL
+            in_place = gradients_in_place(settings, record["started_at"])
             found.append((stored.trial, settings, record["measurement"], in_place))
     return found
 
