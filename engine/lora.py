@@ -7,8 +7,8 @@ weight in fp32 and no moments. Pure data; `engine.models.decoder.Linear` compute
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 from engine.shape import ModelShape
@@ -76,7 +76,8 @@ def adapter_sizes(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def adapter_parameters(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> int:
+@cache
+def adapter_parameters(shape: ModelShape, lora: Lora | None, among: tuple[Target, ...] = tuple(MODULES)) -> int:
     """Of the adapters of one layer, or of some of its matrices; 0 without LoRA."""
     if lora is None:
         return 0
@@ -85,7 +86,7 @@ def adapter_parameters(shape: ModelShape, lora: Lora | None, among: Collection[T
     return lora.rank * sum(outputs + inputs for outputs, inputs in matrices)
 
 
-def trained_weights(shape: ModelShape, lora: Lora | None, among: Collection[Target]) -> float:
+def trained_weights(shape: ModelShape, lora: Lora | None, among: tuple[Target, ...]) -> float:
     """Of `MLP` or `PROJECTIONS` of a layer, the weights whose gradient is formed: those of their adapters, or all where
     nothing is frozen."""
     if lora is not None:
@@ -93,7 +94,7 @@ def trained_weights(shape: ModelShape, lora: Lora | None, among: Collection[Targ
     return shape.mlp_share * shape.mlp_parameters if among == MLP else shape.projection_parameters
 
 
-def adapter_passes(shape: ModelShape, lora: Lora | None, among: Collection[Target] = tuple(MODULES)) -> tuple[int, int]:
+def adapter_passes(shape: ModelShape, lora: Lora | None, among: tuple[Target, ...] = tuple(MODULES)) -> tuple[int, int]:
     """Elements per token and layer that forward and backward read and write in memory for adapters, or those of some
     matrices; 0 without LoRA.
 

@@ -1,8 +1,9 @@
 """Memory of one rank in training, from its settings and without running it: allocated, reserved and host bytes.
 
 The sum of the engine's tensors (docs/memory.md) at the moments that may be the fullest: in the LM head, with all saved
-tensors and no gradients; then in the backward of the first and the last layer of either kind, those kept whole and
-those computed again, with the saved tensors of the layers before and the gradients of the layers after.
+tensors and no gradients; then in the backward of the first and the last layer of each kind, those kept whole and
+those computed again, with the saved tensors of the layers before and the gradients of the layers after. Layers with
+attention and linear layers are kinds of their own.
 
 torch's allocator keeps memory by stream. Gradients have memory of the computation's stream, also where FSDP2 reduces
 them (`engine.parallelize.ReduceIntoFreedMemory`), so they take the place of freed activations. What is reserved is the
@@ -19,6 +20,7 @@ tests/engine/checkpoint/test_planning_memory.py keeps that.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
@@ -29,10 +31,12 @@ from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, PROJECTIONS, adapter_parameters, trained_weights
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
+from engine.shape import ModelShape
 
 GIB = 1 << 30
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
+_LINEAR_KERNELS = 0.5 * GIB  # more of it where kernels of linear layers are compiled and timed: 0.2 to 0.9 in records
 _AUTOGRAD_MLP = 3.5  # intermediates of a first matrix's width that autograd holds of one, and their gradients
 # The same of a plain MLP by its first matrices: products, their gradients, and that of what the last matrix takes.
 _TORCH_MLP = {1: 3, 2: 5}
@@ -99,7 +103,7 @@ class _OfParameters:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mixer:
     """Bytes of a linear layer before its MLP, with the kernels of flash-linear-attention; 0 where there is none. A
-    count by the tensors' sizes, which no run on a GPU has checked."""
+    count by the tensors' sizes; no run on several GPUs has checked what ranks exchange."""
 
     saved: float = 0.0  # for its backward
     gradients: float = 0.0  # in its backward
@@ -137,6 +141,33 @@ class _Mixer:
         return cls(saved=tokens * saved + states, gradients=tokens * gradients + states)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """The layers of a model that are alike: with attention or linear, with an MLP or without."""
+
+    words: str  # what tells it from the model's other kinds
+    linear: bool
+    mlp: bool
+    places: tuple[int, ...]  # of its layers, counted from 0
+
+    @classmethod
+    def all_of(cls, shape: ModelShape) -> tuple[_Kind, ...]:
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for place, kind in enumerate(zip(shape.linear_layers, shape.mlps, strict=True)):
+            found.setdefault(kind, []).append(place)
+        words = {(linear, mlp): "linear " if linear else "attention " for linear, mlp in found}
+        words |= {kind: f"bare {words[kind]}" for kind in found if not kind[1]}
+        several = len(found) > 1
+        return tuple(
+            cls(words=words[kind] if several else "", linear=kind[0], mlp=kind[1], places=tuple(places))
+            for kind, places in found.items()
+        )
+
+    def between(self, first: int, end: int) -> tuple[int, ...]:
+        """The places of its layers from `first` to before `end`."""
+        return self.places[bisect_left(self.places, first) : bisect_left(self.places, end)]
+
+
 class MemoryModel:
     """Memory of a rank of one trial by choice. `settings` give everything that no `MemorySettings` holds."""
 
@@ -162,7 +193,7 @@ class MemoryModel:
         # Sigmoids of attention's gate, and the output that is multiplied by them.
         self._gated = 2 * self._output if shape.attention_gate else 0.0
         self._mixer = _Mixer.of(settings)
-        self._attending = shape.attention_layers / shape.layers
+        self._kinds = _Kind.all_of(shape)
         self._attention_before = (0, *itertools.accumulate(not linear for linear in shape.linear_layers))
         shards = settings.world_size
         if settings.sharding == "hybrid":
@@ -233,6 +264,7 @@ class MemoryModel:
             used = min(1.0, parse_mask(settings.masks[0]).area(settings.seq_len) / Causal().area(settings.seq_len))
             queries = 0 if shape.kv_latent else 2 * (self._query + self._output)  # a latent is sent in backward too
             self._received = used * (queries + (6 if shape.kv_latent else 2) * self._keys)
+        self._process = _PROCESS + (_LINEAR_KERNELS if on_gpu and any(shape.linear_layers) else 0)
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
@@ -249,7 +281,7 @@ class MemoryModel:
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=_PROCESS + host + self._states * choice.optimizer_offload,
+            host=self._process + host + self._states * choice.optimizer_offload,
         )
 
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
@@ -294,27 +326,35 @@ class MemoryModel:
         checkpoint, layers = choice.checkpoint, self._layers
         held = self._by_offload[bool(choice.optimizer_offload)]
         again = checkpoint.layers_again(layers)
-        saved = self._saved_whole(choice)
         below = inputs + attention
         # By what records allocated: copies to the host hold a hidden state until layers are computed again, then copies
         # back do. Those for groups of heads begin when the layer before is done.
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
         coming = leaving if choice.head_groups == 1 else 0.0
-        all_saved = (layers - again) * saved + below + leaving
-        moments = [("LM head", all_saved + self._head(choice.head_tiles, held), 0.0)]
-        if again < layers:
-            peak = self._whole_layer(choice, held.mlp_sums, least)
-            moments.append(("backward of the last layer", all_saved + held.gathered + peak, self._head_gradient))
-            gathered = held.gathered if again else held.gathered_first
-            first = "backward of the first layer kept whole" if again else "backward of the first layer"
-            moments.append((first, saved + below + leaving + gathered + peak, self._gradients(again)))
-        if again:
-            peak = self._layer(choice, held.mlp_sums)
-            last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
-            moments.append((last, below + coming + held.gathered + peak, self._gradients(again - 1)))
-            # The first layer's own tensors: its group's input and its attention.
-            own = coming + inputs / group_starts(checkpoint, again) + attention / max(1, self._attention_of(again))
-            moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
+        saved = {kind: self._saved_whole(choice, kind) for kind in self._kinds}
+
+        def saved_until(end: int) -> float:
+            """Of layers kept whole, up to the one before `end`."""
+            return below + leaving + sum(each * len(kind.between(again, end)) for kind, each in saved.items())
+
+        def kept_until(end: int) -> float:
+            """Of layers that are computed again, up to the one before `end`."""
+            of_inputs = inputs * group_starts(checkpoint, end) / group_starts(checkpoint, again)
+            return coming + of_inputs + attention * self._attention_of(end) / max(1, self._attention_of(again))
+
+        moments = [("LM head", saved_until(layers) + self._head(choice.head_tiles, held), 0.0)]
+        for words, first, end in ((" kept whole", again, layers), (" computed again", 0, again)):
+            until, peak_of = (saved_until, self._whole_layer) if first == again else (kept_until, self._layer)
+            for kind in self._kinds:
+                places = kind.between(first, end)
+                if not places:
+                    continue
+                peak = peak_of(choice, kind, held.mlp_sums, least)
+                for which, place in ("last", places[-1]), ("first", places[0]):
+                    of_all = place == (layers - 1 if which == "last" else 0)
+                    name = f"backward of the {which} {kind.words}layer{'' if of_all else words}"
+                    gathered = held.gathered if place else held.gathered_first
+                    moments.append((name, until(place + 1) + gathered + peak, self._gradients(place)))
         moments.append(("optimizer", 0.0, self._parameters))
         return moments
 
@@ -341,10 +381,22 @@ class MemoryModel:
         """Of the first `layers` layers those with attention."""
         return self._attention_before[layers]
 
-    def _saved_whole(self, choice: MemorySettings) -> float:
-        """Saved tensors of a layer that is not computed again, on average: its input and the MLP's, queries, keys and
-        values and attention's results, or those of a linear layer's mixer, and the kept products of the MLP's first
-        matrices."""
+    def _saved_whole(self, choice: MemorySettings, kind: _Kind) -> float:
+        """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values and
+        attention's results, or those of a linear layer's mixer, and the kept products of the MLP's first matrices."""
+        kept = self._state + (self._mixer.saved if kind.linear else self._saved_attention(choice))
+        if not kind.mlp:
+            return kept
+        share, adapted = choice.checkpoint.mlp, self._adapted
+        kept += self._state + share * self._between * len(adapted & set(MLP))
+        if self._shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
+            inputs = self._state if adapted & {"gate", "up"} else 0.0
+            products = self._gates + ("down" in adapted)
+            return kept + share * (products * self._mlp_state + inputs)
+        # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
+        return kept + share * (2 * self._gates * self._mlp_state + 2 * self._state)
+
+    def _saved_attention(self, choice: MemorySettings) -> float:
         kept = self._query + self._output + self._keys + self._lse
         shape = self._shape
         by_torch = shape.qk_norm or not shape.plain_projection
@@ -358,18 +410,10 @@ class MemoryModel:
             kept += self._state  # attention's branch before its norm
         kept += self._gated
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
-        kept = (1 + shape.mlp_share) * self._state + self._attending * kept + (1 - self._attending) * self._mixer.saved
-        of_mlp = shape.mlp_share * choice.checkpoint.mlp
-        kept += of_mlp * self._between * len(self._adapted & set(MLP))
-        if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
-            inputs = self._state if self._adapted & {"gate", "up"} else 0.0
-            products = self._gates + ("down" in self._adapted)
-            return kept + of_mlp * (products * self._mlp_state + inputs)
-        # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
-        return kept + of_mlp * (2 * self._gates * self._mlp_state + 2 * self._state)
+        return kept
 
-    def _whole_layer(self, choice: MemorySettings, mlp_sums: float, least: bool) -> float:
-        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
+    def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
+        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
         # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
@@ -385,14 +429,21 @@ class MemoryModel:
             held += mlp_sums + self._cast_sum
         if least:
             held = 0.0
-        # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        in_attention = self._state + self._query + self._output + self._keys + self._expanded
-        in_attention += self._attention_sums + self._received_beside(choice.checkpoint)
-        return max(4 * self._state + held, in_attention, self._state + self._mixer.gradients)
+        # Gradients before and after, the normed states and their gradient.
+        of_mlp = 4 * self._state + held if kind.mlp else 0.0
+        return max(of_mlp, self._in_mixer(choice, kind))
 
-    def _layer(self, choice: MemorySettings, mlp_sums: float) -> float:
-        """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
-        attention's."""
+    def _in_mixer(self, choice: MemorySettings, kind: _Kind) -> float:
+        """The backward of attention in all heads at once, gradients of out, q, k, v and the residual; or of a linear
+        layer's mixer."""
+        if kind.linear:
+            return self._state + self._mixer.gradients
+        gradients = self._state + self._query + self._output + self._keys + self._expanded
+        return gradients + self._attention_sums + self._received_beside(choice.checkpoint)
+
+    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool = False) -> float:
+        """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and the
+        mixer's."""
         checkpoint = choice.checkpoint
         inputs = 0.0
         if checkpoint.every > 1 or checkpoint.offload != "none":
@@ -412,6 +463,10 @@ class MemoryModel:
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
         mlp += 3 * self._state  # gradients before and after, the MLP's input
+        if not kind.mlp:
+            mlp = 0.0
+        if kind.linear:
+            return inputs + self._mixer.saved + max(mlp, self._in_mixer(choice, kind))
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         if choice.head_groups > 1:
             # Of all heads the output's gradient, those of q, k and v, and the residual's. Then the output is gone, in
@@ -421,17 +476,12 @@ class MemoryModel:
             found = gradients + self._state
             projected = (2 * self._state + self._query + self._keys) / choice.projection_tiles
             in_attention = max(in_attention + self._of_group(choice.head_groups), found + projected)
-            held = self._mixer.saved
-            return inputs + max(max(output, held) + mlp, in_attention, held + self._state + self._mixer.gradients)
+            return inputs + max(output + mlp, in_attention)
         # Computed again, for attention's backward.
         held = self._query + self._keys + self._gated + self._between * len(self._adapted)
         if choice.projection_tiles == 1:
             held += self._state  # normed
-        held = max(held, self._mixer.saved)
-        # Gradients: residual, out, q, k, v.
-        in_attention = self._state + self._query + self._output + self._keys + self._expanded
-        in_attention += self._attention_sums + self._received_beside(checkpoint)
-        return inputs + held + max(output + mlp, in_attention, self._state + self._mixer.gradients)
+        return inputs + held + max(output + mlp, self._in_mixer(choice, kind))
 
     def _of_group(self, head_groups: int) -> float:
         """What backward forms of one group of heads: queries, keys and values, their gradients, the output and its

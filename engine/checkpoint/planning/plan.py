@@ -2,9 +2,10 @@
 take.
 
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
-All layers are equal, so how many are kept whole, and how much of each, says everything. Four facts save comparisons
-and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, from one whole
-layer on more of them hold more, and more moments on the host leave more room.
+The last layers are kept whole, so how many, and how much of each, says everything. Three facts save comparisons and
+lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and more moments on
+the host leave more room. Memory need not grow with the whole layers: the fullest moment may be one of those computed
+again.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
@@ -12,7 +13,7 @@ A forecast says in words what was chosen and why, and stands in the trial's reco
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -251,11 +252,13 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     """The cheapest choice of a frame that fits and adds less than `least` seconds; None where there is none."""
     best: MemorySettings | None = None
     bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
-    # A shorter tail repeats more, but where it is copied to the host that may take longer.
-    cheapest_tails = tails if frame.checkpoint.offload == "all" else tails[:1]
-    for whole in _may_fit(problem, frame):
-        if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
+    # Without copies to the host, which a longer group of fewer whole layers may hide.
+    no_copies = replace(frame, checkpoint=replace(frame.checkpoint, offload="none"))
+    for whole in reversed(problem.whole_layers(frame)):
+        if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0])) >= least:
             break  # fewer whole layers repeat more
+        if not _may_fit(problem, frame, whole):
+            continue
         if _same_without_groups(problem, frame, whole):
             continue
         # No tail leaves more room for the MLP's products than the shortest.
@@ -297,27 +300,29 @@ def _rivals(
 
 def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
-    tails, mlp = problem.compared.tail, problem.compared.mlp[-1]
-    choices = [
-        problem.with_kept(frame, whole, tail, mlp)
-        for frame in problem.frames()
-        for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
-        for tail in {tails[0], tails[-1]}  # with all of it kept, no output is formed again
-    ]
-    return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
+    tails, mlps = problem.compared.tail, problem.compared.mlp
+
+    def share(choice: MemorySettings) -> float:
+        return problem.share(problem.memory.of(choice))
+
+    found = min(
+        (
+            problem.with_kept(frame, whole, tail, mlps[-1])
+            for frame in problem.frames()
+            for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
+            for tail in {tails[0], tails[-1]}  # with all of it kept, no output is formed again
+        ),
+        key=share,
+    )
+    # Where the MLP is one tile, a part of its products may be held in less than all of them formed again.
+    shares = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp)) for mlp in reversed(mlps))
+    return min(shares, key=share) if found.checkpoint.layers_again(problem.layers) < problem.layers else found
 
 
-def _may_fit(problem: PlanningProblem, frame: MemorySettings) -> list[int]:
-    """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
-    least = {"tail": problem.compared.tail[-1], "mlp": problem.compared.mlp[-1]}
-
-    def share(whole: int) -> float:
-        return problem.share(problem.memory.of(problem.with_kept(frame, whole, **least), least=True))
-
-    numbers = problem.whole_layers(frame)
-    inner = [number for number in numbers if 0 < number < problem.layers]
-    ends = [number for number in numbers if number not in inner and share(number) <= 1]
-    return sorted([*inner[: bisect_right(inner, 1.0, key=share)], *ends], reverse=True)
+def _may_fit(problem: PlanningProblem, frame: MemorySettings, whole: int) -> bool:
+    """Whether so many whole layers may fit with the least of tail and MLP."""
+    least = problem.with_kept(frame, whole, problem.compared.tail[-1], problem.compared.mlp[-1])
+    return problem.share(problem.memory.of(least, least=True)) <= 1
 
 
 def _mlps(
