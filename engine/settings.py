@@ -427,11 +427,15 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
     has = f"model {model.name} has linear layers"
     kind, *parts = settings.mask.split(":")
     if kind not in ("causal", DOCUMENTS) or "full" in parts:
-        return f"mask is {settings.mask}, and {has}, which are causal; set mask to causal or documents"
-    if alone and any(part.startswith("left-") for part in parts):
-        return f"mask is {settings.mask}, and recurrences have no window; leave out what begins with left-"
+        return (
+            f"mask is {settings.mask}, and {has}, which are causal and have no window; set mask to causal or documents"
+        )
+    if any(part.startswith("left-") for part in parts):
+        return f"mask is {settings.mask}, and {has}, which have no window; leave out what begins with left-"
     if settings.tp_size > 1:
-        return f"tp_size is {settings.tp_size}, and {has}, whose heads no rank divides; set tp_size to 1"
+        return (
+            f"tp_size is {settings.tp_size}, and {has}, which tensor parallelism does not split here; set tp_size to 1"
+        )
     if settings.lora is not None:
         return f"lora is set, and {has}, whose matrices have no adapters; leave lora out"
     lengths = settings.row_tokens, settings.steps.warmup_seq_len or settings.row_tokens

@@ -135,13 +135,15 @@ class ModelShape:
             )
         if self.linear == "none" and not count:
             sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_step_min")
-            if given := [name for name in sizes if getattr(self, name)]:
+            given = [name for name in sizes if getattr(self, name)]
+            if given := given or ["linear_conv"] * (self.linear_conv != LLAMA_FEATURES["linear_conv"]):
                 raise ValueError(f"model {self.name}: {given[0]} is given without linear; give both, or neither")
             return
         if self.linear == "none" or not 0 < count < self.layers:
+            first = f" by the pattern's first {self.layers} letters" if len(self.layer_pattern) > self.layers else ""
             raise ValueError(
-                f"model {self.name}: linear is {self.linear} and {count} of {self.layers} layers are linear; give a "
-                "kind of linear layers, and a layer_pattern with l and another letter"
+                f"model {self.name}: linear is {self.linear} and {count} of {self.layers} layers are linear{first}; "
+                "give a kind of linear layers, and a layer_pattern with l and another letter"
             )
         for name in ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_conv"):
             if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:

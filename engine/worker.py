@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 
 from engine.distributed import World, check_world_size, join, leave, limit_threads
+from engine.linear.kernels import linear_refused_on
 from engine.measurement import CHECK_UNFINISHED, PROFILE, UNCHECKED, unfinished, write_json, write_measurement
 from engine.method import NativeMethod, in_worker, method_unsupported_reason
 from engine.profile.capture import StepProfiler, step_to_trace
@@ -30,7 +31,7 @@ from engine.settings import TrialSettings, from_json
 from engine.tasks.attention import AttentionTask
 from engine.tasks.linear import LinearTask
 from engine.tasks.lm_head import HeadTask
-from engine.tasks.task import AroundStep, Refused, Task, progress_to
+from engine.tasks.task import DTYPES, AroundStep, Refused, Task, progress_to
 from engine.tasks.train import TrainTask
 
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
@@ -119,7 +120,12 @@ def prepare(settings: TrialSettings, method: NativeMethod) -> World:
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True)
-    return join(settings)
+    world = join(settings)
+    if settings.task in ("train", "linear"):
+        reason = linear_refused_on(world.device.type, DTYPES[settings.dtype], settings.model)
+        if reason:
+            raise ValueError(reason)
+    return world
 
 
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:

@@ -98,7 +98,8 @@ def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expand_NXC: Ten
     if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):
         raise ValueError(
             f"q {tuple(q_BLND.shape)} and k {tuple(k_BLKD.shape)} differ in batch, tokens or head_dim; pass shards of "
-            'the same positions, and give tensor_layout="BHSD" where heads come before tokens'
+            'the same positions; where heads come before tokens, give tensor_layout="BHSD", and where v is a latent, '
+            "expand_NXC"
         )
     if heads % k_BLKD.shape[2]:
         raise ValueError(f"{heads} query heads are not divisible by {k_BLKD.shape[2]} KV heads; choose heads that are")

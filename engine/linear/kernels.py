@@ -24,6 +24,7 @@ from engine.linear.mamba2 import StateSpace, chunked_state_space
 from engine.linear.runs import COPIES, Runs
 from engine.ops.copies import computed
 from engine.ops.norm import RMSNorm, epsilon
+from engine.shape import ModelShape
 
 LIBRARY = "fla-core"  # the package that has the calls
 OLDEST = (0, 6)  # 0.5 has the convolution elsewhere, and ignores `state_v_first` without an error
@@ -61,6 +62,22 @@ def kernel_of(device_type: str, dtype: torch.dtype) -> str:
     return "fla" if device_type == "cuda" and dtype in DTYPES and library_installed() else "torch"
 
 
+def linear_refused_on(device_type: str, dtype: torch.dtype, model: ModelShape) -> str | None:
+    """Why the library cannot run the linear layers of a model on such a device, asked before it is called; or None."""
+    if not any(model.linear_layers) or kernel_of(device_type, dtype) != "fla":
+        return None
+    if model.linear == "gated_delta_net" and model.linear_key_dim > MOST_KEY_DIM:
+        return _too_wide(model.linear_key_dim)
+    return refused_here() or None
+
+
+def _too_wide(key_dim: int) -> str:
+    return (
+        f"linear_key_dim is {key_dim}, and flash-linear-attention takes at most {MOST_KEY_DIM} for gated delta nets; "
+        "choose a smaller one, or uninstall the library"
+    )
+
+
 def delta_rule_for(tensor: Tensor) -> DeltaRule:
     """The gated delta rule for tensors like this one."""
     return _fla_delta_rule if kernel_of(tensor.device.type, tensor.dtype) == "fla" else chunked_delta_rule
@@ -96,10 +113,7 @@ def _fla_delta_rule(
     initial_BVNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if q_BLHN.shape[-1] > MOST_KEY_DIM:
-        raise ValueError(
-            f"linear_key_dim is {q_BLHN.shape[-1]}, and flash-linear-attention takes at most {MOST_KEY_DIM} for gated "
-            "delta nets; choose a smaller one, or uninstall the library"
-        )
+        raise ValueError(_too_wide(q_BLHN.shape[-1]))
     named: dict[str, object] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}  # as in the library's layers
     call = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     initial_BVPN = None if initial_BVNP is None else initial_BVNP.mT

@@ -356,11 +356,22 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
     return config
 
 
+def not_exported_reason(shape: ModelShape) -> str | None:
+    """Why transformers cannot build this shape, or None."""
+    try:
+        config_of(shape, "float32", None)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _architecture_of(content: Mapping[str, object]) -> tuple[str, Architecture]:
     named = content.get("architectures")
     by_class = {each.class_name: (name, each) for name, each in architectures().items()}
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in by_class:
-        raise ValueError(f"architectures is {named!r}; expected a list of one of {', '.join(by_class)}")
+        raise ValueError(
+            f"architectures is {named!r}; expected a list of one of {', '.join(by_class)}; give such a model's file"
+        )
     return by_class[named[0]]
 
 

@@ -36,6 +36,7 @@ from engine.lm_head.loss_kernel import IGNORE, loss_sum_of
 from engine.measurement import write_json
 from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod
+from engine.models.architecture import not_exported_reason
 from engine.models.decoder import Decoder
 from engine.settings import from_json
 from engine.tasks.task import OnProgress, Refused, progress_to
@@ -117,6 +118,8 @@ class TrainingRun:
         self.notes = self._about_storage()  # sentences for the user about the start of the run
         if isinstance(data.training, PackedSequences):
             self.notes.insert(0, data.training.packing.words)
+        if config.settings.lora is None and (reason := not_exported_reason(config.settings.model)):
+            self.notes.append(f"transformers has no such model, and `burst train export` will refuse it: {reason}")
         self.steps_done = 0
         if needs_weights(order):
             agreed(world, lambda: check_weights(config, data.store.header))

@@ -157,7 +157,7 @@ def test_groups_of_heads_hold_what_the_planner_counts(kv_heads: int) -> None:
         grouped = dataclasses.replace(settings, head_groups=kv_heads)
         model, choice = MemoryModel(grouped), memory_settings_of(grouped)
         model._attention_sums = 0.0  # a kernel's own, not made here
-        counted = (model._layer(choice, 0.0) + model._kept(choice.checkpoint)[1]) / model._state
+        counted = (model._layer(choice, model._kinds[0], 0.0) + model._kept(choice.checkpoint)[1]) / model._state
         assert peak_of(grouped) == pytest.approx(counted, abs=0.5)
         # Of four groups the sums of a kernel are a fourth as well; of two, all else is hardly less than of one.
         assert kv_heads == 2 or peak_of(settings) > peak_of(grouped) + 0.5
@@ -170,7 +170,8 @@ def test_a_layer_of_a_latent_holds_what_the_planner_counts() -> None:
     """Keys and values of all heads, and their gradients, are there once, while they are used."""
     settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), **LATENT)
     model = MemoryModel(settings)
-    counted = model._layer(memory_settings_of(settings), 0.0) - model._attention_sums  # a kernel's own, not made here
+    counted = model._layer(memory_settings_of(settings), model._kinds[0], 0.0)
+    counted -= model._attention_sums  # a kernel's own, not made here
     assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), abs=0.5)
 
 
@@ -198,5 +199,7 @@ def test_a_linear_layer_holds_what_the_planner_counts(linear: str, monkeypatch: 
     ):
         monkeypatch.setitem(sys.modules, f"fla.{name}", SimpleNamespace(**{call: form}))
     settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), linear=linear, **LINEAR)
-    counted = MemoryModel(settings)._layer(memory_settings_of(settings), 0.0)
+    model = MemoryModel(settings)
+    [linear_kind] = [kind for kind in model._kinds if kind.linear]
+    counted = model._layer(memory_settings_of(settings), linear_kind, 0.0)
     assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), rel=0.04)

@@ -145,7 +145,7 @@ class _Mixer:
 class _Kind:
     """The layers of a model that are alike: with attention or linear, with an MLP or without."""
 
-    words: str  # what tells it from the model's other kinds
+    words: str  # one of its layers, told from the model's other kinds
     linear: bool
     mlp: bool
     places: tuple[int, ...]  # of its layers, counted from 0
@@ -155,11 +155,11 @@ class _Kind:
         found: dict[tuple[bool, bool], list[int]] = {}
         for place, kind in enumerate(zip(shape.linear_layers, shape.mlps, strict=True)):
             found.setdefault(kind, []).append(place)
-        words = {(linear, mlp): "linear " if linear else "attention " for linear, mlp in found}
-        words |= {kind: f"bare {words[kind]}" for kind in found if not kind[1]}
+        words = {kind: "linear layer" if kind[0] else "attention layer" for kind in found}
+        words |= {kind: f"{words[kind]} without MLP" for kind in found if not kind[1]}
         several = len(found) > 1
         return tuple(
-            cls(words=words[kind] if several else "", linear=kind[0], mlp=kind[1], places=tuple(places))
+            cls(words=words[kind] if several else "layer", linear=kind[0], mlp=kind[1], places=tuple(places))
             for kind, places in found.items()
         )
 
@@ -268,6 +268,11 @@ class MemoryModel:
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
+    @property
+    def alike(self) -> bool:
+        """Whether all layers are of one kind."""
+        return len(self._kinds) == 1
+
     def of(self, choice: MemorySettings, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
@@ -330,31 +335,41 @@ class MemoryModel:
         # By what records allocated: copies to the host hold a hidden state until layers are computed again, then copies
         # back do. Those for groups of heads begin when the layer before is done.
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
-        coming = leaving if choice.head_groups == 1 else 0.0
         saved = {kind: self._saved_whole(choice, kind) for kind in self._kinds}
 
-        def saved_until(end: int) -> float:
-            """Of layers kept whole, up to the one before `end`."""
-            return below + leaving + sum(each * len(kind.between(again, end)) for kind, each in saved.items())
+        def saved_until(place: int) -> float:
+            """Of layers kept whole, up to this one."""
+            return below + leaving + sum(each * len(kind.between(again, place + 1)) for kind, each in saved.items())
 
-        def kept_until(end: int) -> float:
-            """Of layers that are computed again, up to the one before `end`."""
-            of_inputs = inputs * group_starts(checkpoint, end) / group_starts(checkpoint, again)
-            return coming + of_inputs + attention * self._attention_of(end) / max(1, self._attention_of(again))
+        def kept_until(place: int) -> float:
+            """Of layers that are computed again, up to this one."""
+            of_inputs = inputs * group_starts(checkpoint, place + 1) / group_starts(checkpoint, again)
+            return of_inputs + attention * self._attention_of(place + 1) / max(1, self._attention_of(again))
 
-        moments = [("LM head", saved_until(layers) + self._head(choice.head_tiles, held), 0.0)]
-        for words, first, end in ((" kept whole", again, layers), (" computed again", 0, again)):
-            until, peak_of = (saved_until, self._whole_layer) if first == again else (kept_until, self._layer)
+        moments = [("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0)]
+        for is_whole, first, end in ((True, again, layers), (False, 0, again)):
+            part = "" if not 0 < again < layers else " kept whole" if is_whole else " computed again"
+            found: list[tuple[int, str, float]] = []
             for kind in self._kinds:
                 places = kind.between(first, end)
                 if not places:
                     continue
-                peak = peak_of(choice, kind, held.mlp_sums, least)
-                for which, place in ("last", places[-1]), ("first", places[0]):
+                if is_whole:
+                    peak = self._whole_layer(choice, kind, held.mlp_sums, least)
+                else:
+                    coming = leaving if choice.head_groups == 1 or kind.linear else 0.0
+                    peak = self._layer(choice, kind, held.mlp_sums) + coming
+                ends = {"last": places[-1], "first": places[0]}
+                if places[0] == 0 and len(places) > 1:  # before the first layer no other one is gathered ahead
+                    ends["second"] = places[1]
+                for which, place in ends.items():
                     of_all = place == (layers - 1 if which == "last" else 0)
-                    name = f"backward of the {which} {kind.words}layer{'' if of_all else words}"
+                    name = f"backward of the {which} {kind.words}{'' if of_all else part}"
+                    kept = saved_until(place) if is_whole else kept_until(place)
                     gathered = held.gathered if place else held.gathered_first
-                    moments.append((name, until(place + 1) + gathered + peak, self._gradients(place)))
+                    found.append((place, name, kept + gathered + peak))
+            found.sort(key=lambda each: -each[0])
+            moments += [(name, activations, self._gradients(place)) for place, name, activations in found]
         moments.append(("optimizer", 0.0, self._parameters))
         return moments
 
@@ -397,6 +412,7 @@ class MemoryModel:
         return kept + share * (2 * self._gates * self._mlp_state + 2 * self._state)
 
     def _saved_attention(self, choice: MemorySettings) -> float:
+        """Of it, queries, keys, values and attention's results, and what their projections save."""
         kept = self._query + self._output + self._keys + self._lse
         shape = self._shape
         by_torch = shape.qk_norm or not shape.plain_projection
@@ -441,7 +457,7 @@ class MemoryModel:
         gradients = self._state + self._query + self._output + self._keys + self._expanded
         return gradients + self._attention_sums + self._received_beside(choice.checkpoint)
 
-    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool = False) -> float:
+    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and the
         mixer's."""
         checkpoint = choice.checkpoint

@@ -2,10 +2,10 @@
 take.
 
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
-The last layers are kept whole, so how many, and how much of each, says everything. Three facts save comparisons and
-lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and more moments on
-the host leave more room. Memory need not grow with the whole layers: the fullest moment may be one of those computed
-again.
+The last layers are kept whole, so how many, and how much of each, says everything. What saves comparisons and
+loses none: a shorter tail and a smaller share of the MLP repeat more work, more moments on the host leave more room,
+and the shortest tail needs the least memory, or in a held group the longest. With fewer whole layers memory need not
+fall; and time need not grow with groups of heads, or with copies that the repeated work hides.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
@@ -256,13 +256,15 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     no_copies = replace(frame, checkpoint=replace(frame.checkpoint, offload="none"))
     for whole in reversed(problem.whole_layers(frame)):
         if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0])) >= least:
-            break  # fewer whole layers repeat more
+            if frame.head_groups == 1 or problem.memory.alike:
+                break  # fewer whole layers repeat more; with groups, which layers of a held group attend again decides
+            continue
         if not _may_fit(problem, frame, whole):
             continue
         if _same_without_groups(problem, frame, whole):
             continue
-        # No tail leaves more room for the MLP's products than the shortest.
-        most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
+        # No other tail leaves more room for the MLP's products.
+        most = max(next(iter(_mlps(problem, frame, whole, tail)), mlps[-1]) for tail in _leanest_tails(problem, frame))
         for tail in tails if whole < problem.layers else tails[:1]:
             if bound(problem.with_kept(frame, whole, tail, most)) >= least:
                 continue
@@ -276,13 +278,15 @@ def _same_without_groups(problem: PlanningProblem, frame: MemorySettings, whole:
     """Whether the choices of a frame with so many whole layers need no less memory for their groups of heads: then they
     are no cheaper than those of a frame before.
 
-    Groups lower the moments of layers that are computed again. Where another moment is the fullest with the least of
-    tail and MLP it stays so with more, of which it holds at least as much."""
+    Groups lower the moments of layers with attention that are computed again. Where another moment is the fullest with
+    the least of tail and MLP it stays so with more, of which it holds at least as much; but for that of a linear layer,
+    which no tail adds to."""
     if frame.head_groups == problem.compared.head_groups[0]:
         return False
-    least = problem.with_kept(frame, whole, problem.compared.tail[-1], problem.compared.mlp[-1])
-    alone = replace(least, head_groups=problem.compared.head_groups[0])
-    return problem.memory.of(least) == problem.memory.of(alone)
+    tails, mlp = problem.compared.tail, problem.compared.mlp[-1]
+    least = (problem.with_kept(frame, whole, tail, mlp) for tail in (tails[-1:] if problem.memory.alike else tails))
+    alone = problem.compared.head_groups[0]
+    return all(problem.memory.of(each) == problem.memory.of(replace(each, head_groups=alone)) for each in least)
 
 
 def _rivals(
@@ -299,30 +303,43 @@ def _rivals(
 
 
 def leanest(problem: PlanningProblem) -> MemorySettings:
-    """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
+    """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits.
+
+    All frames are compared with the most and the least of what may be kept, one also with what lies between: where
+    moments of several kinds of layers, or of an MLP in one tile, are nearly as full, it may take less.
+    """
     tails, mlps = problem.compared.tail, problem.compared.mlp
 
     def share(choice: MemorySettings) -> float:
         return problem.share(problem.memory.of(choice))
 
-    found = min(
-        (
-            problem.with_kept(frame, whole, tail, mlps[-1])
-            for frame in problem.frames()
-            for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
-            for tail in {tails[0], tails[-1]}  # with all of it kept, no output is formed again
-        ),
-        key=share,
-    )
-    # Where the MLP is one tile, a part of its products may be held in less than all of them formed again.
+    def least(frame: MemorySettings, numbers: Sequence[int]) -> MemorySettings:
+        # With all of a tail kept, no output is formed again.
+        ends = itertools.product(numbers, {tails[0], tails[-1]})
+        return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in ends), key=share)
+
+    def of_ends(frame: MemorySettings) -> float:
+        numbers = problem.whole_layers(frame)
+        return share(least(frame, [*{numbers[0], numbers[-1]}]))
+
+    frame = min(problem.frames(), key=of_ends)
+    found = least(frame, problem.whole_layers(frame))
     shares = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp)) for mlp in reversed(mlps))
     return min(shares, key=share) if found.checkpoint.layers_again(problem.layers) < problem.layers else found
 
 
 def _may_fit(problem: PlanningProblem, frame: MemorySettings, whole: int) -> bool:
     """Whether so many whole layers may fit with the least of tail and MLP."""
-    least = problem.with_kept(frame, whole, problem.compared.tail[-1], problem.compared.mlp[-1])
-    return problem.share(problem.memory.of(least, least=True)) <= 1
+    mlp = problem.compared.mlp[-1]
+    ends = (problem.with_kept(frame, whole, tail, mlp) for tail in _leanest_tails(problem, frame))
+    return any(problem.share(problem.memory.of(each, least=True)) <= 1 for each in ends)
+
+
+def _leanest_tails(problem: PlanningProblem, frame: MemorySettings) -> Sequence[float]:
+    """The tails one of which takes the least memory: the shortest, or in a held group, which forms its outputs again
+    but for those of the whole tail, also the longest."""
+    tails, of = problem.compared.tail, frame.checkpoint
+    return (tails[0], tails[-1]) if of.every > 1 and of.replay == "hold" and len(tails) > 1 else tails[-1:]
 
 
 def _mlps(

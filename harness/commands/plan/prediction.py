@@ -140,12 +140,13 @@ def _print(found: list[TrialForecast], *, phases: bool) -> None:
         for each in found:
             if each.time is not None:
                 print(f"{each.settings.method}, {format_length(each.settings.seq_len)} tokens:")
+                moments = {f"memory, {name}": gib for name, gib in memory_by_moment(each.settings).items()}
+                width = max(42, *map(len, (*each.time.phases, *moments)))
                 for name, seconds in each.time.phases.items():
-                    print(f"  {name:42} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
-                moments = memory_by_moment(each.settings)
+                    print(f"  {name:{width}} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
                 for name, gib in moments.items():
                     fullest = ", the fullest" if gib == max(moments.values()) else ""
-                    print(f"  {f'memory, {name}':42} {gib:10.4g} GiB{fullest}")
+                    print(f"  {name:{width}} {gib:10.4g} GiB{fullest}")
     if published:
         print("Published GiB: of the paper's own program of that method with these settings; GiB: of this engine.")
     print("From and to: nine of ten published configurations that were held out lay within (docs/plan.md).")

@@ -99,7 +99,7 @@ HYBRIDS = [  # kinds of layers in turn: with attention or linear, without an MLP
         layer_pattern=pattern, linear=linear, linear_heads=8, linear_key_heads=4, linear_key_dim=64,
         linear_value_dim=64,
     )
-    for pattern, layers, linear in (("llf", 5, "gated_delta_net"), ("fl", 4, "mamba2"), ("lLfF", 4, "mamba2"))
+    for pattern, layers, linear in (("llfff", 5, "gated_delta_net"), ("fl", 4, "mamba2"), ("lLfF", 4, "mamba2"))
 ]  # fmt: skip
 GIVEN: list[tuple[str, ...]] = [
     (), (), ("checkpoint.tail",), ("checkpoint.every",), ("mlp_tiles", "optimizer_offload"),

@@ -12,9 +12,10 @@ from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.settings import Checkpoint, TrialSettings, from_json
+from engine.shape import ModelShape
 from harness.metrics.hardware import hardware_for
 from harness.plan.own_records import TODAY, gradients_in_place
-from harness.spec.models import MODELS_DIR, load_model
+from harness.spec.models import named_model
 from tests.published import stored_records
 
 
@@ -56,36 +57,50 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
             assert measured["extra"]["allocation_retries"], name
 
 
-MAMBA = load_model(MODELS_DIR / "mamba_1b.yaml")
+MAMBA = named_model("mamba_1b")
 
 
-def at_lm_head(whole: int, **changes: Any) -> tuple[float, dict[str, float]]:
-    trial = TrialSettings(task="train", method="burst", model=MAMBA, seq_len=1 << 16, dtype="bf16", **changes)
+def moments_of(whole: int, model: ModelShape = MAMBA, **changes: Any) -> dict[str, float]:
+    trial = TrialSettings(task="train", method="burst", model=model, seq_len=1 << 16, dtype="bf16", **changes)
     trial = replace(trial, checkpoint=Checkpoint(every=1, whole_layers=whole))
-    moments = MemoryModel(trial).by_moment(memory_settings_of(trial))
-    return moments["LM head"], moments
+    return MemoryModel(trial).by_moment(memory_settings_of(trial))
 
 
-def test_layers_kept_whole_are_counted_where_they_stand() -> None:
-    """Of `mamba_1b` every fourth layer has attention, the last one among them."""
-    grown = [at_lm_head(whole + 1)[0] - at_lm_head(whole)[0] for whole in range(MAMBA.layers - 1)]
-    attention, linear = set(grown[0::4]), set(grown[1::4]) | set(grown[2::4]) | set(grown[3::4])
-    assert len(attention) == len(linear) == 1
+@pytest.mark.parametrize("pattern", ["lllf", "lLfF"])
+def test_layers_kept_whole_are_counted_where_they_stand(pattern: str) -> None:
+    """Of `lllf` every fourth layer has attention, the last one among them; capitals have no MLP."""
+    model = replace(MAMBA, layer_pattern=pattern)
     # Per token, in bf16, beyond a layer's input, which either keeps: the MLP's input and its first products; then
     # queries, keys and values, of which attention's output and LSE were kept anyway; or the mixer's tensors.
-    values, keys = MAMBA.linear_heads * MAMBA.linear_value_dim, MAMBA.linear_key_heads * MAMBA.linear_key_dim
-    repeated = MAMBA.linear_heads * MAMBA.linear_key_dim
-    mixer = MAMBA.hidden + 2 * (2 * keys + values) + 7 * values + 2 * repeated
-    of_both, tokens = MAMBA.hidden + 2 * MAMBA.ffn, 1 << 16
-    of_attention = (MAMBA.heads + 2 * MAMBA.kv_heads) * MAMBA.head_dim
-    assert attention == {2.0 * tokens * (of_both + of_attention)}
-    assert linear == {2.0 * tokens * (of_both + mixer)}
+    values, keys = model.linear_heads * model.linear_value_dim, model.linear_key_heads * model.linear_key_dim
+    repeated = model.linear_heads * model.linear_key_dim
+    mixer = model.hidden + 2 * (2 * keys + values) + 7 * values + 2 * repeated
+    of_mlp, tokens = model.hidden + 2 * model.ffn, 1 << 16
+    of_attention = (model.heads + 2 * model.kv_heads) * model.head_dim
+    for whole in range(model.layers - 1):
+        grown = moments_of(whole + 1, model)["LM head"] - moments_of(whole, model)["LM head"]
+        kind = pattern[-1 - whole % len(pattern)]
+        elements = (mixer if kind in "lL" else of_attention) + (of_mlp if kind in "lf" else 0)
+        assert grown == 2.0 * tokens * elements, whole
 
 
 def test_moments_of_a_model_of_two_kinds_name_the_kind() -> None:
-    _, one = at_lm_head(1)
+    one = moments_of(1)
     assert "backward of the last attention layer" in one
     assert "backward of the last linear layer kept whole" not in one
     assert max(one, key=one.__getitem__) == "backward of the last linear layer computed again"
-    _, two = at_lm_head(2)
-    assert "backward of the last linear layer kept whole" in two
+    assert "backward of the last linear layer kept whole" in moments_of(2)
+    assert "backward of the last linear layer without MLP" in moments_of(
+        0, replace(MAMBA, layer_pattern="fL", linear_heads=8)
+    )
+
+
+def test_before_the_first_layer_no_other_one_is_gathered_ahead() -> None:
+    model = named_model("1b")
+    moments = moments_of(model.layers - 2, model, world_size=8, sharding="full")
+    layer, tokens = model.largest_layer, 1 << 16
+    kept = 2.0 * tokens * (model.hidden + model.heads * model.head_dim) + 4 * tokens * model.heads
+    grown = moments["backward of the second layer computed again"] - moments["backward of the first layer"]
+    assert grown == pytest.approx(kept + 2 * layer - 4 * layer / 8)
+    alone = moments_of(model.layers - 1, model, world_size=8, sharding="full")
+    assert alone["backward of the last layer computed again"] == alone["backward of the first layer"]

@@ -6,18 +6,24 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine import worker
+from engine.burst import METHOD
 from engine.linear import kernels
 from engine.linear.convolution import shifted_sums
 from engine.linear.gated_delta import chunked_delta_rule
 from engine.linear.mamba2 import chunked_state_space
 from engine.linear.runs import Runs
 from engine.ops.norm import RMSNorm
+from engine.settings import TrialSettings
+from engine.shape import ModelShape
+from harness.spec.models import named_model
 from tests.engine.linear import library
 
 RUNS = {
@@ -119,3 +125,31 @@ def test_a_key_dim_that_the_library_does_not_take_is_refused(monkeypatch: pytest
     q, v, gate = normal(1, 4, 1, 264), normal(1, 4, 1, 8), normal(1, 4, 1)
     with pytest.raises(ValueError, match="linear_key_dim is 264, and flash-linear-attention takes at most 256"):
         kernels._fla_delta_rule(q, q, v, gate, gate, Runs(tokens=4))
+
+
+def test_what_the_library_does_not_take_is_refused_before_a_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ModelShape(
+        name="wide", layers=2, hidden=8, ffn=8, heads=2, kv_heads=1, head_dim=4, vocab=9, layer_pattern="lf",
+        linear="gated_delta_net", linear_heads=2, linear_key_heads=1, linear_key_dim=264, linear_value_dim=8,
+    )  # fmt: skip
+    monkeypatch.setattr(kernels, "library_installed", lambda: True)
+    monkeypatch.setattr(kernels, "refused_here", lambda: "Triton is 3.6.0")
+    refused_on = kernels.linear_refused_on
+    assert str(refused_on("cuda", torch.bfloat16, wide)).startswith("linear_key_dim is 264, and flash-linear-attention")
+    narrow, mamba = replace(wide, linear_key_dim=8), replace(wide, linear="mamba2")
+    assert refused_on("cuda", torch.bfloat16, narrow) == refused_on("cuda", torch.bfloat16, mamba) == "Triton is 3.6.0"
+    # Where torch computes, and without linear layers, the library is not asked.
+    assert refused_on("cpu", torch.bfloat16, wide) is refused_on("cuda", torch.float32, wide) is None
+    assert refused_on("cuda", torch.bfloat16, named_model("1b")) is None
+
+
+def test_ranks_ask_before_they_build_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrialSettings(
+        task="train", method="burst", model=named_model("tiny_hybrid"), seq_len=256, dtype="fp32", kernel="cpu"
+    )
+    monkeypatch.setattr(worker, "linear_refused_on", lambda *given: f"asked of {given[0]}")
+    monkeypatch.setattr(worker, "join", lambda _: SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(ValueError, match="asked of cpu"):
+        worker.prepare(settings, METHOD)
+    attention = replace(settings, task="attention")
+    assert worker.prepare(attention, METHOD).device.type == "cpu"

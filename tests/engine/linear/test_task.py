@@ -100,7 +100,14 @@ LIBRARY = {"method": "flash_linear_attention"}
             "task linear runs a linear layer, and model 1b has none; choose one such as",
         ),
         ({"mask": "full"}, "mask is full, and model hybrid has linear layers, which are causal"),
-        ({"mask": "documents:16,32:left-8"}, "mask is documents:16,32:left-8, and recurrences have no window; leave"),
+        (
+            {"mask": "documents:16,32:left-8"},
+            "mask is documents:16,32:left-8, and model hybrid has linear layers, which have no window; leave out",
+        ),
+        (
+            {"mask": "documents:16,32:left-8", "task": "train"},
+            "mask is documents:16,32:left-8, and model hybrid has linear layers, which have no window; leave out",
+        ),
         ({"layout": "zigzag", "cp_size": 2}, "layout is zigzag, and ranks of task linear have consecutive tokens"),
         ({"tp_size": 2}, "tp_size is 2, and model hybrid has linear layers"),
         ({"method": "ulysses"}, "task linear runs no attention, so ulysses would measure the same as burst; set "),

@@ -76,6 +76,11 @@ def test_a_pattern_of_windows_is_the_shortest_that_repeats() -> None:
         ({"kv_latent": 7, "kv_heads": 4}, "rope_dim is 0 with kv_latent"),
         ({"kv_latent": 7, "kv_heads": 4, "rope_dim": 3}, "rope_dim 3 is odd; RoPE needs an even rope_dim"),
         ({"linear_heads": 4, "linear_key_heads": 2}, "linear_heads is given without linear"),
+        ({"linear_conv": 7}, "linear_conv is given without linear; give both, or neither"),
+        (
+            MAMBA | {"layer_pattern": "lllllf"},
+            "5 of 5 layers are linear by the pattern's first 5 letters; give a kind of",
+        ),
         ({"layer_pattern": "wF"}, "capitals, and 3 of 5 layers have an MLP and 0 are linear; give at least one of eac"),
         (MAMBA | {"layer_pattern": "LF"}, "capitals, and 0 of 5 layers have an MLP and 3 are linear; give at least"),
         (MAMBA | {"linear": "gated_delta_net", "linear_step_min": 0.1}, "linear_step_min is 0.1, and linear is gated_"),

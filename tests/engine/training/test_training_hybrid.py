@@ -35,6 +35,7 @@ def test_a_hybrid_resumes_and_is_evaluated(choices: dict[str, Any], tmp_path: Pa
     once, _, resumed = run_on_ranks(2, several, starts)[0]
     assert curve(resumed) == curve(once)
     assert resumed["parameters"] == once["parameters"]
+    assert "`burst train export` will refuse it: model" in once["notes"][-1]
     assert len(curve(once, "evaluation")) == 3
 
     (tmp_path / "parts" / "checkpoints" / "step-00000006").rename(tmp_path / "later")
