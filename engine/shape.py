@@ -134,9 +134,8 @@ class ModelShape:
                 f"MLP and {count} are linear; give at least one of each"
             )
         if self.linear == "none" and not count:
-            sizes = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_step_min")
-            given = [name for name in sizes if getattr(self, name)]
-            if given := given or ["linear_conv"] * (self.linear_conv != LLAMA_FEATURES["linear_conv"]):
+            names = [name for name in LLAMA_FEATURES if name.startswith("linear_")]
+            if given := [name for name in names if getattr(self, name) != LLAMA_FEATURES[name]]:
                 raise ValueError(f"model {self.name}: {given[0]} is given without linear; give both, or neither")
             return
         if self.linear == "none" or not 0 < count < self.layers:

@@ -1,9 +1,9 @@
 """Memory of one rank in training, from its settings and without running it: allocated, reserved and host bytes.
 
 The sum of the engine's tensors (docs/memory.md) at the moments that may be the fullest: in the LM head, with all saved
-tensors and no gradients; then in the backward of the first and the last layer of each kind, those kept whole and
-those computed again, with the saved tensors of the layers before and the gradients of the layers after. Layers with
-attention and linear layers are kinds of their own.
+tensors and no gradients; then in the backward of the first, the second and the last layer of each kind, those kept
+whole and those computed again, with the saved tensors of the layers before and the gradients of the layers after.
+Layers with attention and linear layers are kinds of their own.
 
 torch's allocator keeps memory by stream. Gradients have memory of the computation's stream, also where FSDP2 reduces
 them (`engine.parallelize.ReduceIntoFreedMemory`), so they take the place of freed activations. What is reserved is the
@@ -20,6 +20,7 @@ tests/engine/checkpoint/test_planning_memory.py keeps that.
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
@@ -167,6 +168,13 @@ class _Kind:
         """The places of its layers from `first` to before `end`."""
         return self.places[bisect_left(self.places, first) : bisect_left(self.places, end)]
 
+    def ends(self, first: int, end: int) -> dict[str, int]:
+        """Of these the last one and the first one. Before the model's first layer no other one is gathered ahead, so
+        that the second one's backward may hold more."""
+        places = self.between(first, end)
+        found = {"last": places[-1], "first": places[0]} if places else {}
+        return found | ({"second": places[1]} if len(places) > 1 and places[0] == 0 else {})
+
 
 class MemoryModel:
     """Memory of a rank of one trial by choice. `settings` give everything that no `MemorySettings` holds."""
@@ -273,6 +281,11 @@ class MemoryModel:
         """Whether all layers are of one kind."""
         return len(self._kinds) == 1
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether a rank holds slots to receive into, of which there may be more or fewer by the tail that is kept."""
+        return any(map(self._slots_of, _CALLS))
+
     def of(self, choice: MemorySettings, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
@@ -335,43 +348,39 @@ class MemoryModel:
         # By what records allocated: copies to the host hold a hidden state until layers are computed again, then copies
         # back do. Those for groups of heads begin when the layer before is done.
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
-        saved = {kind: self._saved_whole(choice, kind) for kind in self._kinds}
+        saved = [self._saved_whole(choice, kind) for kind in self._kinds]
 
         def saved_until(place: int) -> float:
             """Of layers kept whole, up to this one."""
-            return below + leaving + sum(each * len(kind.between(again, place + 1)) for kind, each in saved.items())
+            counts = (len(kind.between(again, place + 1)) for kind in self._kinds)
+            return below + leaving + sum(map(operator.mul, saved, counts))
 
         def kept_until(place: int) -> float:
             """Of layers that are computed again, up to this one."""
             of_inputs = inputs * group_starts(checkpoint, place + 1) / group_starts(checkpoint, again)
             return of_inputs + attention * self._attention_of(place + 1) / max(1, self._attention_of(again))
 
-        moments = [("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0)]
-        for is_whole, first, end in ((True, again, layers), (False, 0, again)):
-            part = "" if not 0 < again < layers else " kept whole" if is_whole else " computed again"
-            found: list[tuple[int, str, float]] = []
-            for kind in self._kinds:
-                places = kind.between(first, end)
-                if not places:
-                    continue
-                if is_whole:
-                    peak = self._whole_layer(choice, kind, held.mlp_sums, least)
-                else:
-                    coming = leaving if choice.head_groups == 1 or kind.linear else 0.0
-                    peak = self._layer(choice, kind, held.mlp_sums) + coming
-                ends = {"last": places[-1], "first": places[0]}
-                if places[0] == 0 and len(places) > 1:  # before the first layer no other one is gathered ahead
-                    ends["second"] = places[1]
-                for which, place in ends.items():
-                    of_all = place == (layers - 1 if which == "last" else 0)
-                    name = f"backward of the {which} {kind.words}{'' if of_all else part}"
-                    kept = saved_until(place) if is_whole else kept_until(place)
-                    gathered = held.gathered if place else held.gathered_first
-                    found.append((place, name, kept + gathered + peak))
-            found.sort(key=lambda each: -each[0])
-            moments += [(name, activations, self._gradients(place)) for place, name, activations in found]
-        moments.append(("optimizer", 0.0, self._parameters))
-        return moments
+        found: list[tuple[int, str, float]] = []  # place, name, bytes without gradients
+        for kind, is_whole in itertools.product(self._kinds, (True, False)):
+            ends = kind.ends(again, layers) if is_whole else kind.ends(0, again)
+            if not ends:
+                continue
+            if is_whole:
+                part, kept, peak = " kept whole", saved_until, self._whole_layer(choice, kind, held.mlp_sums, least)
+            else:
+                part, kept, peak = " computed again", kept_until, self._layer(choice, kind, held.mlp_sums)
+                peak += leaving if choice.head_groups == 1 or kind.linear else 0.0  # of copies back
+            for which, place in ends.items():
+                told = again in (0, layers) or place == (layers - 1 if which == "last" else 0)
+                name = f"backward of the {which} {kind.words}{'' if told else part}"
+                gathered = held.gathered if place else held.gathered_first
+                found.append((place, name, kept(place) + gathered + peak))
+        found.sort(key=lambda each: -each[0])
+        return [
+            ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
+            *((name, activations, self._gradients(place)) for place, name, activations in found),
+            ("optimizer", 0.0, self._parameters),
+        ]
 
     def _gradients(self, layer: int) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""

@@ -4,8 +4,8 @@ take.
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
 The last layers are kept whole, so how many, and how much of each, says everything. What saves comparisons and
 loses none: a shorter tail and a smaller share of the MLP repeat more work, more moments on the host leave more room,
-and the shortest tail needs the least memory, or in a held group the longest. With fewer whole layers memory need not
-fall; and time need not grow with groups of heads, or with copies that the repeated work hides.
+and either the shortest or the longest tail takes the least memory. With fewer whole layers memory need not fall; and
+time need not grow with groups of heads, or with copies that the repeated work hides.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -191,6 +191,13 @@ class PlanningProblem:
         open_tiles = len(compared.mlp_tiles) > 1 and len(compared.projection_tiles) > 1
         return frame.head_groups == compared.head_groups[0] or tiled or not open_tiles
 
+    def leanest_tails(self, frame: MemorySettings) -> Sequence[float]:
+        """Tails one of which takes the least memory: the shortest, which keeps the least; also the longest where chunks
+        may be received into fewer slots with it, and in a held group, of which it forms no output again."""
+        tails, of = self.compared.tail, frame.checkpoint
+        both = self.memory.has_slots or (of.every > 1 and of.replay == "hold")
+        return (tails[-1], tails[0]) if both and len(tails) > 1 else tails[-1:]
+
     def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""
         if not frame.checkpoint.every:
@@ -259,14 +266,11 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
             if frame.head_groups == 1 or problem.memory.alike:
                 break  # fewer whole layers repeat more; with groups, which layers of a held group attend again decides
             continue
-        if not _may_fit(problem, frame, whole):
+        shares = _mlps(problem, frame, whole, problem.leanest_tails(frame))
+        if not shares or _same_without_groups(problem, frame, whole):
             continue
-        if _same_without_groups(problem, frame, whole):
-            continue
-        # No other tail leaves more room for the MLP's products.
-        most = max(next(iter(_mlps(problem, frame, whole, tail)), mlps[-1]) for tail in _leanest_tails(problem, frame))
         for tail in tails if whole < problem.layers else tails[:1]:
-            if bound(problem.with_kept(frame, whole, tail, most)) >= least:
+            if bound(problem.with_kept(frame, whole, tail, shares[0])) >= least:
                 continue
             for choice in _rivals(problem, frame, whole, tail, least):
                 if (seconds := problem.cost.seconds(choice)) < least:
@@ -293,7 +297,7 @@ def _rivals(
     problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float
 ) -> Iterator[MemorySettings]:
     """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
-    shares = _mlps(problem, frame, whole, tail, least)
+    shares = _mlps(problem, frame, whole, (tail,), least)
     for some in (shares, shares[-1:]):
         for mlp in some:
             choice = problem.with_kept(frame, whole, tail, mlp)
@@ -308,19 +312,18 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
     All frames are compared with the most and the least of what may be kept, one also with what lies between: where
     moments of several kinds of layers, or of an MLP in one tile, are nearly as full, it may take less.
     """
-    tails, mlps = problem.compared.tail, problem.compared.mlp
+    mlps = problem.compared.mlp
 
     def share(choice: MemorySettings) -> float:
         return problem.share(problem.memory.of(choice))
 
-    def least(frame: MemorySettings, numbers: Sequence[int]) -> MemorySettings:
-        # With all of a tail kept, no output is formed again.
-        ends = itertools.product(numbers, {tails[0], tails[-1]})
-        return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in ends), key=share)
+    def least(frame: MemorySettings, numbers: Iterable[int]) -> MemorySettings:
+        kept = itertools.product(numbers, problem.leanest_tails(frame))
+        return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept), key=share)
 
     def of_ends(frame: MemorySettings) -> float:
         numbers = problem.whole_layers(frame)
-        return share(least(frame, [*{numbers[0], numbers[-1]}]))
+        return share(least(frame, {numbers[0], numbers[-1]}))
 
     frame = min(problem.frames(), key=of_ends)
     found = least(frame, problem.whole_layers(frame))
@@ -328,32 +331,19 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
     return min(shares, key=share) if found.checkpoint.layers_again(problem.layers) < problem.layers else found
 
 
-def _may_fit(problem: PlanningProblem, frame: MemorySettings, whole: int) -> bool:
-    """Whether so many whole layers may fit with the least of tail and MLP."""
-    mlp = problem.compared.mlp[-1]
-    ends = (problem.with_kept(frame, whole, tail, mlp) for tail in _leanest_tails(problem, frame))
-    return any(problem.share(problem.memory.of(each, least=True)) <= 1 for each in ends)
-
-
-def _leanest_tails(problem: PlanningProblem, frame: MemorySettings) -> Sequence[float]:
-    """The tails one of which takes the least memory: the shortest, or in a held group, which forms its outputs again
-    but for those of the whole tail, also the longest."""
-    tails, of = problem.compared.tail, frame.checkpoint
-    return (tails[0], tails[-1]) if of.every > 1 and of.replay == "hold" and len(tails) > 1 else tails[-1:]
-
-
 def _mlps(
-    problem: PlanningProblem, frame: MemorySettings, whole: int, tail: float, least: float = float("inf")
+    problem: PlanningProblem, frame: MemorySettings, whole: int, tails: Sequence[float], least: float = float("inf")
 ) -> Sequence[float]:
-    """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
-    is whole."""
+    """The MLP's shares that cost less than `least` seconds with the first of `tails` and may fit with one of them, the
+    largest first; one at most where no layer is whole."""
     mlps = problem.compared.mlp if whole else problem.compared.mlp[:1]
 
     def seconds(mlp: float) -> float:
-        return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
+        return problem.cost.bound(problem.with_kept(frame, whole, tails[0], mlp))
 
     def may_fit(mlp: float) -> bool:
-        return problem.share(problem.memory.of(problem.with_kept(frame, whole, tail, mlp), least=True)) <= 1
+        choices = (problem.with_kept(frame, whole, tail, mlp) for tail in tails)
+        return any(problem.share(problem.memory.of(choice, least=True)) <= 1 for choice in choices)
 
     cheaper = len(mlps) if seconds(mlps[-1]) < least else bisect_left(mlps, least, key=seconds)
     if not cheaper or not may_fit(mlps[cheaper - 1]):
