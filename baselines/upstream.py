@@ -193,18 +193,24 @@ class Upstream:
         """The installation that runs: the first whole one, else the preferred one."""
         return next((place for place in self.places if place.condition()[0] == "installed"), self.places[0])
 
-    def unavailable(self, device: str) -> str | None:
-        """Why this machine, whose ranks use `device`, cannot run it, or None; what installs it is named."""
+    def unavailable(self, device: str, kernel: str = "auto") -> str | None:
+        """Why this machine, whose ranks use `device`, cannot run it with this `kernel`, or None; what installs it is
+        named."""
         place = self.place
         if device not in place.pinned.devices:
             needs = "GPUs, and this machine has none" if device == "cpu" else "CPU ranks, and those here use GPUs"
             return f"{self.system} needs {needs}; run it on another machine"
         if (reason := place.not_installed_reason(self.system)) is not None:
             return reason
-        if device != "cpu" and place.stand_ins and not place.computes_on_gpus:
+        if device != "cpu" and place.stand_ins and not place.has_flash_attention_4:
             return (
                 f"{self.system} has a stand-in for {', '.join(place.stand_ins)}, which runs on CPU ranks alone; "
                 f"install the real one beside torch, then {place.install_command} --anew"
+            )
+        if device != "cpu" and kernel == "fa4" and "kernel" in self.honours and not place.has_flash_attention_4:
+            return (
+                f"{self.system} was installed where no FlashAttention-4 lay beside torch, found kernel fa4; install "
+                f"flash-attn-4 beside torch, then {place.install_command} --anew"
             )
         return None
 

@@ -78,11 +78,12 @@ class PlannedMethod(NativeMethod, Protocol):
         ...
 
 
-def unavailable_reason(method: Method, device: str) -> str | None:
-    """Why a foreign system cannot run on this machine, whose ranks use `device`: it is not installed, or needs another
-    device. None where it can, and for native methods, which the engine runs."""
+def unavailable_reason(method: Method, device: str, kernel: str = "auto") -> str | None:
+    """Why a foreign system cannot run on this machine, whose ranks use `device`: it is not installed, needs another
+    device, or was installed without the trial's `kernel`. None where it can, and for native methods, which the engine
+    runs."""
     unavailable = getattr(method, "unavailable", None)
-    reason: str | None = None if unavailable is None else unavailable(device)
+    reason: str | None = None if unavailable is None else unavailable(device, kernel)
     return reason
 
 

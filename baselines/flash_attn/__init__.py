@@ -51,7 +51,7 @@ class FlashAttention(EngineCommand):
         names = ("layout", "schedule", "backward", "exchange")
         return fixed_settings_unsupported_reason(settings, dict.fromkeys(names))
 
-    def unavailable(self, device: str) -> str | None:
+    def unavailable(self, device: str, kernel: str = "auto") -> str | None:
         """Why the GPUs here cannot run it: the library is not there, or they are too old for it. A plan for other
         machines is made where there is no GPU."""
         import torch

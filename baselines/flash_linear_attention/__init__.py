@@ -29,7 +29,7 @@ class FlashLinearAttention(EngineCommand):
             return f"{self.name} computes in 16 bits, found dtype {settings.dtype}; set dtype to bf16"
         return None
 
-    def unavailable(self, device: str) -> str | None:
+    def unavailable(self, device: str, kernel: str = "auto") -> str | None:
         """Why the ranks here cannot run it. A plan for other machines is made where there is no GPU."""
         if device != "cuda":
             return f"{self.name} has kernels for GPUs alone, and the ranks here use CPUs; run it on GPUs"

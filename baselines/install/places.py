@@ -91,14 +91,14 @@ class InstallPlace:
     @property
     def stand_ins(self) -> list[str]:
         """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace: flash_attn, on
-        CPU ranks, and on GPUs where `computes_on_gpus`."""
+        CPU ranks, and on GPUs where `has_flash_attention_4`."""
         needed = "cpu" in self.pinned.devices and FLASH_ATTN_PACKAGE in self.pinned.provided
         # FlashAttention-4 alone has a folder of that name too, without modules at its top.
         return [FLASH_ATTN] if needed and not any((self.folder / BORROWED / FLASH_ATTN).glob("*.py")) else []
 
     @property
-    def computes_on_gpus(self) -> bool:
-        """Whether FlashAttention-4 is there, with which the stand-in computes on GPUs."""
+    def has_flash_attention_4(self) -> bool:
+        """Whether FlashAttention-4 lay beside torch: for `kernel: fa4`, and the stand-in computes with it on GPUs."""
         return (self.folder / BORROWED / FLASH_ATTN / FLASH_ATTN_4).is_dir()
 
     @property

@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+import functools
 import json
 import sys
+import types
 
 from program_parts import batch, say
 
@@ -73,10 +75,22 @@ def register(request):
 
 def attend_with_fa4():
     """Torch's own switch has its flash operation call FlashAttention-4. The wrapper may ask for nothing else, so that
-    where this cannot run the trial fails and no other kernel is measured."""
-    from torch.nn.attention import SDPBackend, activate_flash_attention_impl
+    where this cannot run the trial fails and no other kernel is measured.
+
+    Torch up to 2.13 takes two values from the library's forward, and the library's beta 36 returns five: the module
+    that torch is given hands on the first two, output and LSE.
+    """
+    from flash_attn.cute import interface
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, register_flash_attention_impl
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
+    given = types.ModuleType("flash_attention_4_of_two_results")
+    given._flash_attn_fwd = lambda *tensors, **named: interface._flash_attn_fwd(*tensors, **named)[:2]
+    given._flash_attn_bwd = interface._flash_attn_bwd
+    sys.modules[given.__name__] = given
+    register = functools.partial(register_flash_attention_fa4, module_path=given.__name__)
+    register_flash_attention_impl("FA4", register_fn=register)
     activate_flash_attention_impl("FA4")
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
 

@@ -45,7 +45,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or _device_unsupported_reason(settings, machine)
         or cuda_graph.unsupported_reason(settings, machine.device)
         or _memory_unsupported_reason(settings, machine)
-        or unavailable_reason(method, machine.device)
+        or unavailable_reason(method, machine.device, settings.kernel)
     )
 
 

@@ -52,9 +52,11 @@ _UPDATE_BYTES = 8 + 4 + 4
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
-# Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
-# one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
-_LAUNCH_SECONDS = 0.0045
+# Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.074 s for 16
+# layers of up to 4096 tokens (results/published/h200x1/short_sequences). With casts to float8 most steps of 8192 tokens
+# took 0.11 to 0.16 s, 0.131 at the median (h200x1/float8_loss), of which the GPU takes a predicted 0.10. A step that is
+# not replayed as CUDA graphs takes at least as long.
+_LAUNCH_SECONDS = {"same": 0.0045, "float8": 0.0082}
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
 # forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's
 # gradients numbers are written in place of bf16: these are the bytes beyond. Per token, in forward, backward and a
@@ -135,7 +137,8 @@ def step_time(
     if settings.head_groups > 1:  # nothing hides copies back
         phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
     if not_captured_reason(settings, "cuda") is not None:
-        phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
+        launching = layers * _LAUNCH_SECONDS[settings.linear_dtype]
+        phases["waiting for launches"] = max(0.0, launching - sum(phases.values()))
     return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
 
 

@@ -242,10 +242,10 @@ def test_a_rank_on_a_host_without_the_system_refuses_its_trial(
 def test_flash_attention_4_beside_torch_takes_the_place_of_flash_attn_2(place: InstallPlace) -> None:
     borrowed = place.folder / "borrowed" / "flash_attn"
     assert place.stand_ins == ["flash_attn"]
-    assert not place.computes_on_gpus
+    assert not place.has_flash_attention_4
     (borrowed / "cute").mkdir(parents=True)  # a folder without modules of its own, as that release installs it
     assert place.stand_ins == ["flash_attn"]
-    assert place.computes_on_gpus
+    assert place.has_flash_attention_4
     (borrowed / "__init__.py").touch()  # flash-attn 2 as well
     assert place.stand_ins == []
     assert beside_torch(["numpy", "flash-attn"]) == [

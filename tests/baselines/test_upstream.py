@@ -30,6 +30,7 @@ from harness.machine.this_machine import Machine
 from harness.plan.unsupported import unsupported_reason
 from harness.spec.methods import all_methods, method_named
 from harness.spec.models import named_model
+from tests.patience import AMPLE
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 UPSTREAM = [name for name in all_methods() if name.endswith("_upstream")]
@@ -111,6 +112,24 @@ def test_a_plan_names_what_is_missing(name: str) -> None:
         assert place.install_command in reason
     missing = method.unavailable("cuda")
     assert missing is None or f"burst setup baselines install {method.package} --flavour" in missing
+
+
+def test_a_system_that_was_installed_without_flash_attention_4_says_so_before_a_trial_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InstallPlace, "condition", lambda _: ("installed", ""))
+    monkeypatch.setattr(InstallPlace, "folder", property(lambda _: tmp_path))
+    method: Upstream = method_named("torchtitan_upstream")  # type: ignore[assignment]
+    assert method.unavailable("cuda") is None
+    assert method.unavailable("cuda", "fa4") == (
+        "torchtitan was installed where no FlashAttention-4 lay beside torch, found kernel fa4; install flash-attn-4 "
+        "beside torch, then burst setup baselines install torchtitan --flavour current --anew"
+    )
+    gpu = replace(LAPTOP, device="cuda", gpu_name="NVIDIA H200", gpu_count=1, gpu_memory_gib=139.0)
+    reason = unsupported_reason(settings(method.name, kernel="fa4", cp_size=1), gpu)
+    assert "no FlashAttention-4 lay beside torch" in str(reason)
+    (tmp_path / "borrowed" / "flash_attn" / "cute").mkdir(parents=True)
+    assert method.unavailable("cuda", "fa4") is None
 
 
 MEGATRON = (
@@ -351,6 +370,46 @@ def test_the_command_of_torchtitan() -> None:
     }.items():
         command, _, _ = rendered("torchtitan_upstream", checkpoint=Checkpoint(upstream=words))
         assert command.endswith(f" --activation_checkpoint.mode {expected}")
+
+
+# The library of the program and the module that it changes, in the place of packages for GPUs.
+ATTENDS_WITH_FA4 = """
+import runpy, sys, types
+
+import torch
+
+def module(name, **contents):
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(contents)
+
+def forward(q, k, v, **named):
+    assert (named["causal"], named["return_lse"]) == (True, True)
+    return q + 1, torch.zeros(1), None, None, None
+
+class Wrapper:
+    sdpa_backends = []
+
+for name in ("flash_attn", "torchtitan", "torchtitan.models"):
+    module(name, __path__=[])
+module("flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=lambda *tensors, **named: tensors[:3])
+module("flash_attn.cute", __path__=[], interface=sys.modules["flash_attn.cute.interface"])
+module("torchtitan.models.attention", ScaledDotProductAttentionWrapper=Wrapper)
+sys.path.insert(0, sys.argv[1])
+runpy.run_path(sys.argv[1] + "/train_torchtitan.py")["attend_with_fa4"]()
+from torch.nn.attention import _fa4, current_flash_attention_impl
+
+x = torch.ones(1, 2, 2, 8)
+out, lse = _fa4._fa4_run_forward(x, x, x, None, None, 2, 2, 1.0, True, -1, -1, None)
+print(current_flash_attention_impl(), out.mean().item(), [backend.name for backend in Wrapper.sdpa_backends])
+"""
+
+
+def test_torch_takes_two_results_of_flash_attention_4_in_torchtitan_whatever_the_library_returns() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", ATTENDS_WITH_FA4, str(PROGRAMS)], capture_output=True, text=True, timeout=AMPLE
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "FA4 2.0 ['FLASH_ATTENTION']\n"
 
 
 def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tensor(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
 import yaml
 
 from engine.settings import Checkpoint, TrialSettings
@@ -125,6 +126,14 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
     long = forecast(replace(launched, seq_len=1 << 16), hardware_named("h200")).time
     assert long is not None
     assert "waiting for launches" not in long.phases
+    casting = replace(launched, seq_len=8192, linear_dtype="float8", dtype="bf16")
+    slow, fast = (
+        forecast(replace(casting, cuda_graph=graph), hardware_named("h200")).time  # type: ignore[arg-type]
+        for graph in ("none", "step")
+    )
+    assert slow is not None
+    assert fast is not None
+    assert 0.03 < slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
 
 
 def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:
