@@ -312,12 +312,12 @@ def _sentence(hint: Any, value: Any, error: msgspec.ValidationError) -> Callable
             return lambda name: f"{name} lacks {', '.join(missing)}; add what is missing"
         said = str(error.__cause__ or error)  # of the class itself
         return lambda name: said
-    return lambda name: f"{name} is {shown(value)}; expected {expected(hint)}{_hint(kind, value)}"
+    return lambda name: f"{name} is {shown(value)}; expected {expected(hint)}{_hint(hint, kind, value)}"
 
 
-def _hint(kind: Any, value: Any) -> str:
+def _hint(hint: Any, kind: Any, value: Any) -> str:
     """What was meant, where that can be told."""
-    if kind is str and type(value) in (int, float, bool):
+    if kind is str and expected(hint).startswith("text") and type(value) in (int, float, bool):
         return "; write it in quotes"
     if kind in (int, float) and isinstance(value, str) and _is_number(value):
         return "; leave the quotes out"

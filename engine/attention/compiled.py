@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.context import ContextParallel, context_named
-from engine.attention.inputs import check_inputs, check_mask
+from engine.attention.inputs import check_inputs
 from engine.attention.masks import Mask
+from engine.attention.masks.mask import check_mask
 from engine.attention.op import attention_backward, attention_forward
 from engine.attention.plan import cached_plan, mask_of
 from engine.attention.resolve import Choices, check_choices

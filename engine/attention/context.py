@@ -144,8 +144,8 @@ class ContextParallel:
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
-        if seq_len < 0:
-            raise ValueError(f"seq_len {seq_len} is no length; give the tokens of the whole sequence")
+        if not hasattr(seq_len, "__index__") or seq_len < 0:
+            raise ValueError(f"seq_len {seq_len!r} is no length; give the tokens of the whole sequence, as an int")
         unsupported_reason = split_unsupported_reason(self.layout, seq_len, self.size)
         if unsupported_reason:
             raise ValueError(unsupported_reason)
@@ -173,6 +173,8 @@ class ContextParallel:
         Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
         over ranks is the gradient of the sum of their losses.
         """
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"tensor is {type(tensor).__name__}; pass a torch tensor of the whole sequence")
         if not -tensor.ndim <= dim < tensor.ndim:
             raise ValueError(
                 f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens"

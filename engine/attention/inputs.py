@@ -150,13 +150,3 @@ def check_sinks(sinks_N: object, q_BLND: Tensor) -> None:
         raise ValueError(f"sinks_N is {sinks_N.dtype}; pass a floating-point dtype")
     if sinks_N.device != q_BLND.device:
         raise ValueError(f"sinks_N is on {sinks_N.device} and q on {q_BLND.device}; move them to one device")
-
-
-def check_mask(mask: object) -> None:
-    """Raise ValueError for a mask's name, a mask's class, and a mask that waits for its lengths."""
-    if isinstance(mask, type) or not hasattr(mask, "tiles"):
-        raise ValueError(
-            f"mask is {mask!r}; pass an object of engine.attention.masks such as Causal(), or parse_mask of a setting"
-        )
-    if reason := getattr(mask, "without_lengths", None):
-        raise ValueError(reason)

@@ -24,9 +24,10 @@ from engine.attention.comm.collectives import TokenRun, token_runs_in_order
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.tile_table import TileTable
-from engine.attention.inputs import check_inputs, check_mask
+from engine.attention.inputs import check_inputs
 from engine.attention.kernels import Kernel, KernelProblem, choose_kernel
 from engine.attention.masks import Documents, Mask
+from engine.attention.masks.mask import check_mask
 from engine.attention.masks.pairs import PairTable, pair_table, tiles_of_all_keys
 from engine.attention.problem import ALL_GATHER, Problem
 from engine.attention.resolve import Choices, HardwareModel, Resolved, asks_for_link, check_choices, resolve
@@ -61,6 +62,8 @@ def cached_plan(
     if plan is None:
         with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
+            if cp.size > 1 and q_BLND.device.type == "meta":
+                raise ValueError(f"q, k, v are on meta and {cp.size} ranks send values; pass tensors that have some")
             check_choices(choices)
 
         def said() -> dict[str, object]:
@@ -75,7 +78,8 @@ def cached_plan(
                 **choices._asdict(),
             }
 
-        number = cp.agree(key, said)
+        # What was agreed on is known by its hash, and masks without fields, such as Full and Causal, have equal ones.
+        number = cp.agree((type(mask), *key), said)
         plan = cp.plans.put(
             key, plan_attention(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp.without_plans(number), choices)
         )

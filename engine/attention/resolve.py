@@ -51,7 +51,7 @@ from engine.attention.masks import (
     kept_share,
     parse_mask,
 )
-from engine.attention.masks.mask import FirstRows
+from engine.attention.masks.mask import FirstRows, check_is_mask
 from engine.attention.masks.pairs import pair_tiles
 from engine.attention.problem import (
     ALL_GATHER,
@@ -394,8 +394,12 @@ def choose_layout(
             head and tail is one more candidate.
         among: layouts that do not depend on the mask, in order of preference.
 
-    Raises ValueError with the mask's `unsupported_reason` when it does not describe `seq_len` tokens.
+    Raises ValueError with the mask's `unsupported_reason` when it does not describe `seq_len` tokens, and for what is
+    no mask or no count.
     """
+    check_is_mask(mask)
+    if not all(hasattr(each, "__index__") and each > 0 for each in (seq_len, cp_size)):
+        raise ValueError(f"seq_len {seq_len!r} and cp_size {cp_size!r} are not both above 0; give counts as ints")
     cut = tail_cut(tail, seq_len, cp_size)
     layouts = list(among)
     if 0 < cut < seq_len:

@@ -175,7 +175,8 @@ def line_of(trial: TrialState) -> str:
         return f"{trial.trial_id}  running  {title}{step}  {duration(trial.running_seconds)}"
     often = f"  {trial.rounds_done} of {trial.rounds} rounds" if trial.rounds > 1 else ""
     reason = f"  {trial.reason}" if trial.reason else ""
-    return f"{trial.trial_id}  {trial.status}  {sum(trial.round_seconds):.1f} s{reason}{often}"
+    seconds = f"  {sum(trial.round_seconds):.1f} s" if trial.round_seconds else ""
+    return f"{trial.trial_id}  {trial.status}{seconds}{reason}{often}"
 
 
 def summary_of(state: RunState) -> str:

@@ -304,7 +304,10 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
     directory = checkpoints_directory(run)
     found = checkpoints(directory)
     if not found:
-        raise UsageError(f"{run} holds no checkpoint yet; wait for its first one, or lower save.every")
+        raise UsageError(
+            f"{run} holds no checkpoint yet; train on until its first one, with --resume if it ended, or lower "
+            "save.every"
+        )
     if step is None:
         return found[0]
     if (path := checkpoint_path(directory, step)) not in found:

@@ -6,11 +6,12 @@ import dataclasses
 import os
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cluster.files.errors import shown_value
 from cluster.files.reader import MAX_LEVELS, Node, build, convert, parse_yaml
 from engine.lora import Lora
+from engine.reader import Meta
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from harness.base.errors import UsageError
@@ -32,6 +33,11 @@ def leaf_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
 
 # Type of every setting by dotted key; `planned` is said by `checkpoint.plan` and by what a user leaves out.
 SETTINGS = {key: kind for key, kind in leaf_types(TrialSettings).items() if key != "planned"}
+# What users write in a form of its own.
+_WRITTEN: dict[str, Any] = {
+    "seq_len": Tokens,
+    "memory": Annotated[str, Meta(description="a size with its unit, such as 80GiB")],
+}
 
 
 def read_setting(node: Node, key: str, folder: Path) -> Any:
@@ -42,8 +48,7 @@ def read_setting(node: Node, key: str, folder: Path) -> Any:
         return None if node.value is None else build(Lora, node, key)
     if isinstance(node.value, list):
         raise UsageError(f"{node.place}: {key} is a list; a setting takes one value, write a list under sweep.{key}")
-    is_length = key == "seq_len"
-    value = convert(read_length(node, key) if is_length else node, Tokens if is_length else SETTINGS[key], key)
+    value = convert(read_length(node, key) if key == "seq_len" else node, _WRITTEN.get(key, SETTINGS[key]), key)
     try:
         _check_range(key, value)
     except ValueError as error:

@@ -18,7 +18,7 @@ from engine.reader import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
-from engine.training.manifest import checkpoints
+from engine.training.manifest import checkpoints, step_of
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred
@@ -91,6 +91,9 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
             say(f"the earlier run in {start.run_dir} is now {moved}")
         if start.resume:
             refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes or own)
+            newest = next(iter(checkpoints(checkpoints_directory(start.run_dir))), None)
+            if newest is not None and step_of(newest) >= config.steps:
+                say(f"all {config.steps} steps of {start.run_dir} are done already; raise steps to train on")
         earlier = run_file.read_text(encoding="utf-8") if resumes else None
         describe_run(start.run_dir, config, start.commit, start.again)
         outcome, attempt = _attempt(order, start, on_progress, say)

@@ -38,7 +38,7 @@ def unpacked(archive: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="burst-verify-") as folder:
         try:
-            with open_regular(archive, "archive") as file, tempfile.TemporaryFile() as plain:
+            with open_regular(archive, "run or archive") as file, tempfile.TemporaryFile() as plain:
                 _decompress(file, plain)
                 _unpack(plain, Path(folder))
         except UsageError as error:

@@ -224,6 +224,19 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     assert [row["predicted_to_fit"] for row in rows] == [True, False]
 
 
+def test_a_plan_in_which_nothing_fits_says_so_once_and_what_would_help(capsys):
+    words = ["--model", "1b", "--seq-len", "64k", "--gpus", "1", "--hardware", "h200", "--set", "memory=1GiB"]
+    assert main(["plan", *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "None of them is predicted to fit, so no time is added up 1 trial would hold" in printed
+    assert "where the setting memory leaves 1; take more GPUs, a shorter sequence or a larger memory" in printed
+    assert "No time is predicted" not in printed
+    assert main(["plan", *words[:3], "64M", *words[4:8]]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " of 139 GiB (the GPU's own)" in printed
+    assert "e+0" not in printed
+
+
 def test_a_hardware_file_of_ones_own_is_what_a_plan_predicts_with(tmp_path, capsys):
     own = (
         "title: Own\ngpu_names: [{name}]\npeak_bf16_tflops: 989\nmemory_gib: 80\nspeeds: {{gemm_tflops: 1}}\n"

@@ -150,6 +150,7 @@ WRONG = [
     ("batch_size: 1", "learning_rate: fast", r":7: learning_rate is 'fast'; expected a number"),
     ("batch_size: 1", "deterministic: yes", r":7: YAML reads the bare word yes as a truth value; write true or false"),
     ("batch_size: 1", "deterministic: 1", r":7: deterministic is 1; expected true or false"),
+    ("batch_size: 1", "memory: 10", r":7: memory is 10; expected a size with its unit, such as 80GiB$"),
     ("batch_size: 1", "mask: casual", r":7: mask 'casual' is unknown; write full, causal or sliding_window"),
     ("batch_size: 1", "checkpoint: {tail: 2}", r":7: checkpoint.tail is 2.0; expected a fraction from 0"),
     (

@@ -132,6 +132,8 @@ def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: 
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, last + 3))
     losses = [line["loss"] for line in lines if line["kind"] == "evaluation"]
     assert losses[-1] < losses[0]
+    code, said = burst(workplace, "train", "train.yaml", *more)
+    assert (code, f"all {last + 2} steps of run are done already; raise steps to train on" in said) == (0, True), said
 
     pytest.importorskip("safetensors", reason="the safetensors library is not installed")
     code, said = burst(workplace, "train", "export", "run", "--out", "model")

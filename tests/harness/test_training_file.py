@@ -61,7 +61,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("evaluate: {every: -1}", r":4: evaluate\.every is -1"),
         ("evaluate: {sequences: 0}", r":4: evaluate\.sequences is 0"),
         ("lr_schedule: {minimum: 2}", r":4: lr_schedule\.minimum is 2; give a part of learning_rate"),
-        ("lr_schedule: {warmup: 11}", r"lr_schedule\.warmup is 11, more than the 10 steps"),
+        ("lr_schedule: {warmup: 11}", r":4: lr_schedule\.warmup is 11, more than the 10 steps"),
         ("optimizer: {beta2: 1}", r":4: optimizer\.beta2 is 1; give a number from 0 to below 1"),
         ("optimizer: {max_grad_norm: 0}", r":4: optimizer\.max_grad_norm is 0"),
         ("seed: -1", ":4: seed is -1"),
@@ -87,6 +87,11 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
 def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         load_training(written(MINIMAL + line + "\n"))
+
+
+def test_a_value_out_of_range_is_named_with_the_option_that_gave_it(written) -> None:
+    with pytest.raises(UsageError, match=r"^--set steps=-3: steps is -3; give at least 1$"):
+        load_training(written(MINIMAL), ["steps=-3"])
 
 
 def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Agreement:
         self._ranks, self._timeout_seconds = dist.get_process_group_ranks(group), timeout_seconds
         self._rank = dist.get_rank()
         self._number = 0  # of what was said last, on all ranks alike
+        self._last: Mapping[str, object] = {}  # what all said then
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_seconds: float) -> Agreement:
@@ -48,20 +49,24 @@ class Agreement:
         Raises TimeoutError, which names the ranks that said nothing within the timeout.
         """
         self._number += 1
-        self._store.set(self._key(self._rank), json.dumps(said, default=str))
+        words = json.dumps(said, default=str)
+        self._store.set(self._key(self._rank), words)
         keys = [self._key(rank) for rank in self._ranks]
         deadline, pause = time.monotonic() + self._timeout_seconds, _PAUSES[0]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{_ranks(self._silent(keys))} did not come to this call within {self._timeout_seconds:g} s"
+                    f"{_ranks(self._silent(keys))} did not come to this call{self._beside_the_last(json.loads(words))} "
+                    f"within {self._timeout_seconds:g} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
         by_rank = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
         if self._number > 1:  # all have read what was said before
             self._store.delete_key(self._key(self._rank, self._number - 1))
-        return _difference(by_rank)
+        if (difference := _difference(by_rank)) is None:
+            self._last = by_rank[self._rank]
+        return difference
 
     def failed(self, where: str, error: str | None) -> str:
         """Say where this rank failed, with an error of its own or none: what is known then of the other ranks, as part
@@ -81,17 +86,29 @@ class Agreement:
                     said = json.loads(self._store.get(key))
                     found.append(f"rank {rank} {'failed' if said['error'] else 'waited'} in {said['where']}")
                     found[-1] += f" with {said['error']}" if said["error"] else ""
-            refused = {rank: self._refusal(rank) for rank in silent}
-            found += [f"rank {rank} refused a call: {reason}" for rank, reason in refused.items() if reason]
+            for rank in self._ranks:
+                ahead = self._said_alone(rank) if rank != self._rank else {}
+                if "refused" in ahead:
+                    found.append(f"rank {rank} refused a call: {ahead['refused']}")
+                elif ahead:
+                    found.append(f"rank {rank} began a new kind of call alone{self._beside_the_last(ahead)}")
             return ", ".join(found)
         except RuntimeError:  # the process that serves the store has ended: nothing more can be known
             return ""
 
-    def _refusal(self, rank: int) -> str | None:
-        """Why `rank` refused a call that this one was not asked about, or None."""
+    def _said_alone(self, rank: int) -> Mapping[str, object]:
+        """What `rank` said of a call that this one was not asked about; empty where it said nothing."""
         key = self._key(rank, self._number + 1)
-        said = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return said.get("refused")
+        said: Mapping[str, object] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return said
+
+    def _beside_the_last(self, said: Mapping[str, object]) -> str:
+        """How a call differs from the one that ranks agreed on last, as part of a sentence."""
+        names = [name for name in said if self._last and said[name] != self._last.get(name)]
+        if not names:
+            return ""
+        here, there = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (said, self._last))
+        return f", with {here} where the last new kind had {there},"
 
     def _silent(self, keys: Sequence[str]) -> list[int]:
         """The ranks whose key is not there."""

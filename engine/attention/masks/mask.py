@@ -73,6 +73,21 @@ def mask_named(name: str) -> Mask:
     return _named[name]
 
 
+def check_is_mask(mask: object) -> None:
+    """Raises ValueError for what is no object of a mask: a name, a class, a tensor."""
+    if isinstance(mask, type) or not hasattr(mask, "tiles"):
+        found = repr(mask)
+        found = f"a {type(mask).__name__}" if "\n" in found else found
+        raise ValueError(f"mask is {found}; pass an object such as burst.Causal(), or parse_mask of a setting")
+
+
+def check_mask(mask: object) -> None:
+    """Raises ValueError for what is no mask (`check_is_mask`), and for a mask that waits for its lengths."""
+    check_is_mask(mask)
+    if reason := getattr(mask, "without_lengths", None):
+        raise ValueError(reason)
+
+
 def check_length(mask: Mask, seq_len: int) -> None:
     """Raises ValueError with the mask's `unsupported_reason`."""
     unsupported_reason = mask.unsupported_reason(seq_len)

@@ -33,6 +33,7 @@ from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_gro
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
+NOTHING_FITS = "nothing fits"  # the words of such a plan begin so
 
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
 _CPU_SHARE = 0.5  # of the host's memory, where ranks compute on it: data, other processes and the file cache need some
@@ -366,13 +367,18 @@ def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds:
     kept = "; ".join(kept_in_words(settings))
     needed = memory.without_gpu if budget.gpu is None else memory.reserved
     if budget.bytes == float("inf"):
-        room = f"{needed / GIB:.3g} GiB predicted, budget unknown"
+        room = f"{_short(needed / GIB)} GiB predicted, budget unknown"
     else:
-        room = f"{needed / GIB:.3g} of {budget.bytes / GIB:.3g} GiB ({budget.source})"
+        room = f"{_short(needed / GIB)} of {_short(budget.bytes / GIB)} GiB ({budget.source})"
     if not fits:
-        return f"nothing fits: {room} with the least that can be kept: {kept}"
-    added = f"adds {seconds:.2g} s to a step, the least that fits" if seconds else "nothing is repeated"
+        return f"{NOTHING_FITS}: {room} with the least that can be kept: {kept}"
+    added = f"adds {_short(seconds, 2)} s to a step, the least that fits" if seconds else "nothing is repeated"
     return f"{kept}; {room}; {added}"
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """To so many digits, and whole numbers in full."""
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def kept_in_words(settings: TrialSettings) -> list[str]:

@@ -103,7 +103,7 @@ class PlanCommand:
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
                 hosts = machine if over_hosts else None
                 cost = cost_of(fitting, hardware, rounds=experiment.rounds, hosts=hosts)
-                print(_cost(cost))
+                print(_cost(cost, rows))
                 for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):
@@ -175,9 +175,12 @@ def _runs(row: dict[str, Any]) -> bool:
     return bool(row["can_run"]) and row.get("predicted_to_fit") is not False
 
 
-def _cost(cost: Cost) -> str:
+def _cost(cost: Cost, rows: list[dict[str, Any]]) -> str:
     """What the trials that are predicted to fit take, one after another."""
     if not cost.trials:
+        can_run = [row for row in rows if row["can_run"]]
+        if can_run and not any(map(_runs, can_run)):
+            return "None of them is predicted to fit, so no time is added up"
         return (
             "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, "
             "of the methods in docs/plan.md and of other tasks than linear"
@@ -189,19 +192,23 @@ def _cost(cost: Cost) -> str:
 
 def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     """A sentence for each size of room that trials are predicted not to fit."""
-    from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
+    from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, NOTHING_FITS
 
+    large = [row for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
     beyond: dict[float, list[float]] = {}
-    for row in rows:
-        if row["can_run"] and row["predicted_to_fit"] is False:
-            beyond.setdefault(row["gpu_room_gib"], []).append(row["predicted_gpu_gib"])
+    for row in large:
+        beyond.setdefault(row["gpu_room_gib"], []).append(row["predicted_gpu_gib"])
+    further = "further " if any(map(_runs, rows)) else ""
+    advice = "docs/memory.md has settings that need less"
+    if all(str(row.get("checkpoint_plan")).startswith(NOTHING_FITS) for row in large):  # the planner has tried them
+        advice = "take more GPUs, a shorter sequence or a larger memory"
     found = []
     for room, sizes in sorted(beyond.items()):
-        trials = "trial" if len(sizes) == 1 else "trials"
+        trials = f"{further}trial" if len(sizes) == 1 else f"{further}trials"
         where = f"a GPU has {room:g}" if room == memory_gib else f"the setting memory leaves {room:g}"
         found.append(
-            f"{len(sizes)} further {trials} would hold {min(sizes):,.0f} GiB or more by this prediction, which may be "
-            f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has settings that need less"
+            f"{len(sizes)} {trials} would hold {min(sizes):,.0f} GiB of tensors or more by this prediction, which may "
+            f"be {ALLOCATED_WITHIN:.0%} too low, where {where}; {advice}"
         )
     return found
 

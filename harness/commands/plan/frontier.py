@@ -19,7 +19,9 @@ _BAR = 20  # characters of the longest bar
 def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[TrialForecast]]:
     """The frontier of each trial, as `asked` before the planner chose. Of trials that differ in their budget alone the
     largest counts. Raises UsageError for a trial that has none."""
+    from engine.checkpoint.planning.plan import least_gpu_bytes
     from harness.base.lengths import format_length
+    from harness.metrics.throughput import GIB
     from harness.plan.forecast import frontier
     from harness.plan.predict import gpu_room
 
@@ -34,9 +36,12 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
         except ValueError as error:
             raise UsageError(str(error)) from None
         if not rows:
+            room, least = gpu_room(each, hardware), least_gpu_bytes(each) / GIB
+            where, larger = (hardware.title, "") if room == hardware.memory_gib else ("memory", "memory, ")
             raise UsageError(
                 f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size "
-                f"{each.cp_size} does not fit {hardware.title}; give a larger --gpus or a smaller --seq-len"
+                f"{each.cp_size} needs at least {least:,.0f} GiB of a GPU, found {room:g} ({where}); give a larger "
+                f"{larger}--gpus or a smaller --seq-len"
             )
         found.append(rows)
     return found

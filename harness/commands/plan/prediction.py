@@ -62,9 +62,14 @@ def print_prediction(found: Sequence[Predicted], hardware: Hardware, *, phases: 
 def _without_length(settings: TrialSettings, hardware: Hardware) -> TrialForecast:
     """The row of a combination for which no sequence is known to fit, with the reason."""
     from harness.plan.forecast import TrialForecast
-    from harness.plan.predict import memory_is_modelled
+    from harness.plan.predict import gpu_room, memory_is_modelled
 
-    reason = "no sequence fits; give a larger --cp-size, or keep less, such as checkpoint.tail 0 (docs/memory.md)"
+    room = gpu_room(settings, hardware)
+    reason = f"no sequence fits {room:g} GiB; give a larger --cp-size"
+    if room < hardware.memory_gib:
+        reason += " or memory"
+    if not settings.planned:
+        reason += ", or keep less, such as checkpoint.tail 0 (docs/memory.md)"
     if not memory_is_modelled(settings):
         of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
         reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"

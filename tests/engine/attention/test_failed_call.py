@@ -16,7 +16,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
-from engine.attention.masks import Documents, Full
+from engine.attention.masks import Causal, Documents, Full
 from engine.attention.op import AttentionPlan, run_attention
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
@@ -228,6 +228,7 @@ def differing_calls(schedule: str) -> dict[str, tuple[str, str]]:
         "layout": lambda: call(cp=other_layout),
         "refused": lambda: call(tokens=4 if odd else 12),
         "refused mask": lambda: call(mask="causal" if odd else Full(), tokens=20),
+        "refused device": lambda: burst_attention(*(t.to("meta" if odd else "cpu") for t in shards_of(0, 12)), cp=cp),
         "unshard": lambda: cp.unshard(torch.zeros(1, 16 if odd else 12)),
         "right": call,
     }
@@ -258,6 +259,37 @@ def test_a_rank_that_does_not_come_to_a_first_call_is_named() -> None:
             assert error == "PeerLost"
             assert f"rank {FAILING_RANK} did not come to this call within " in words
             assert "make the same calls in the same order on all ranks" in words
+
+
+def known_beside_new_mask(cp: ContextParallel, schedule: str) -> None:
+    attend(cp, schedule, 0)
+    mask = Causal() if dist.get_rank() == FAILING_RANK else Full()  # objects of equal hash
+    burst_attention(*shards_of(0, 12), cp=cp, schedule=schedule, mask=mask)
+
+
+def known_beside_new_length(cp: ContextParallel, schedule: str) -> None:
+    for tokens in (12, 12 if dist.get_rank() == FAILING_RANK else 8):
+        attend(cp, schedule, 0, tokens)
+
+
+ONE_NEW = {
+    known_beside_new_mask: "mask Full full where the last new kind had mask Causal causal",
+    known_beside_new_length: (
+        "q [1, 8, 6, 8], k [1, 8, 6, 8], v [1, 8, 6, 8] where the last new kind had q [1, 12, 6, 8], k [1, 12, 6, 8], "
+        "v [1, 12, 6, 8]"
+    ),
+}
+
+
+def test_a_new_kind_of_call_on_some_ranks_alone_is_shown_to_all() -> None:
+    for rank, found in enumerate(run_on_ranks(2, sentences_of, tuple(ONE_NEW), "ring")):
+        for case, difference in ONE_NEW.items():
+            error, words = found[case.__name__]
+            assert error == "PeerLost", (case, words)
+            if rank == FAILING_RANK:
+                assert f"rank 0 began a new kind of call alone, with {difference}" in words
+            else:
+                assert f"rank {FAILING_RANK} did not come to this call, with {difference}, within " in words
 
 
 def absent(cp: ContextParallel, schedule: str) -> None:

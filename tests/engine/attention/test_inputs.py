@@ -11,6 +11,7 @@ import torch.distributed as dist
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import Causal
+from engine.attention.resolve import choose_layout
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
@@ -118,6 +119,10 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
         (lambda: ContextParallel([0, 1]), "group is a list; pass a process group"),
         (lambda: ContextParallel.single().positions(-8), "seq_len -8 is no length"),
         (lambda: ContextParallel.single().shard(Q, dim=4), "dim 4 is none of the 4 dimensions"),
+        (lambda: ContextParallel.single().shard([1, 2], dim=0), "tensor is list; pass a torch tensor"),
+        (lambda: ContextParallel.single().positions("4k"), "seq_len '4k' is no length; give the tokens"),
+        (lambda: choose_layout(Causal(), 64, 0), "seq_len 64 and cp_size 0 are not both above 0"),
+        (lambda: choose_layout(Causal(), "64", 2), "seq_len '64' and cp_size 2 are not both above 0"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_with_the_one_to_pass(call, words) -> None:
@@ -125,10 +130,13 @@ def test_arguments_of_another_kind_are_refused_with_the_one_to_pass(call, words)
         call()
 
 
-@pytest.mark.parametrize("mask", ["causal", Causal])
+@pytest.mark.parametrize("mask", ["causal", Causal, torch.ones(16, 16).tril().bool()])
 def test_an_argument_that_is_no_mask_is_refused(mask) -> None:
-    with pytest.raises(ValueError, match=r"such as Causal\(\)"):
+    with pytest.raises(ValueError, match=r"such as burst.Causal\(\)") as refused:
         burst_attention(Q, Q, Q, mask=mask)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"such as burst.Causal\(\)"):
+        choose_layout(mask, 64, 2)
 
 
 @pytest.mark.parametrize("parts", [0, -1, 3])

@@ -216,7 +216,7 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
     assert main(["plan", "--phases", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
-    assert "burst with 70b and cp_size 1 on NVIDIA A800 80 GB: no sequence fits" in capsys.readouterr().err
+    assert "burst with 70b and cp_size 1 on NVIDIA A800 80 GB: no sequence fits 80 GiB;" in capsys.readouterr().err
 
 
 def test_the_longest_sequence_keeps_to_a_budget_and_to_the_planners_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +277,18 @@ def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
         (["--frontier", "--hardware", "h200", "--longest"], "give it without --phases and --longest"),
         (["--frontier", "--hardware", "h200", "--set", "checkpoint.plan=hand"], "leave checkpoint to the planner"),
         (["--frontier", "--hardware", "h200", "--method", "trl_upstream"], "method trl_upstream"),
-        (["--frontier", "--hardware", "h200", "--model", "70b", "--gpus", "1"], "does not fit NVIDIA H200"),
+        (
+            ["--frontier", "--hardware", "h200", "--model", "70b", "--gpus", "1"],
+            "GiB of a GPU, found 139 (NVIDIA H200 SXM 141 GB); give a larger --gpus or a smaller --seq-len",
+        ),
+        (
+            ["--frontier", "--hardware", "h200", "--model", "1b", "--set", "memory=1GiB"],
+            "GiB of a GPU, found 1 (memory); give a larger memory, --gpus or a smaller --seq-len",
+        ),
+        (
+            ["--longest", "--hardware", "h200", "--model", "1b", "--set", "memory=1GiB"],
+            "no sequence fits 1 GiB; give a larger --cp-size or memory",
+        ),
     ],
 )
 def test_a_frontier_that_cannot_be_is_one_sentence(words, sentence, capsys):
