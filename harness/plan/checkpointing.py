@@ -8,7 +8,7 @@ from functools import lru_cache
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.cost import GpuSpeeds
 from engine.checkpoint.planning.memory import GIB
-from engine.checkpoint.planning.plan import Budget, planned
+from engine.checkpoint.planning.plan import Budget, fits_somehow, planned
 from engine.measurement import Forecast
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
@@ -34,10 +34,7 @@ def with_plan(
     """The settings with the values that the planner chooses on this machine, and its forecast; None, and the settings
     as they are, where nothing is left open or the sizes make no trial. `hardware`: by default that of the machine's
     GPU's name."""
-    ranks = settings.cp_size * settings.tp_size
-    if not settings.planned or settings.world_size % ranks or settings.seq_len < settings.cp_size:
-        return settings, None
-    if parse_mask(settings.mask).unsupported_reason(settings.seq_len) is not None:
+    if not _plans(settings):
         return settings, None
     hardware = hardware or hardware_for(machine.gpu_name)
     chosen, forecast = _planned(
@@ -48,6 +45,19 @@ def with_plan(
         correction_source=correction.source,
     )
     return chosen, replace(forecast, step_seconds=step_seconds(chosen, machine, hardware))
+
+
+def plan_fits(settings: TrialSettings, machine: Machine, hardware: Hardware) -> bool | None:
+    """Whether `with_plan` would find something that fits, in less time; None where it chooses nothing."""
+    return fits_somehow(settings, budget_of(settings, machine, hardware)) if _plans(settings) else None
+
+
+def _plans(settings: TrialSettings) -> bool:
+    """Whether something is left open, and the sizes make a trial."""
+    ranks = settings.cp_size * settings.tp_size
+    if not settings.planned or settings.world_size % ranks or settings.seq_len < settings.cp_size:
+        return False
+    return parse_mask(settings.mask).unsupported_reason(settings.seq_len) is None
 
 
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:

@@ -15,7 +15,7 @@ from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
-from harness.plan.checkpointing import with_plan
+from harness.plan.checkpointing import plan_fits, with_plan
 from harness.plan.predict import (
     engine_memory,
     fits_gpu,
@@ -152,11 +152,12 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
             tried = replace(settings, seq_len=units * unit)
         except ValueError:  # more tokens than a trial may have
             return False
-        chosen, plan = with_plan(tried, machine, hardware=hardware)
-        memory = engine_memory(chosen)
-        return memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware, plan)
+        if (found := plan_fits(tried, machine, hardware)) is not None:
+            return found
+        memory = engine_memory(tried)
+        return memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware, None)
 
-    if not fits(1):
+    if not memory_is_modelled(settings) or not fits(1):
         return None
     low, high = 1, 2
     while fits(high):

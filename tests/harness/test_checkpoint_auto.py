@@ -113,7 +113,7 @@ def test_ids_of_trials_set_by_hand_are_those_they_had_before(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["80", "80GB", "GiB", "-1GiB", "0GiB", "1e3GiB", "80 gib", "8.1234GiB"])
 def test_a_budget_without_a_number_and_a_unit_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError, match=r"memory is .*; (give a size above 0 with its unit|expected text)"):
+    with pytest.raises(UsageError, match=r"memory is .*; (give|expected) a size (above 0 )?with its unit"):
         only(tmp_path, f"fixed.memory={text}")
     with pytest.raises(UsageError, match="memory is"):
         only(tmp_path, f'fixed.memory="{text}"')

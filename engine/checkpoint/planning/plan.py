@@ -103,8 +103,20 @@ def planned(
 
 def least_gpu_bytes(settings: TrialSettings) -> float:
     """The smallest budget of a GPU, in bytes, that values of the open settings fit, whatever time they take."""
-    all_or_none = SearchGrid(optimizer_offload=(False, True))  # a part of the moments leaves less room than all
-    problem = _problem(settings, Budget(gpu=1.0), grid=all_or_none)  # memory is so many times one byte
+    return _least_share(settings, Budget(gpu=1.0))  # memory is so many times one byte
+
+
+def fits_somehow(settings: TrialSettings, budget: Budget) -> bool:
+    """Whether some values of the open settings fit the budget, whatever time they take: without the search for those
+    that take the least."""
+    return _least_share(settings, budget) <= 1
+
+
+def _least_share(settings: TrialSettings, budget: Budget) -> float:
+    """The smallest part of the budget that values of the open settings take."""
+    # A part of the moments on the host leaves less room on the GPU than all.
+    grid = SearchGrid(optimizer_offload=(False, True)) if budget.host == float("inf") else None
+    problem = _problem(settings, budget, grid=grid)
     return problem.share(problem.memory.of(leanest(problem)))
 
 

@@ -228,6 +228,9 @@ def test_the_longest_sequence_keeps_to_a_budget_and_to_the_planners_word(capsys:
         assert 0.9 * 24 < 1.04 * float(str(row["gpu_gib"])) <= 24
     assert int(str(planned["seq_len"])) > int(str(by_hand["seq_len"]))
     assert "nothing fits" not in str(planned["plan"])
+    next_longer = ("--model", "1b", "--cp-size", "1", "--set", "memory=24GiB", "--seq-len")
+    [longer] = predicted(capsys, *next_longer, str(int(str(planned["seq_len"])) + 1024))
+    assert "nothing fits" in str(longer["plan"])
     [wide] = predicted(capsys, *words[:-1], "memory=1TiB", "--set", "checkpoint.every=1")
     assert int(str(wide["seq_len"])) > int(str(by_hand["seq_len"]))
 
