@@ -133,6 +133,7 @@ class Upstream:
     offloads_parts = False  # whether a part of the optimizer can be in host memory, where it honours optimizer_offload
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
     beyond_llama: tuple[str, ...] = ()  # architectures of `engine.models` that it trains besides Llama
+    fa4_beside_torch = False  # whether `kernel: fa4` is FlashAttention-4 that lay beside torch at installation
     attends = ""  # the kernel of attention in words, where every trial asks it for the same
 
     def refuse(self, settings: TrialSettings) -> str | None:
@@ -207,7 +208,7 @@ class Upstream:
                 f"{self.system} has a stand-in for {', '.join(place.stand_ins)}, which runs on CPU ranks alone; "
                 f"install the real one beside torch, then {place.install_command} --anew"
             )
-        if device != "cpu" and kernel == "fa4" and "kernel" in self.honours and not place.has_flash_attention_4:
+        if device != "cpu" and kernel == "fa4" and self.fa4_beside_torch and not place.has_flash_attention_4:
             return (
                 f"{self.system} was installed where no FlashAttention-4 lay beside torch, found kernel fa4; install "
                 f"flash-attn-4 beside torch, then {place.install_command} --anew"

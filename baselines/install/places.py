@@ -98,7 +98,8 @@ class InstallPlace:
 
     @property
     def has_flash_attention_4(self) -> bool:
-        """Whether FlashAttention-4 lay beside torch: for `kernel: fa4`, and the stand-in computes with it on GPUs."""
+        """Whether FlashAttention-4 lay beside torch at installation: `kernel: fa4` needs it, and the stand-in computes
+        with it on GPUs."""
         return (self.folder / BORROWED / FLASH_ATTN / FLASH_ATTN_4).is_dir()
 
     @property

@@ -48,6 +48,7 @@ class TorchTitan(Upstream):
     warmup = 2  # compilation
     most_tp = 8
     honours = ("kernel", "linear_dtype")
+    fa4_beside_torch = True
     tokens = "plain"
     # Each N-th layer, and what the compiler chooses to keep of a share of what it would without recomputation.
     recomputes: Mapping[str, str] = {"every N": r"every [1-9]\d*", "budget SHARE": r"budget (0(\.\d+)?|1(\.0)?)"}

@@ -102,6 +102,7 @@ class WholeSequences(Upstream):
     """Whole sequences on each rank. `kernel` is that of transformers' attention."""
 
     honours = ("kernel",)
+    fa4_beside_torch = True
     tokens = "plain"
     engine: str  # of the program
 

@@ -145,7 +145,7 @@ class ContextParallel:
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
         if not hasattr(seq_len, "__index__") or seq_len < 0:
-            raise ValueError(f"seq_len {seq_len!r} is no length; give the tokens of the whole sequence, as an int")
+            raise ValueError(f"seq_len {seq_len!r} is no length; give the number of tokens of the whole sequence")
         unsupported_reason = split_unsupported_reason(self.layout, seq_len, self.size)
         if unsupported_reason:
             raise ValueError(unsupported_reason)

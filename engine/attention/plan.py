@@ -63,7 +63,7 @@ def cached_plan(
         with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
             if cp.size > 1 and q_BLND.device.type == "meta":
-                raise ValueError(f"q, k, v are on meta and {cp.size} ranks send values; pass tensors that have some")
+                raise ValueError(f"q, k, v are on meta and {cp.size} ranks send values; pass tensors on CPUs or GPUs")
             check_choices(choices)
 
         def said() -> dict[str, object]:

@@ -399,7 +399,7 @@ def choose_layout(
     """
     check_is_mask(mask)
     if not all(hasattr(each, "__index__") and each > 0 for each in (seq_len, cp_size)):
-        raise ValueError(f"seq_len {seq_len!r} and cp_size {cp_size!r} are not both above 0; give counts as ints")
+        raise ValueError(f"seq_len {seq_len!r} and cp_size {cp_size!r} are not both counts above 0; give ints")
     cut = tail_cut(tail, seq_len, cp_size)
     layouts = list(among)
     if 0 < cut < seq_len:

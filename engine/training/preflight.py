@@ -41,8 +41,11 @@ def needs_weights(order: Order) -> bool:
     return bool(order.config.init_from) and (not order.resume or order.config.settings.lora is not None)
 
 
-def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> None:
-    """Raises ValueError when the run can resume from no checkpoint, judged by manifests and sizes."""
+def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> int:
+    """The step that the run resumes after, judged by manifests and sizes; 0 where all checkpoints are broken.
+
+    Raises ValueError when it can resume from none.
+    """
     found = checkpoints(checkpoints_directory(run))
     if not found:
         raise no_checkpoint(f"{checkpoints_directory(run).name}/ holds none")
@@ -54,7 +57,8 @@ def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) ->
         if is_complete(path, manifest):
             check_facts(path, manifest.facts, facts)
             check_steps(config, manifest.step)
-            return
+            return manifest.step
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

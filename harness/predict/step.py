@@ -54,8 +54,8 @@ _UPDATE_BYTES = 8 + 4 + 4
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
 # Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.074 s for 16
 # layers of up to 4096 tokens (results/published/h200x1/short_sequences). With casts to float8 most steps of 8192 tokens
-# took 0.11 to 0.16 s, 0.131 at the median (h200x1/float8_loss), of which the GPU takes a predicted 0.10. A step that is
-# not replayed as CUDA graphs takes at least as long.
+# took 0.11 to 0.16 s, later ones longer, 0.131 at the median (h200x1/float8_loss), of which the GPU takes a predicted
+# 0.10. A step that is not replayed as CUDA graphs takes at least as long.
 _LAUNCH_SECONDS = {"same": 0.0045, "float8": 0.0082}
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
 # forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's

@@ -18,7 +18,7 @@ from engine.reader import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
-from engine.training.manifest import checkpoints, step_of
+from engine.training.manifest import checkpoints
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred
@@ -90,9 +90,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
         if start.resume:
-            refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes or own)
-            newest = next(iter(checkpoints(checkpoints_directory(start.run_dir))), None)
-            if newest is not None and step_of(newest) >= config.steps:
+            done = refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes or own)
+            if done == config.steps:
                 say(f"all {config.steps} steps of {start.run_dir} are done already; raise steps to train on")
         earlier = run_file.read_text(encoding="utf-8") if resumes else None
         describe_run(start.run_dir, config, start.commit, start.again)
@@ -184,12 +183,13 @@ def refusing() -> Iterator[None]:
         raise UsageError(f"this run cannot start: {error}") from error
 
 
-def refuse_checkpoints(config: TrainingConfig, facts: dict[str, object], run_dir: Path, *, elsewhere: bool) -> None:
-    """Raises UsageError when the run cannot resume from the checkpoints here. With `elsewhere`, another host may have
-    one, so a host without any checkpoint is no error."""
-    if not elsewhere or checkpoints(checkpoints_directory(run_dir)):
-        with refusing():
-            check_resume(config, facts, run_dir)
+def refuse_checkpoints(config: TrainingConfig, facts: dict[str, object], run_dir: Path, *, elsewhere: bool) -> int:
+    """The step of the checkpoint here that the run resumes from, or 0. Raises UsageError when it cannot. With
+    `elsewhere`, another host may have one, so a host without any checkpoint is no error."""
+    if elsewhere and not checkpoints(checkpoints_directory(run_dir)):
+        return 0
+    with refusing():
+        return check_resume(config, facts, run_dir)
 
 
 def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> tuple[Outcome, Path]:

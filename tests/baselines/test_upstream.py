@@ -128,7 +128,12 @@ def test_a_system_that_was_installed_without_flash_attention_4_says_so_before_a_
     gpu = replace(LAPTOP, device="cuda", gpu_name="NVIDIA H200", gpu_count=1, gpu_memory_gib=139.0)
     reason = unsupported_reason(settings(method.name, kernel="fa4", cp_size=1), gpu)
     assert "no FlashAttention-4 lay beside torch" in str(reason)
-    (tmp_path / "borrowed" / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "borrowed" / "flash_attn").mkdir(parents=True)
+    (tmp_path / "borrowed" / "flash_attn" / "__init__.py").touch()  # flash-attn 2, with which yunchang attends
+    yunchang: Upstream = method_named("yunchang_upstream")  # type: ignore[assignment]
+    assert yunchang.unavailable("cuda", "fa4") is None
+    assert method.unavailable("cuda", "fa4") is not None
+    (tmp_path / "borrowed" / "flash_attn" / "cute").mkdir()
     assert method.unavailable("cuda", "fa4") is None
 
 

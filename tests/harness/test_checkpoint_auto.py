@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.planning.memory_settings import PLANNABLE
+from engine.checkpoint.planning.memory_settings import PLANNABLE, left_open
 from engine.measurement import write_json
 from engine.reader import to_json
 from engine.settings import Checkpoint, TrialSettings
@@ -16,13 +16,15 @@ from harness.base.errors import UsageError
 from harness.cli import main
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import hardware_named, speeds_of
-from harness.plan.checkpointing import budget_of, planner_speeds
+from harness.plan.checkpointing import budget_of, plan_fits, planner_speeds, with_plan
+from harness.plan.forecast import longest, machine_of
 from harness.plan.matrix import plan, planned_again
 from harness.records.forecasts import correction_of, outcome_in_words, records_with_plan
 from harness.records.record import Record, read_record, write_record
 from harness.report.results import row_of
 from harness.report.variants import series_of, varying_settings
 from harness.spec.experiment import load_experiment
+from harness.spec.models import named_model
 from harness.spec.trial import Trial
 from harness.training.file import load_training
 from harness.training.planning import planned_for
@@ -290,3 +292,31 @@ def test_a_resumed_run_plans_with_what_its_earlier_starts_took(tmp_path: Path) -
     for damaged in (attempt / "order.json", tmp_path / "run" / "metrics.jsonl"):
         damaged.write_text("[1", encoding="utf-8")
     assert planned_for(config.settings, H200, tmp_path / "run")[1] == forecast
+
+
+@pytest.mark.parametrize(
+    ("model", "cp_size", "memory", "tokens"),
+    [
+        ("1b", 1, "12GiB", 96 << 10),
+        ("tiny_hybrid", 2, "1GiB", 1 << 20),
+        ("qwen3_8b", 4, "24GiB", 96 << 10),  # fits with a tail of a tenth alone, which has fewer slots to receive into
+    ],
+)
+def test_what_fits_at_all_is_what_the_search_for_the_fastest_plan_finds_fitting(
+    model: str, cp_size: int, memory: str, tokens: int
+) -> None:
+    asked = TrialSettings(
+        task="train", method="burst", model=named_model(model), seq_len=tokens, cp_size=cp_size, memory=memory,
+        checkpoint=Checkpoint(plan="auto"),
+    )  # fmt: skip
+    asked, hardware, found = left_open(asked, set()), hardware_named("h200"), []
+    edge = longest(asked, hardware)
+    assert edge is not None
+    for seq_len in (edge.seq_len, edge.seq_len + 1024 * cp_size):
+        tried = dataclasses.replace(asked, seq_len=seq_len)
+        _, plan = with_plan(tried, machine_of(hardware), hardware=hardware)
+        assert plan is not None
+        assert plan_fits(tried, machine_of(hardware), hardware) is plan.fits
+        found.append(plan.fits)
+    assert found == [True, False]
+    assert model != "qwen3_8b" or edge.seq_len == tokens

@@ -229,7 +229,7 @@ def test_a_plan_in_which_nothing_fits_says_so_once_and_what_would_help(capsys):
     assert main(["plan", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "None of them is predicted to fit, so no time is added up 1 trial would hold" in printed
-    assert "where the setting memory leaves 1; take more GPUs, a shorter sequence or a larger memory" in printed
+    assert "where the setting memory leaves 1; take more GPUs, a shorter sequence or a larger setting memory" in printed
     assert "No time is predicted" not in printed
     assert main(["plan", *words[:3], "64M", *words[4:8]]) == 0
     printed = " ".join(capsys.readouterr().out.split())

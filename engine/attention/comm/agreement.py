@@ -29,7 +29,7 @@ class Agreement:
         self._ranks, self._timeout_seconds = dist.get_process_group_ranks(group), timeout_seconds
         self._rank = dist.get_rank()
         self._number = 0  # of what was said last, on all ranks alike
-        self._last: Mapping[str, object] = {}  # what all said then
+        self._last: Mapping[str, object] = {}  # what all agreed on last
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_seconds: float) -> Agreement:
@@ -86,12 +86,13 @@ class Agreement:
                     said = json.loads(self._store.get(key))
                     found.append(f"rank {rank} {'failed' if said['error'] else 'waited'} in {said['where']}")
                     found[-1] += f" with {said['error']}" if said["error"] else ""
-            for rank in self._ranks:
-                ahead = self._said_alone(rank) if rank != self._rank else {}
-                if "refused" in ahead:
-                    found.append(f"rank {rank} refused a call: {ahead['refused']}")
-                elif ahead:
-                    found.append(f"rank {rank} began a new kind of call alone{self._beside_the_last(ahead)}")
+            ahead = {rank: self._said_alone(rank) for rank in self._ranks if rank != self._rank}
+            found += [
+                f"rank {rank} refused a call: {said['refused']}" for rank, said in ahead.items() if "refused" in said
+            ]
+            if begun := [rank for rank, said in ahead.items() if said and "refused" not in said]:
+                difference = self._beside_the_last(ahead[begun[0]])
+                found.append(f"{_ranks(begun)} began a new kind of call that this rank did not{difference}")
             return ", ".join(found)
         except RuntimeError:  # the process that serves the store has ended: nothing more can be known
             return ""
@@ -103,12 +104,13 @@ class Agreement:
         return said
 
     def _beside_the_last(self, said: Mapping[str, object]) -> str:
-        """How a call differs from the one that ranks agreed on last, as part of a sentence."""
-        names = [name for name in said if self._last and said[name] != self._last.get(name)]
-        if not names:
+        """How a call differs from the one that ranks agreed on last, as part of a sentence; nothing where they are of
+        two kinds, such as attention and `unshard`."""
+        if said.keys() != self._last.keys():
             return ""
-        here, there = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (said, self._last))
-        return f", with {here} where the last new kind had {there},"
+        names = [name for name in said if said[name] != self._last[name]]
+        here, there = (", ".join(f"{name} {each[name]}" for name in names) for each in (said, self._last))
+        return f" ({here}; the last new kind had {there})" if names else ""
 
     def _silent(self, keys: Sequence[str]) -> list[int]:
         """The ranks whose key is not there."""

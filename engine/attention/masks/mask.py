@@ -77,7 +77,7 @@ def check_is_mask(mask: object) -> None:
     """Raises ValueError for what is no object of a mask: a name, a class, a tensor."""
     if isinstance(mask, type) or not hasattr(mask, "tiles"):
         found = repr(mask)
-        found = f"a {type(mask).__name__}" if "\n" in found else found
+        found = f"a {type(mask).__name__}" if "\n" in found or len(found) > 60 else found
         raise ValueError(f"mask is {found}; pass an object such as burst.Causal(), or parse_mask of a setting")
 
 

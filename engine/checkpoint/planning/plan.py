@@ -4,14 +4,15 @@ take.
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
 The last layers are kept whole, so how many, and how much of each, says everything. What saves comparisons and
 loses none: a shorter tail and a smaller share of the MLP repeat more work, more moments on the host leave more room,
-and either the shortest or the longest tail takes the least memory. With fewer whole layers memory need not fall; and
-time need not grow with groups of heads, or with copies that the repeated work hides.
+and, but for slots to receive into, either the shortest or the longest tail takes the least memory. With fewer whole
+layers memory need not fall; and time need not grow with groups of heads, or with copies that the repeated work hides.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_gro
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
 NOTHING_FITS = "nothing fits"  # the words of such a plan begin so
 
+_NEAREST = 4  # frames that `leanest` compares with every number of whole layers
+_NEARLY = 1.02  # shares of a budget by `leanest` below which another choice may fit
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
 _CPU_SHARE = 0.5  # of the host's memory, where ranks compute on it: data, other processes and the file cache need some
 _HOST_SHARE = 0.9  # of the host's memory beside GPUs
@@ -107,14 +110,17 @@ def least_gpu_bytes(settings: TrialSettings) -> float:
 
 
 def fits_somehow(settings: TrialSettings, budget: Budget) -> bool:
-    """Whether some values of the open settings fit the budget, whatever time they take: without the search for those
-    that take the least."""
-    return _least_share(settings, budget) <= 1
+    """Whether some values of the open settings fit the budget, as `planned` finds, but where that is clear without its
+    search."""
+    share = _least_share(settings, budget)
+    if 1 < share <= _NEARLY:  # `leanest` does not compare all choices
+        return cheapest(_problem(settings, budget)) is not None
+    return share <= 1
 
 
 def _least_share(settings: TrialSettings, budget: Budget) -> float:
     """The smallest part of the budget that values of the open settings take."""
-    # A part of the moments on the host leaves less room on the GPU than all.
+    # A part of the moments on the host leaves less room on the GPU than all, and may be all that the host holds.
     grid = SearchGrid(optimizer_offload=(False, True)) if budget.host == float("inf") else None
     problem = _problem(settings, budget, grid=grid)
     return problem.share(problem.memory.of(leanest(problem)))
@@ -322,8 +328,9 @@ def _rivals(
 def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits.
 
-    All frames are compared with the most and the least of what may be kept, one also with what lies between: where
-    moments of several kinds of layers, or of an MLP in one tile, are nearly as full, it may take less.
+    All frames are compared with the most and the least of what may be kept, the nearest also with what lies between:
+    where moments of several kinds of layers, or of an MLP in one tile, are nearly as full, it may take less. What is
+    found takes up to a few thousandths more than the least.
     """
     mlps = problem.compared.mlp
 
@@ -331,15 +338,18 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
         return problem.share(problem.memory.of(choice))
 
     def least(frame: MemorySettings, numbers: Iterable[int]) -> MemorySettings:
-        kept = itertools.product(numbers, problem.leanest_tails(frame))
+        tails = list(problem.leanest_tails(frame))
+        if problem.memory.has_slots and len(problem.compared.tail) > 2:
+            tails.append(problem.compared.tail[-2])  # a tail of any length may be received into slots of a third size
+        kept = itertools.product(numbers, tails)
         return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept), key=share)
 
     def of_ends(frame: MemorySettings) -> float:
         numbers = problem.whole_layers(frame)
         return share(least(frame, {numbers[0], numbers[-1]}))
 
-    frame = min(problem.frames(), key=of_ends)
-    found = least(frame, problem.whole_layers(frame))
+    nearest = heapq.nsmallest(_NEAREST, problem.frames(), key=of_ends)
+    found = min((least(frame, problem.whole_layers(frame)) for frame in nearest), key=share)
     shares = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp)) for mlp in reversed(mlps))
     return min(shares, key=share) if found.checkpoint.layers_again(problem.layers) < problem.layers else found
 
@@ -390,7 +400,7 @@ def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds:
 
 def _short(value: float, digits: int = 3) -> str:
     """To so many digits, and whole numbers in full."""
-    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
 def kept_in_words(settings: TrialSettings) -> list[str]:

@@ -199,13 +199,16 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     for row in large:
         beyond.setdefault(row["gpu_room_gib"], []).append(row["predicted_gpu_gib"])
     further = "further " if any(map(_runs, rows)) else ""
-    advice = "docs/memory.md has settings that need less"
-    if all(str(row.get("checkpoint_plan")).startswith(NOTHING_FITS) for row in large):  # the planner has tried them
-        advice = "take more GPUs, a shorter sequence or a larger memory"
     found = []
     for room, sizes in sorted(beyond.items()):
         trials = f"{further}trial" if len(sizes) == 1 else f"{further}trials"
-        where = f"a GPU has {room:g}" if room == memory_gib else f"the setting memory leaves {room:g}"
+        own = room == memory_gib
+        where = f"a GPU has {room:g}" if own else f"the setting memory leaves {room:g}"
+        plans = [str(row.get("checkpoint_plan")) for row in large if row["gpu_room_gib"] == room]
+        advice = "docs/memory.md has settings that need less"
+        if all(plan.startswith(NOTHING_FITS) for plan in plans):  # the planner has tried them
+            more = "GPUs with more memory" if own else "a larger setting memory"
+            advice = f"take more GPUs, a shorter sequence or {more}"
         found.append(
             f"{len(sizes)} {trials} would hold {min(sizes):,.0f} GiB of tensors or more by this prediction, which may "
             f"be {ALLOCATED_WITHIN:.0%} too low, where {where}; {advice}"

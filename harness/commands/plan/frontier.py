@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,11 +37,11 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
         except ValueError as error:
             raise UsageError(str(error)) from None
         if not rows:
-            room, least = gpu_room(each, hardware), least_gpu_bytes(each) / GIB
+            room, least = gpu_room(each, hardware), math.ceil(least_gpu_bytes(each) / GIB)
             where, larger = (hardware.title, "") if room == hardware.memory_gib else ("memory", "memory, ")
             raise UsageError(
                 f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size "
-                f"{each.cp_size} needs at least {least:,.0f} GiB of a GPU, found {room:g} ({where}); give a larger "
+                f"{each.cp_size} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give a larger "
                 f"{larger}--gpus or a smaller --seq-len"
             )
         found.append(rows)

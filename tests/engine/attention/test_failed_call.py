@@ -273,23 +273,25 @@ def known_beside_new_length(cp: ContextParallel, schedule: str) -> None:
 
 
 ONE_NEW = {
-    known_beside_new_mask: "mask Full full where the last new kind had mask Causal causal",
+    known_beside_new_mask: "(mask Full full; the last new kind had mask Causal causal)",
     known_beside_new_length: (
-        "q [1, 8, 6, 8], k [1, 8, 6, 8], v [1, 8, 6, 8] where the last new kind had q [1, 12, 6, 8], k [1, 12, 6, 8], "
-        "v [1, 12, 6, 8]"
+        "(q [1, 8, 6, 8], k [1, 8, 6, 8], v [1, 8, 6, 8]; the last new kind had q [1, 12, 6, 8], k [1, 12, 6, 8], "
+        "v [1, 12, 6, 8])"
     ),
 }
 
 
-def test_a_new_kind_of_call_on_some_ranks_alone_is_shown_to_all() -> None:
-    for rank, found in enumerate(run_on_ranks(2, sentences_of, tuple(ONE_NEW), "ring")):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_new_kind_of_call_on_some_ranks_alone_is_shown_to_all(world_size) -> None:
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for rank, found in enumerate(run_on_ranks(world_size, sentences_of, tuple(ONE_NEW), "ring")):
         for case, difference in ONE_NEW.items():
             error, words = found[case.__name__]
             assert error == "PeerLost", (case, words)
             if rank == FAILING_RANK:
-                assert f"rank 0 began a new kind of call alone, with {difference}" in words
+                assert f"{others} began a new kind of call that this rank did not {difference}" in words
             else:
-                assert f"rank {FAILING_RANK} did not come to this call, with {difference}, within " in words
+                assert f"rank {FAILING_RANK} did not come to this call {difference} within " in words
 
 
 def absent(cp: ContextParallel, schedule: str) -> None:

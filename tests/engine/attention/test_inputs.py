@@ -120,9 +120,9 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
         (lambda: ContextParallel.single().positions(-8), "seq_len -8 is no length"),
         (lambda: ContextParallel.single().shard(Q, dim=4), "dim 4 is none of the 4 dimensions"),
         (lambda: ContextParallel.single().shard([1, 2], dim=0), "tensor is list; pass a torch tensor"),
-        (lambda: ContextParallel.single().positions("4k"), "seq_len '4k' is no length; give the tokens"),
-        (lambda: choose_layout(Causal(), 64, 0), "seq_len 64 and cp_size 0 are not both above 0"),
-        (lambda: choose_layout(Causal(), "64", 2), "seq_len '64' and cp_size 2 are not both above 0"),
+        (lambda: ContextParallel.single().positions("4k"), "seq_len '4k' is no length; give the number of tokens"),
+        (lambda: choose_layout(Causal(), 64, 0), "seq_len 64 and cp_size 0 are not both counts above 0"),
+        (lambda: choose_layout(Causal(), "64", 2), "seq_len '64' and cp_size 2 are not both counts above 0"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_with_the_one_to_pass(call, words) -> None:

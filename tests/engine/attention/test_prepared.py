@@ -167,7 +167,7 @@ def test_one_tensor_of_another_dtype_or_shape_is_refused_also_by_a_call_with_a_p
 @pytest.mark.parametrize("mask", [Causal, "causal"])
 def test_what_is_no_mask_is_refused_by_a_prepared_call(mask) -> None:
     attend, inputs = prepared()
-    with pytest.raises(ValueError, match="pass an object such as burst.Causal"):
+    with pytest.raises(ValueError, match=r"pass an object such as burst\.Causal"):
         attend(*inputs, mask=mask)
 
 
