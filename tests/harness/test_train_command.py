@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: 
     assert json.loads((workplace / "model" / "config.json").read_text())["hidden_size"] == 16
     code, said = burst(workplace, "train", "export", "run", "--out", "other", "--step", "1")
     assert (code, f"holds no checkpoint after step 1; it holds those after {last + 2} or {last}" in said) == (2, True)
+
+    shutil.copytree(workplace / "run", workplace / "damaged")
+    newest = workplace / "damaged" / "checkpoints" / f"step-{last + 2:08d}"
+    max(newest.iterdir(), key=lambda path: path.stat().st_size).write_bytes(b"")
+    code, said = burst(workplace, *(word if word != "run" else "damaged" for word in ("train", "train.yaml", *more)))
+    assert (code, "are done already" in said, "is skipped because" in said) == (0, False, True), said
 
 
 def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str) -> None:
