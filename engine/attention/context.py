@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -106,9 +106,9 @@ class ContextParallel:
         self.name = f"context {next(_numbers)}"
         _contexts[self.name] = self
 
-    def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
+    def agree(self, key: Hashable, said: Mapping[str, object]) -> int:
         """`Communicators.agree` on a call and on the layout of its shards."""
-        return self.comms.agree((self.layout, key), lambda: {"layout": str(self.layout), **said()})
+        return self.comms.agree((self.layout, key), {"layout": str(self.layout), **said})
 
     def without_plans(self, number: int) -> ContextParallel:
         """This context with a cache of its own, for the plan of that number. A cached plan holds it: holding the
@@ -208,7 +208,7 @@ class ContextParallel:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
         facts = {"unshard": tuple(tensor.shape), "dim": dim % tensor.ndim, "dtype": str(tensor.dtype)}
-        self.agree(tuple(facts.items()), lambda: facts)
+        self.agree(tuple(facts.items()), facts)
         whole: Tensor = _Unshard.apply(tensor, self, dim, gradient)
         return whole
 

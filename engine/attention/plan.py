@@ -65,21 +65,17 @@ def cached_plan(
             if cp.size > 1 and q_BLND.device.type == "meta":
                 raise ValueError(f"q, k, v are on meta and {cp.size} ranks send values; pass tensors on CPUs or GPUs")
             check_choices(choices)
-
-        def said() -> dict[str, object]:
-            return {
-                "q": tuple(q_BLND.shape),
-                "k": tuple(k_BLKD.shape),
-                "v": tuple(v_BLKD.shape),
-                "expand": None if expand_NXC is None else tuple(expand_NXC.shape),
-                "dtype": str(q_BLND.dtype),
-                "device": q_BLND.device.type,
-                "mask": _described(mask),
-                **choices._asdict(),
-            }
-
-        # What was agreed on is known by its hash, and masks without fields, such as Full and Causal, have equal ones.
-        number = cp.agree((type(mask), *key), said)
+        said = {
+            "q": tuple(q_BLND.shape),
+            "k": tuple(k_BLKD.shape),
+            "v": tuple(v_BLKD.shape),
+            "expand": None if expand_NXC is None else tuple(expand_NXC.shape),
+            "dtype": str(q_BLND.dtype),
+            "device": q_BLND.device.type,
+            "mask": _described(mask),
+            **choices._asdict(),
+        }
+        number = cp.agree(key, said)
         plan = cp.plans.put(
             key, plan_attention(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp.without_plans(number), choices)
         )

@@ -69,19 +69,9 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         trial = left_open(trial, _given(entries))
         return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
     except ValueError as error:
-        raise UsageError(f"{_place_of(str(error), entries, path)}: {error}") from error
-
-
-def _place_of(sentence: str, entries: dict[str, Node], path: Path) -> str:
-    """Where the setting was given that a sentence begins with, or the file."""
-    inside: object = entries
-    node: Node | None = None
-    for part in sentence.partition(" ")[0].split("."):
-        node = inside.get(part) if isinstance(inside, dict) else None
-        if node is None:
-            return str(path)
-        inside = node.value
-    return str(path if node is None else node.place)
+        # Such a sentence begins with the setting's dotted name.
+        place = Node(entries, str(path)).place_of(str(error).partition(" ")[0].split("."))
+        raise UsageError(f"{place}: {error}") from error
 
 
 def _with_tracker(entries: dict[str, Node]) -> dict[str, Node]:

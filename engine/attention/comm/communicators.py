@@ -56,19 +56,20 @@ class Communicators:
         self._across_gib: list[float] = []  # one number, once it was measured
         self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
 
-    def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
+    def agree(self, key: Hashable, said: Mapping[str, object]) -> int:
         """The number of a call, from 1, after all ranks have said the same of it. Collective at its first use, then
         kept.
 
         Raises ValueError on every rank where they do not, or some rank refuses it; PeerLost, on all that wait, when
         some rank does not come within the timeout.
         """
-        found = hash(key)
+        # By hash, which keeps no mask alive; with the words, because those without fields have equal ones.
+        found = hash((key, str(said)))
         if found not in self._agreed:
             if self._agreement is not None:
                 with self.collective():
                     try:
-                        difference = self._agreement.reached({"node_size": self.node_size, **said()})
+                        difference = self._agreement.reached({"node_size": self.node_size, **said})
                     except TimeoutError as late:
                         raise PeerLost(
                             f"rank {dist.get_rank()} waited to begin a new kind of call and {late}; make the same "

@@ -4,8 +4,8 @@ take.
 The cheapest choice that fits is searched: all choices are compared, but for those that cannot be cheaper or cannot fit.
 The last layers are kept whole, so how many, and how much of each, says everything. What saves comparisons and
 loses none: a shorter tail and a smaller share of the MLP repeat more work, more moments on the host leave more room,
-and, but for slots to receive into, either the shortest or the longest tail takes the least memory. With fewer whole
-layers memory need not fall; and time need not grow with groups of heads, or with copies that the repeated work hides.
+and one of three tails takes the least memory. With fewer whole layers memory need not fall; and time need not grow with
+groups of heads, or with copies that the repeated work hides.
 
 A forecast says in words what was chosen and why, and stands in the trial's record.
 """
@@ -211,11 +211,13 @@ class PlanningProblem:
         return frame.head_groups == compared.head_groups[0] or tiled or not open_tiles
 
     def leanest_tails(self, frame: MemorySettings) -> Sequence[float]:
-        """Tails one of which takes the least memory: the shortest, which keeps the least; also the longest where chunks
-        may be received into fewer slots with it, and in a held group, of which it forms no output again."""
+        """Tails one of which takes the least memory: the shortest, which keeps the least; the longest in a held group,
+        of which it forms no output again; both and the one beside the shortest where chunks are received into slots, of
+        which there are as many for each tail between the two."""
         tails, of = self.compared.tail, frame.checkpoint
-        both = self.memory.has_slots or (of.every > 1 and of.replay == "hold")
-        return (tails[-1], tails[0]) if both and len(tails) > 1 else tails[-1:]
+        if self.memory.has_slots:
+            return tuple(dict.fromkeys((tails[-1], *tails[-2:-1], tails[0])))
+        return (tails[-1], tails[0]) if of.every > 1 and of.replay == "hold" and len(tails) > 1 else tails[-1:]
 
     def whole_layers(self, frame: MemorySettings) -> list[int]:
         """Numbers of whole layers to compare, ascending."""
@@ -338,10 +340,7 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
         return problem.share(problem.memory.of(choice))
 
     def least(frame: MemorySettings, numbers: Iterable[int]) -> MemorySettings:
-        tails = list(problem.leanest_tails(frame))
-        if problem.memory.has_slots and len(problem.compared.tail) > 2:
-            tails.append(problem.compared.tail[-2])  # a tail of any length may be received into slots of a third size
-        kept = itertools.product(numbers, tails)
+        kept = itertools.product(numbers, problem.leanest_tails(frame))
         return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept), key=share)
 
     def of_ends(frame: MemorySettings) -> float:

@@ -194,24 +194,23 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     """A sentence for each size of room that trials are predicted not to fit."""
     from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, NOTHING_FITS
 
-    large = [row for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
-    beyond: dict[float, list[float]] = {}
-    for row in large:
-        beyond.setdefault(row["gpu_room_gib"], []).append(row["predicted_gpu_gib"])
+    beyond: dict[float, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["can_run"] and row["predicted_to_fit"] is False:
+            beyond.setdefault(row["gpu_room_gib"], []).append(row)
     further = "further " if any(map(_runs, rows)) else ""
     found = []
-    for room, sizes in sorted(beyond.items()):
-        trials = f"{further}trial" if len(sizes) == 1 else f"{further}trials"
-        own = room == memory_gib
-        where = f"a GPU has {room:g}" if own else f"the setting memory leaves {room:g}"
-        plans = [str(row.get("checkpoint_plan")) for row in large if row["gpu_room_gib"] == room]
+    for room, large in sorted(beyond.items()):
+        where, more = f"a GPU has {room:g}", "GPUs with more memory"
+        if room != memory_gib:
+            where, more = f"the setting memory leaves {room:g}", "a larger setting memory"
         advice = "docs/memory.md has settings that need less"
-        if all(plan.startswith(NOTHING_FITS) for plan in plans):  # the planner has tried them
-            more = "GPUs with more memory" if own else "a larger setting memory"
+        if all(str(row.get("checkpoint_plan")).startswith(NOTHING_FITS) for row in large):  # the planner has tried them
             advice = f"take more GPUs, a shorter sequence or {more}"
+        least = min(row["predicted_gpu_gib"] for row in large)
         found.append(
-            f"{len(sizes)} {trials} would hold {min(sizes):,.0f} GiB of tensors or more by this prediction, which may "
-            f"be {ALLOCATED_WITHIN:.0%} too low, where {where}; {advice}"
+            f"{len(large)} {further}trial{'s' if len(large) > 1 else ''} would hold {least:,.0f} GiB of tensors or "
+            f"more by this prediction, which may be {ALLOCATED_WITHIN:.0%} too low, where {where}; {advice}"
         )
     return found
 
