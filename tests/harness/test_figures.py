@@ -247,8 +247,8 @@ def test_of_a_hundred_steps_the_curves_are_drawn_although_they_coincide() -> Non
         assert drawn == ["burst, linear_dtype float8, 1K tokens", "burst, linear_dtype same, 1K tokens"]
 
 
-def test_narrow_numbers_that_lie_apart_are_held_to_no_limit_and_drawn_as_losses_from_a_hundred_steps_on() -> None:
-    for measured in (9, 100):
+def test_narrow_numbers_that_lie_apart_are_held_to_no_limit_and_their_means_drawn_from_a_hundred_steps_on() -> None:
+    for measured in (9, 99, 100):
         narrow = [
             record(steps=Steps(warmup=1, measured=measured), dtype="bf16", method=method, drift=drift)
             for method, drift in (("burst", 0.0), ("ring", 0.02))
@@ -258,8 +258,12 @@ def test_narrow_numbers_that_lie_apart_are_held_to_no_limit_and_drawn_as_losses_
         if measured < 100:
             assert sheet.title == "Loss: losses differ, ring by 2.0e-02 relative"
             continue
-        assert sheet.title.endswith("in 101 steps")
-        assert sheet.note.startswith("Single losses differ by up to 2.0%, those of the later half by 2.0% on average.")
+        assert sheet.title == "The loss of ring lies up to 2.0% above that of burst"
+        assert sheet.note.startswith("Each point is the mean of the 10 steps that end there. burst: from ")
+        assert "Single losses differ by up to 2.0%." in sheet.note
+        assert tips(sheet) == ["burst: 0 to 0", "ring: 2 to 2"]
+        marks = ElementTree.fromstring(render(sheet, "svg")).iter(f"{SVG}text")
+        assert {"ring", "burst", "mean loss, % apart"} <= {"".join(mark.itertext()) for mark in marks}
 
 
 def test_without_any_number_nothing_is_shown_and_of_one_trial_its_traced_step_alone() -> None:
