@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.settings import TrialSettings
 
-MOST_TOKENS = 4096  # that `auto` captures: above, the kernels take longer than their launches (docs/train.md)
+MOST_TOKENS = 8192  # that `auto` captures: above, the kernels take longer than their launches (docs/train.md)
 KERNELS = ("fa4",)  # of attention that `auto` captures; with others a capture has not been measured
 
 

@@ -52,11 +52,11 @@ _UPDATE_BYTES = 8 + 4 + 4
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
-# Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.074 s for 16
-# layers of up to 4096 tokens (results/published/h200x1/short_sequences). With casts to float8 most steps of 8192 tokens
-# took 0.11 to 0.16 s, later ones longer, 0.131 at the median (h200x1/float8_loss), of which the GPU takes a predicted
-# 0.10. A step that is not replayed as CUDA graphs takes at least as long.
-_LAUNCH_SECONDS = {"same": 0.0045, "float8": 0.0082}
+# Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.081 s for 16
+# layers of up to 4096 tokens, by host (results/published/h200x1: short_sequences, float8_launches). With casts to
+# float8 steps of 4096 and 8192 tokens took 0.120 to 0.139 s at the median (float8_launches, float8_loss), replayed as
+# CUDA graphs 0.054 and 0.105. A step that is not replayed takes at least as long.
+_LAUNCH_SECONDS = {"same": 0.0047, "float8": 0.0080}
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
 # forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's
 # gradients numbers are written in place of bf16: these are the bytes beyond. Per token, in forward, backward and a

@@ -133,7 +133,7 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
     )
     assert slow is not None
     assert fast is not None
-    assert 0.03 < slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
+    assert 0.02 < slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
 
 
 def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:
