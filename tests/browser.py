@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from tests.debian import find_or_install
+from tests.hosts.debian import find_or_install
 from tests.patience import AMPLE
 
 # Chromium reads commands from descriptor 3 and writes to 4. They are copied out of the way first.

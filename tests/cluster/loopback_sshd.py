@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.debian import find_or_install
+from tests.hosts.debian import find_or_install
 from tests.patience import AMPLE, wait_until
 
 ADDRESSES_OF_ONE = 16  # as many sockets as an sshd listens on; more addresses take more of them

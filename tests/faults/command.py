@@ -19,9 +19,9 @@ from typing import Any
 
 from harness.cli import main
 from tests.faults.matrix import TRIALS, Point
+from tests.hosts.ray_head import ray_head
 from tests.patience import AMPLE, wait_until
 from tests.processes import command_of, kill, output_of, parent_of, with_variable
-from tests.ray_head import ray_head
 
 PROJECT = Path(__file__).parents[2]
 HOOK = Path(__file__).parent / "hook"

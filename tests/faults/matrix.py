@@ -197,5 +197,5 @@ NETWORK = Fault(
 
 FAULTS = (WORKER, FORK_SERVER, LAUNCHER, RAY_HEAD, SUPERVISOR, STALL, DISK, PERMISSIONS, TORN)
 # What `make test` tries: the run ends. A killed rank, a file that cannot be written and a torn record have quicker
-# tests (tests/harness/test_attempt.py, test_run_experiment.py, test_bad_records.py); `make test-faults` tries all.
+# tests (tests/harness/run/test_attempt.py, test_run_experiment.py, test_bad_records.py); `make test-faults` tries all.
 QUICK = {(LAUNCHER.name, "record")}

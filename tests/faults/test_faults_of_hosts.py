@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from tests import lab as lab_module
-from tests.cluster.test_lab_cluster import opened_site
+from tests.cluster.lab.test_lab_cluster import opened_site
 from tests.faults.command import (
     EXPERIMENT,
     GONE_SECONDS,
@@ -24,6 +23,7 @@ from tests.faults.command import (
     wait_for_hold,
 )
 from tests.faults.matrix import NETWORK, POINTS
+from tests.hosts import lab as lab_module
 from tests.patience import AMPLE, wait_until
 from tests.processes import with_variable
 

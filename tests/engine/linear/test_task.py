@@ -26,8 +26,8 @@ from harness.report.results import rows_of
 from harness.spec.models import named_model
 from tests.engine.linear import library
 from tests.engine.linear.test_hybrid_step import DELTA, MAMBA
+from tests.harness.metrics.test_second_formulas import differing
 from tests.harness.synthetic_records import H200, record
-from tests.harness.test_second_formulas import differing
 from tests.ranks import run_on_ranks
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)

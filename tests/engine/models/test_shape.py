@@ -18,7 +18,7 @@ from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from harness.spec.methods import method_named
 from harness.spec.trial import id_of
-from tests.harness import second_formulas as formulas
+from tests.harness.metrics import second_formulas as formulas
 
 LLAMA = ModelShape(name="m", layers=5, hidden=24, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=257)
 MAMBA: dict[str, Any] = {

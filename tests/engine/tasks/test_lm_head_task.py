@@ -20,7 +20,7 @@ from harness.records.record import Record
 from harness.report.figures import shown_of
 from harness.report.results import rows_of
 from harness.report.tables.particular import head_table
-from tests.harness.drawn import sheet_of, texts
+from tests.harness.report.figures.drawn import sheet_of, texts
 from tests.harness.synthetic_records import GIB, H200, record
 from tests.ranks import run_on_ranks
 

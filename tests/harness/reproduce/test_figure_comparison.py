@@ -24,7 +24,7 @@ from harness.reproduce.predicted import PREDICTOR, predicted_for_paper, predicte
 from harness.spec.models import read_model
 from harness.spec.references import PAPER_DIR
 from harness.spec.table import values_for
-from tests.harness.drawn import said
+from tests.harness.report.figures.drawn import said
 from tests.harness.synthetic_records import H200, record
 
 A800 = "NVIDIA A800-SXM4-80GB"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine import ContextParallel
 from engine.attention.masks import Causal
 from engine.attention.problem import shared_node_size
-from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
+from tests.engine.attention.parity.test_parity import dense, distributed, problem, worst_error
 from tests.ranks import run_on_ranks
 
 

@@ -12,7 +12,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import Causal, Documents, DocumentsOfBatch, SlidingWindow, parse_mask
 from engine.attention.reference import dense_gradients
-from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
+from tests.engine.attention.call.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 

@@ -23,7 +23,7 @@ from engine.attention.masks import (
 )
 from engine.attention.masks.mask import FirstRows
 from engine.attention.reference import visibility
-from tests.engine.attention.test_parity import dense, distributed, problem
+from tests.engine.attention.parity.test_parity import dense, distributed, problem
 from tests.positions import rank_pair_tiles
 from tests.ranks import run_on_ranks
 from tests.slow import slow

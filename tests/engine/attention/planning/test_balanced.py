@@ -14,7 +14,7 @@ from engine.attention.geometry.layout import LAYOUTS, Ring, layout_named, tail_c
 from engine.attention.masks import Causal, Documents, Full, SlidingWindow, imbalance, kept_share, rank_areas
 from engine.attention.masks.mask import FirstRows
 from engine.attention.resolve import balanced, choose_layout
-from tests.engine.attention import measure_balance
+from tests.engine.attention.planning import measure_balance
 from tests.positions import shard_positions
 
 RANK_TOKENS = 4096

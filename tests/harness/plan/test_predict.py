@@ -1,0 +1,156 @@
+"""Predictions beside the committed records of H200, and what each lever does to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.planning.memory import memory_of
+from engine.settings import Checkpoint, TrialSettings
+from engine.shape import ModelShape
+from harness.cli import main
+from harness.metrics.hardware import hardware_named, speeds_of
+from harness.metrics.throughput import GIB
+from harness.plan.forecast import START_SECONDS, cost_of, forecast
+from harness.plan.predict import predict
+
+H200 = hardware_named("h200")
+SHAPE = ModelShape(name="s", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
+LONG = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=1 << 20, cp_size=4)
+
+
+def test_what_a_plan_predicts_is_what_burst_predict_says_of_the_same_trial() -> None:
+    for changes in ({}, {"cp_size": 8}, {"method": "megatron_cp", "cp_size": 16}, {"kernel": "cudnn"}):
+        settings = dataclasses.replace(LONG, **changes, world_size=int(changes.get("cp_size", 4)))
+        found = forecast(settings, H200)
+        assert found.time is not None
+        assert predict(settings, H200).seconds == found.time.seconds, changes
+        cost = cost_of([settings], H200)
+        steps = settings.steps.warmup + settings.steps.measured
+        assert cost.seconds == pytest.approx(START_SECONDS + steps * found.time.seconds)
+
+
+def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(tmp_path, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    [experiment] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "budgets.yaml").write_text(experiment, encoding="utf-8")
+    assert main(["plan", str(tmp_path / "budgets.yaml"), "--hardware", "h200", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    cell = r" ([^|]+) \|"
+    rows = re.findall(rf"^\| (\d+GiB) \|{6 * cell}$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == [trial["memory"] for trial in planned] == ["24GiB", "40GiB", "80GiB"]
+    for (_, whole, others, also, *figures), trial in zip(rows, planned, strict=True):
+        assert figures == [
+            f"{trial['predicted_seconds']:.1f}",
+            f"{trial['predicted_gpu_gib']:.1f}",
+            f"{trial['predicted_host_gib']:.1f}",
+        ]
+        assert whole == str(trial["checkpoint.whole_layers"] if trial["checkpoint.every"] else 16)
+        assert ("input and attention output on the host" in others) == (trial["checkpoint.offload"] == "all")
+        assert bool(re.search("MLP (and projections )?in 8 tiles", also)) == (trial["mlp_tiles"] == 8)
+        assert ("projections in 8 tiles" in also) == (trial["projection_tiles"] == 8)
+        assert ("optimizer on the host" in also) == bool(trial["optimizer_offload"])
+
+
+def test_no_more_is_reserved_than_the_gpu_has() -> None:
+    for tokens, beyond in ((1 << 17, False), (1 << 20, True)):
+        settings = dataclasses.replace(LONG, seq_len=tokens, checkpoint=Checkpoint(every=0))
+        asked, expected = memory_of(settings).reserved / GIB, predict(settings, H200)
+        assert (asked > H200.memory_gib) == beyond
+        assert expected.reserved_gib == min(asked, H200.memory_gib)
+        assert expected.gpu_gib == memory_of(settings).allocated / GIB
+
+
+def gib(**changes: Any) -> float:
+    return memory_of(dataclasses.replace(LONG, **changes)).allocated / GIB
+
+
+def test_every_lever_lowers_the_prediction() -> None:
+    plain = gib()
+    for changes in (
+        {"mlp_tiles": 16},
+        {"projection_tiles": 16, "mlp_tiles": 16},
+        {"optimizer_offload": True},
+        {"checkpoint": Checkpoint(tail=0.5)},
+        {"checkpoint": Checkpoint(every=4)},
+        {"checkpoint": Checkpoint(offload="inputs")},
+        {"cp_size": 8, "world_size": 8},
+        {"seq_len": 1 << 19},
+    ):
+        assert gib(**changes) < plain, changes
+    assert gib(lm_head_fusion=False) > plain
+    assert gib(checkpoint=Checkpoint(every=0)) > 2 * plain
+    assert gib(checkpoint=Checkpoint(every=8, tail=0, replay="bisect")) < gib(checkpoint=Checkpoint(every=8, tail=0))
+    assert gib(checkpoint=Checkpoint(offload="all")) < gib(checkpoint=Checkpoint(offload="inputs"))
+
+
+def test_what_leaves_the_gpu_is_on_the_host() -> None:
+    def host(**changes: Any) -> float:
+        return memory_of(dataclasses.replace(LONG, **changes)).host / GIB
+
+    state = (1 << 18) * 4096 * 2 / GIB  # a hidden state of the rank's tokens
+    base = host()
+    assert host(checkpoint=Checkpoint(offload="inputs")) - base == pytest.approx(32 * state)
+    assert host(checkpoint=Checkpoint(offload="inputs", every=8)) - base == pytest.approx(4 * state)
+    assert host(checkpoint=Checkpoint(offload="inputs", every=8, replay="bisect")) - base == pytest.approx(6 * state)
+    assert host(optimizer_offload=True) - base == pytest.approx(8 * SHAPE.parameters / 4 / GIB)
+    assert host(checkpoint=Checkpoint(every=0, offload="all")) == base  # nothing is offloaded where nothing is kept
+
+
+def test_moments_in_8_bits_are_counted_by_hand_in_memory_and_in_time() -> None:
+    vectors = (2 * SHAPE.layers + 1) * SHAPE.hidden  # norms, in fp32
+    matrices = SHAPE.parameters - vectors
+    states = 2 * (matrices + 4 * matrices / 256 + 4 * vectors)
+    narrow = dataclasses.replace(LONG, optimizer_states="8bit")
+    saved = memory_of(LONG).allocated - memory_of(narrow).allocated
+    assert saved == pytest.approx((8 * SHAPE.parameters - states) / 4)
+    hosted = memory_of(dataclasses.replace(narrow, optimizer_offload=0.5))
+    assert hosted.host - memory_of(narrow).host == pytest.approx(0.5 * states / 4)
+
+    def update_seconds(**changes: Any) -> float:
+        time = forecast(dataclasses.replace(LONG, **changes), H200).time
+        assert time is not None
+        return time.phases["optimizer"]
+
+    speeds = speeds_of(H200)
+    # Read and written: parameter and moments; read: the gradient, for its norm too; and both ways again for clipping.
+    moved = (8 * SHAPE.parameters + 2 * states + 8 * SHAPE.parameters + 8 * SHAPE.parameters) / 4
+    assert update_seconds(optimizer_states="8bit") == pytest.approx(moved / speeds.memory_gib / GIB)
+    link = update_seconds(optimizer_states="8bit", optimizer_offload=True) - update_seconds(optimizer_states="8bit")
+    assert link == pytest.approx(states / 4 / speeds.host_gib / GIB)
+    whole = {"cp_size": 1, "world_size": 1, "seq_len": 1 << 14}
+    moved = (8 + 8 + 8) * SHAPE.parameters + 2 * states + 6 * SHAPE.parameters  # and the copies in bf16
+    assert update_seconds(**whole, optimizer_states="8bit") == pytest.approx(moved / speeds.memory_gib / GIB)
+    assert update_seconds(**whole) == pytest.approx(34 * SHAPE.parameters / speeds.memory_gib / GIB)
+
+
+def test_no_time_is_predicted_in_other_dtypes_and_no_memory_of_what_the_engine_does_not_hold() -> None:
+    fp32 = predict(dataclasses.replace(LONG, dtype="fp32"), H200)
+    assert fp32.seconds is None
+    assert fp32.gpu_gib is not None
+    assert "bf16" in forecast(dataclasses.replace(LONG, dtype="fp32"), H200).reason
+    attention = predict(dataclasses.replace(LONG, task="attention"), H200)
+    assert attention.gpu_gib is attention.host_gib is None
+    assert attention.seconds is not None
+    divided = dataclasses.replace(LONG, method="megatron_tp", cp_size=1, tp_size=4, layout="contiguous")
+    assert predict(divided, H200).gpu_gib is None
+    assert predict(divided, H200).seconds is not None
+
+
+def test_repeated_work_takes_its_time() -> None:
+    def seconds(**changes: Any) -> float:
+        found = predict(dataclasses.replace(LONG, checkpoint=Checkpoint(**changes)), H200).seconds
+        assert found is not None
+        return found
+
+    assert seconds(every=0) < seconds(every=1) < seconds(every=4) < seconds(every=4, replay="bisect")
+    whole, half, kept = (seconds(tail=tail) for tail in (0, 0.5, 1))
+    phases = forecast(LONG, H200).time
+    assert phases is not None
+    assert whole - kept == pytest.approx(phases.phases["attention forward"], rel=0.01)
+    assert half - kept == pytest.approx((whole - kept) / 4, rel=1e-2)
