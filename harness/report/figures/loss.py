@@ -6,20 +6,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from statistics import mean
 
 from harness.report.drawing.charts import LineAxes, PlottedValue, SeriesLine, paint_lines
 from harness.report.drawing.looks import looks_of
-from harness.report.drawing.points import IN_CSV, about, samples_note, span_of
+from harness.report.drawing.points import IN_CSV, about, span_of
 from harness.report.drawing.sheet import Sheet
-from harness.report.results import Row
-from harness.report.tables.agreement import LIMIT, LossDifferences, agreements, own_weights_sentence
-from harness.report.variants import footnotes_of, panel_name, panel_of, series_of
+from harness.report.results import Row, grouped
+from harness.report.tables.agreement import (
+    LIMIT,
+    LossDifferences,
+    agreements,
+    function_of,
+    own_weights_sentence,
+    relative_differences,
+    rounds_further,
+)
+from harness.report.variants import footnotes_of, panel_name, panel_of, series_of, setting_of, varying_settings
 
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
 LONG = 100  # measured steps, from which on curves are drawn, whether they lie on each other or not
 COINCIDE = 0.01  # relative difference below which curves lie on each other
-WINDOWS = 10  # of the steps of such a run, that means are taken of
+WINDOWS = 10  # in such a run; a mean is over one of them
 MAX_CURVES = 8
 _FLOOR = 1e-9  # drawn for differences of exactly zero, which a logarithm cannot show
 
@@ -38,8 +47,8 @@ class LossAgreement:
             coincide = all(pair.agrees or (pair.agrees is None and pair.loss < COINCIDE) for pair in compared)
             if long and coincide:
                 return _curves(rows, long, _coincide(compared))
-            if long and all(pair.agrees is None for pair in compared):
-                return _means_apart(rows, compared)
+            if all(pair.agrees is None for pair in compared) and (shown := _means_apart(rows, long)):
+                return shown
             return _coincide(compared) if coincide else _differences(rows, compared)
         long = [pair.row for pair in found if len(pair.row["loss_by_step"]) >= CURVE_STEPS]
         return _curves(rows, long) if long else None
@@ -56,31 +65,65 @@ def _coincide(compared: Sequence[LossDifferences]) -> str:
     return f"The loss curves of {trials} trials coincide: {of} {apart} ({types}, {lengths})."
 
 
-def _means_apart(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sheet:
-    """How far mean losses lie from those of their reference: single losses of narrow numbers scatter by more than the
-    runs lie apart."""
-    names, steps = _names(rows), min(len(pair.loss_by_step) for pair in compared) // WINDOWS
-    references = {id(pair.reference): pair.reference for pair in compared}.values()
-    curves = [(pair.row, _percent_above(pair, steps)) for pair in compared]
-    row, furthest = max(((row, max(curve, key=abs)) for row, curve in curves), key=lambda one: abs(one[1]))
-    reference = next(pair.reference for pair in compared if pair.row is row)
-    apart = f"{abs(furthest):.1f}% {'above' if furthest > 0 else 'below'} that of {names[id(reference)]}"
-    levels, single = reference["loss_by_step"], max(pair.loss for pair in compared)
+def _means_apart(rows: Sequence[Row], long: Sequence[Row]) -> Sheet | None:
+    """How far mean losses of long runs lie from those of the run that differs from the others in the fewest settings:
+    single losses of narrow numbers scatter by more than the runs lie apart. None where no two runs compare."""
+    together = [members for members in grouped(long, function_of).values() if len(members) > 1]
+    if not together:
+        return None
+    steps = min(len(row["loss_by_step"]) for members in together for row in members) // WINDOWS
+    references = [_usual(members) for members in together]
+    pairs = [
+        (row, reference)
+        for members, reference in zip(together, references, strict=True)
+        for row in members
+        if row is not reference
+    ]
+    curves = [(row, _percent_above(row["loss_by_step"], other["loss_by_step"], steps)) for row, other in pairs]
+    if not all(percent for _, percent in curves):
+        return None
+    curves.sort(key=lambda curve: -abs(_furthest(curve[1])))
+    names, (row, percent) = _names(rows), curves[0]
+    reference = next(other for one, other in pairs if one is row)
+    apart = f"{abs(_furthest(percent)):.1f}% {'above' if _furthest(percent) > 0 else 'below'} {names[id(reference)]}"
+    title = f"Mean loss of {steps} steps: {names[id(row)]} up to {apart}"
+    levels = reference["loss_by_step"][: len(percent) + steps - 1]
+    single = max(relative_differences(row["loss_by_step"], reference["loss_by_step"]))
     note = (
-        f"Each point is the mean of the {steps} steps that end there. {names[id(reference)]}: from {levels[0]:.2f} to "
-        f"a mean of {mean(levels[-steps:]):.2f}. Single losses differ by up to {single:.1%}."
+        f"Each point is the mean of the {steps} steps that end there, beside "
+        f"{' and '.join(names[id(other)] for other in references)}. The loss of {names[id(reference)]} goes from "
+        f"{levels[0]:.2f} to a mean of {mean(levels[-steps:]):.2f}; single losses of {names[id(row)]} lie up to "
+        f"{single:.1%} from it."
     )
-    lines = [(reference, [0.0] * len(curves[0][1])) for reference in references] + curves
-    axes = LineAxes(unit="mean loss, % apart", steps=True)
-    return _sheet(rows, f"The loss of {names[id(row)]} lies up to {apart}", note, lines, axes, first=steps)
+    lines = [(references[0], [0.0] * max(len(percent) for _, percent in curves)), *curves]
+    return _sheet(rows, title, note, lines, LineAxes(unit="mean loss, % apart", steps=True), first=steps)
 
 
-def _percent_above(pair: LossDifferences, steps: int) -> list[float]:
-    """How far the mean of this many losses lies above the reference's, up to each step that has as many before it."""
-    own, other = (list(accumulate(row["loss_by_step"], initial=0.0)) for row in (pair.row, pair.reference))
-    ends = range(steps, len(pair.loss_by_step) + 1)
-    means = [(own[end] - own[end - steps], max(_FLOOR, other[end] - other[end - steps])) for end in ends]
-    return [100 * (value / expected - 1) for value, expected in means]
+def _usual(rows: Sequence[Row]) -> Row:
+    """Of runs that compute one function the one that differs from the others in the fewest settings: the first such,
+    and none that rounds further than another."""
+    names = varying_settings(rows)
+    narrowest = [row for row in rows if not rounds_further(row)] or rows
+
+    def others_apart(row: Row) -> int:
+        return sum(setting_of(row, name) != setting_of(other, name) for other in rows for name in names)
+
+    return min(narrowest, key=others_apart)
+
+
+def _percent_above(losses: Sequence[float], expected: Sequence[float], steps: int) -> list[float]:
+    """How far the mean of this many losses lies above the expected one, up to each step that has as many before it.
+    Empty where an expected mean is zero, of which nothing is a share."""
+    own, other = (list(accumulate(values, initial=0.0)) for values in (losses, expected))
+    ends = range(steps, min(len(losses), len(expected)) + 1)
+    means = [(own[end] - own[end - steps], other[end] - other[end - steps]) for end in ends]
+    if min(usual for _, usual in means) < _FLOOR:
+        return []
+    return [100 * (value / usual - 1) for value, usual in means]
+
+
+def _furthest(percent: Sequence[float]) -> float:
+    return max(percent, key=abs)
 
 
 def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sheet:
@@ -90,8 +133,8 @@ def _differences(rows: Sequence[Row], compared: Sequence[LossDifferences]) -> Sh
     told = f"{failed} of {len(compared)} trials differ by more than {LIMIT:.0e}" if failed else "losses differ"
     worst, values = curves[0]
     note = (
-        "Larger of the two relative differences (loss, gradient norm) to the trial of usual settings, same model, "
-        f"length, dtype, data and seed; exact equality is drawn at {_FLOOR:.0e}."
+        "Larger of the two relative differences (loss, gradient norm) to the first ok trial of the same model, length, "
+        f"dtype, data and seed; exact equality is drawn at {_FLOOR:.0e}."
     )
     title = f"Loss: {told}, {_names(rows)[id(worst)]} by {max(values):.1e} relative"
     judged = any(pair.agrees is not None for pair in compared)
@@ -118,7 +161,7 @@ def _sheet(
 ) -> Sheet:
     """The curves over all steps from the `first` on, each by the name of its trial."""
     kept, names = curves[:MAX_CURVES], _names(rows)
-    notes = [note, own_weights_sentence(rows), f"{samples_note(rows)} All steps are drawn, warm-up included."]
+    notes = [note, own_weights_sentence(rows), "Warm-up steps are drawn too."]
     notes += [f"{MAX_CURVES} of {len(curves)} trials are drawn; {IN_CSV}."] if len(curves) > len(kept) else []
     looks = looks_of([(names[id(row)], [row]) for row, _ in kept])
     lines = [
@@ -137,12 +180,15 @@ def _sheet(
 
 
 def _names(rows: Sequence[Row]) -> dict[int, str]:
-    """Names of trials by `id`: their series, with size and length where there are several."""
-    sizes, lengths = len({panel_of(row) for row in rows}) > 1, len({row["seq_len"] for row in rows}) > 1
+    """Names of trials by `id`: their series, with size, length and seed where there are several."""
+    sizes, lengths, seeds = (
+        len({key(row) for row in rows}) > 1 for key in (panel_of, itemgetter("seq_len"), itemgetter("seed"))
+    )
     names = {}
     for series, members in series_of(rows):
         for row in members:
             parts = [series, panel_name(panel_of(row)) if sizes else "", span_of([row["seq_len"]]) if lengths else ""]
+            parts += [f"seed {row['seed']}"] if seeds else []
             names[id(row)] = ", ".join(filter(None, parts))
     return names
 

@@ -6,7 +6,6 @@ the same numbers up to rounding. A system that trains in a program of its own st
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from harness.metrics.throughput import FORMULAS
 from harness.report.results import UPSTREAM, Row, grouped
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.tables.trials import CHECKED, difference, errors_of, lines_of
-from harness.report.variants import setting_of, varying_settings
 
 TITLE = "Do the methods compute the same thing?"
 LIMIT = 1e-4  # largest relative difference accepted in fp32 and fp64; narrower types round more and are only shown
@@ -49,19 +47,18 @@ class LossDifferences:
     @property
     def agrees(self) -> bool | None:
         """Whether all differences are within LIMIT; None for narrower numbers."""
-        if self.row["dtype"] not in ("fp32", "fp64") or _rounds_further(self.row):
+        if self.row["dtype"] not in ("fp32", "fp64") or rounds_further(self.row):
             return None
         return max(self.loss, self.grad_norm or 0.0) <= LIMIT
 
 
 def agreements(rows: Sequence[Row]) -> list[LossDifferences]:
-    """Every ok trial with a loss beside the one of usual settings that computes the same function, the reference
-    included; none that starts from weights of its own. A trial that rounds further is a reference only where all do."""
+    """Every ok trial with a loss beside the first ok trial that computes the same function, the reference included;
+    none that starts from weights of its own. A trial that rounds further is a reference only where all do."""
     compared = [row for row in rows if row["status"] == "ok" and row["loss_by_step"] and not has_own_weights(row)]
     references: dict[tuple[object, ...], Row] = {}
-    for members in grouped(compared, function_of).values():
-        usual = dict(zip(map(id, members), _rows_alike(members), strict=True))
-        references[function_of(members[0])] = min(members, key=lambda row: (_rounds_further(row), -usual[id(row)]))
+    for row in sorted(compared, key=rounds_further):
+        references.setdefault(function_of(row), row)
     found = []
     for row in compared:
         reference = references[function_of(row)]
@@ -82,8 +79,8 @@ def compared_of(rows: Sequence[Row]) -> list[LossDifferences]:
 
 
 def agreement_table(rows: Sequence[Row]) -> Table | None:
-    """Loss and gradient norm of every training trial against the ok trial of usual settings that computes the same
-    function; None where no two trials do. A trial that nothing is held against has no line."""
+    """Loss and gradient norm of every training trial against the first ok trial that computes the same function; None
+    where no two trials do. A trial that nothing is held against has no line."""
     found = agreements(rows)
     held = {id(pair.reference) for pair in found if pair.row is not pair.reference}
     names = {id(line.row): f"{line['shown_name']}, {line['shown_parallel']}" for line in lines_of(rows)}
@@ -153,14 +150,7 @@ def own_weights_sentence(rows: Sequence[Row]) -> str:
     return "Upstream systems start from weights of their own; their losses are not compared."
 
 
-def _rows_alike(rows: Sequence[Row]) -> list[int]:
-    """With how many rows each shares its settings, counted once for each setting that varies."""
-    names = varying_settings(rows)
-    shared = [Counter(setting_of(row, name) for row in rows) for name in names]
-    return [sum(count[setting_of(row, name)] for name, count in zip(names, shared, strict=True)) for row in rows]
-
-
-def _rounds_further(row: Row) -> bool:
+def rounds_further(row: Row) -> bool:
     """Whether something is held or multiplied in narrower numbers than those of `dtype`."""
     return row["linear_dtype"] != "same" or row["optimizer_states"] is not None
 

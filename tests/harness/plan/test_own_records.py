@@ -29,6 +29,7 @@ from harness.plan.own_records import (
     summary,
     table_rows,
 )
+from harness.predict.step import _LAUNCH_SECONDS
 from harness.predict.validation import PAGE, marks
 from harness.records.stored import StoredRecord
 from harness.reproduce.predicted import predicted_trial
@@ -133,7 +134,9 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
     )
     assert slow is not None
     assert fast is not None
-    assert 0.02 < slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
+    assert slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
+    assert slow.seconds == pytest.approx(casting.model.layers * _LAUNCH_SECONDS["float8"])
+    assert fast.seconds < 0.8 * slow.seconds
 
 
 def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:

@@ -15,6 +15,7 @@ from engine.settings import Steps
 from harness.records.record import Record
 from harness.report.drawing.sheet import Sheet
 from harness.report.figures import all_figures, render, shown_of
+from harness.report.figures.loss import MAX_CURVES
 from harness.report.results import Row, rows_of
 from harness.report.variants import setups_of
 from tests.harness.report.figures.drawn import SVG, said, sheet_of, texts, tips
@@ -247,23 +248,67 @@ def test_of_a_hundred_steps_the_curves_are_drawn_although_they_coincide() -> Non
         assert drawn == ["burst, linear_dtype float8, 1K tokens", "burst, linear_dtype same, 1K tokens"]
 
 
-def test_narrow_numbers_that_lie_apart_are_held_to_no_limit_and_their_means_drawn_from_a_hundred_steps_on() -> None:
-    for measured in (9, 99, 100):
-        narrow = [
-            record(steps=Steps(warmup=1, measured=measured), dtype="bf16", method=method, drift=drift)
-            for method, drift in (("burst", 0.0), ("ring", 0.02))
-        ]
-        sheet = sheet_of("loss", rows_of(narrow))
-        assert "limit 1e-04" not in texts(sheet)
-        if measured < 100:
-            assert sheet.title == "Loss: losses differ, ring by 2.0e-02 relative"
-            continue
-        assert sheet.title == "The loss of ring lies up to 2.0% above that of burst"
-        assert sheet.note.startswith("Each point is the mean of the 10 steps that end there. burst: from ")
-        assert "Single losses differ by up to 2.0%." in sheet.note
-        assert tips(sheet) == ["burst: 0 to 0", "ring: 2 to 2"]
-        marks = ElementTree.fromstring(render(sheet, "svg")).iter(f"{SVG}text")
-        assert {"ring", "burst", "mean loss, % apart"} <= {"".join(mark.itertext()) for mark in marks}
+def test_narrow_numbers_that_lie_apart_are_held_to_no_limit() -> None:
+    narrow = [
+        record(steps=Steps(warmup=1, measured=99), dtype="bf16", method=method, drift=drift)
+        for method, drift in (("burst", 0.0), ("ring", 0.02))
+    ]
+    sheet = sheet_of("loss", rows_of(narrow))
+    assert "limit 1e-04" not in texts(sheet)
+    assert sheet.title == "Loss: losses differ, ring by 2.0e-02 relative"
+
+
+def long_rows(**losses: list[float]) -> list[Row]:
+    """One row for each series of 200 losses, by its kernel; `float8` multiplies in float8 with kernel fa4."""
+    rows = rows_of(
+        record(
+            steps=Steps(warmup=0, measured=len(values)), dtype="bf16",
+            kernel="fa4" if name == "float8" else name, linear_dtype="float8" if name == "float8" else "same",
+        )
+        for name, values in losses.items()
+    )  # fmt: skip
+    for row in rows:
+        row["loss_by_step"] = losses["float8" if row["linear_dtype"] == "float8" else row["kernel"]]
+    return rows
+
+
+def test_of_long_runs_in_narrow_numbers_the_means_are_drawn_beside_the_run_of_most_alike_settings() -> None:
+    ends_lower = [2.0] * 50 + [2.06] * 20 + [1.92] * 30 + [1.0] * 100
+    rows = long_rows(cudnn=[2.0] * 100 + [1.01] * 100, fa4=[2.0] * 100 + [1.0] * 100, float8=ends_lower)
+    for order in (rows, rows[::-1]):
+        sheet = sheet_of("loss", order)
+        assert sheet.title == "Mean loss of 20 steps: burst, linear_dtype float8 up to 4.0% below burst"
+        assert "from 2.00 to a mean of 1.00; single losses of burst, linear_dtype float8 lie up to 4.0%" in sheet.note
+        assert tips(sheet) == ["burst: 0 to 0", "burst, linear_dtype float8: 0 to 0", "burst, kernel cudnn: 0 to 1"]
+
+
+def test_points_of_means_begin_where_the_first_window_ends() -> None:
+    sheet = sheet_of("loss", long_rows(fa4=[1.0] * 200, float8=[1.1] * 20 + [1.0] * 180))
+    zero, float8 = sheet.plot.keywords["lines"]  # type: ignore[attr-defined]
+    assert [spot.at for spot in zero.spots] == [spot.at for spot in float8.spots] == list(range(20, 201))
+    assert [spot.value for spot in float8.spots[:21]] == pytest.approx([10 - n / 2 for n in range(21)])
+    assert {spot.value for spot in zero.spots} == {0.0}
+
+
+def test_the_mean_that_the_title_names_is_drawn_whatever_is_left_out() -> None:
+    rows = [
+        row | {"seq_len": row["seq_len"] * factor, "trial_id": f"{row['trial_id']}-{factor}"}
+        for factor in range(1, 9)
+        for row in long_rows(fa4=[1.0] * 200, float8=[1.0 + factor / 100] * 200)
+    ]
+    sheet = sheet_of("loss", rows)
+    assert sheet.title.startswith("Mean loss of 20 steps: burst, linear_dtype float8, 8K tokens up to 8.0% above")
+    assert len(tips(sheet)) == MAX_CURVES
+    assert "burst, linear_dtype float8, 8K tokens: 8 to 8" in tips(sheet)
+
+
+def test_a_short_trial_and_losses_of_zero_leave_the_means_alone() -> None:
+    long = long_rows(fa4=[1.0] * 200, float8=[1.02] * 200)
+    short = rows_of([record(dtype="bf16", seq_len=2048, method=name) for name in ("burst", "ring")])
+    assert sheet_of("loss", [*long, *short]).title.startswith("Mean loss of 20 steps: burst, linear_dtype float8")
+    nothing = all_figures()["loss"].draw(long_rows(fa4=[0.0] * 200, float8=[0.0] * 100 + [0.5] * 100))
+    assert isinstance(nothing, Sheet)
+    assert nothing.title.startswith("Loss: losses differ")
 
 
 def test_without_any_number_nothing_is_shown_and_of_one_trial_its_traced_step_alone() -> None:
