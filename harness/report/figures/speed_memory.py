@@ -36,7 +36,15 @@ from harness.report.drawing.points import (
 from harness.report.drawing.sheet import FigureSize, Page, Sheet, text_inches, wrapped
 from harness.report.results import Row, grouped
 from harness.report.speedup import Speedup, speedup
-from harness.report.variants import is_subject, kernel_in_words, on_cpu, panel_of, setting_text, subject_name
+from harness.report.variants import (
+    first_kernel,
+    is_subject,
+    kernel_in_words,
+    on_cpu,
+    panel_of,
+    setting_text,
+    subject_name,
+)
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
@@ -183,9 +191,9 @@ def _title(spots: Sequence[_PlottedConfiguration]) -> str:
         for verdict in ("faster", "faster in both rounds", "not distinguishable"):
             for spot, ratio in found:
                 if ratio.verdict == verdict:
-                    return _compared(spot, best, ratio)
+                    return _compared(spot, best, ratio) + _kernels(spot, best)
         spot, ratio = max(found, key=lambda one: one[1].value)
-        return _compared(spot, best, ratio)
+        return _compared(spot, best, ratio) + _kernels(spot, best)
     first, last, own = line[0], line[-1], _own(line)
     least, most = number_text(first.memory), number_text(last.memory)
     if first is last:
@@ -220,6 +228,13 @@ def _same_kernel(spots: Sequence[_PlottedConfiguration]) -> str:
             return f"With {kernel} in both, {_own(line)} is {times} times as fast as {best.point.series}."
     theirs = kernel_in_words(best.kernel)
     return f"{_own(line)} and {best.point.series} attend with different kernels, {theirs} in the latter."
+
+
+def _kernels(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> str:
+    """The attention kernels of both, where they are known and differ: a title without them would hide half of it."""
+    if not spot.kernel or not other.kernel or spot.kernel in other.kernel:
+        return ""
+    return f", {kernel_in_words(spot.kernel)} beside {kernel_in_words(first_kernel(other.kernel))}"
 
 
 def _compared(spot: _PlottedConfiguration, other: _PlottedConfiguration, found: Speedup) -> str:
