@@ -302,6 +302,21 @@ class MemoryModel:
             host=self._process + host + self._states * choice.optimizer_offload,
         )
 
+    def at_head(self, choice: MemorySettings) -> RankMemory:
+        """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
+        without what leaves for the host."""
+        inputs, attention, _ = self._kept(choice.checkpoint)
+        again = choice.checkpoint.layers_again(self._layers)
+        saved = sum(self._saved_whole(choice, kind) * len(kind.between(again, self._layers)) for kind in self._kinds)
+        held = self._by_offload[bool(choice.optimizer_offload)]
+        base = self._always(choice) + min(map(self._slots_of, _CALLS))
+        needed = base + inputs + attention + saved + self._head(choice.head_tiles, held)
+        return RankMemory(
+            allocated=needed,
+            reserved=_SMALL + _ROUNDING * (needed + held.of_streams),
+            host=self._process + self._states * choice.optimizer_offload,
+        )
+
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
         """Allocated bytes at the moments that may be the fullest, and in the optimizer's update, in their order."""
         base = self._always(choice) + self._slots_with(choice.checkpoint)

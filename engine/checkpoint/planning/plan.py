@@ -282,7 +282,7 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
     # Without copies to the host, which a longer group of fewer whole layers may hide.
     no_copies = replace(frame, checkpoint=replace(frame.checkpoint, offload="none"))
-    for whole in reversed(problem.whole_layers(frame)):
+    for whole in reversed(_may_be_whole(problem, frame)):
         if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0])) >= least:
             if frame.head_groups == 1 or problem.memory.alike:
                 break  # fewer whole layers repeat more; with groups, which layers of a held group attend again decides
@@ -297,6 +297,16 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
                 if (seconds := problem.cost.seconds(choice)) < least:
                     best, least = choice, seconds
     return best
+
+
+def _may_be_whole(problem: PlanningProblem, frame: MemorySettings) -> Sequence[int]:
+    """The numbers of whole layers of a frame that may fit: with the least tail and share of the MLP, at the head."""
+    numbers, tail, mlp = problem.whole_layers(frame), min(problem.compared.tail), problem.compared.mlp[-1]
+
+    def too_many(whole: int) -> bool:
+        return problem.share(problem.memory.at_head(problem.with_kept(frame, whole, tail, mlp))) > 1
+
+    return numbers[: bisect_left(numbers, True, key=too_many)]
 
 
 def _same_without_groups(problem: PlanningProblem, frame: MemorySettings, whole: int) -> bool:

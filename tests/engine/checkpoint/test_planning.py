@@ -309,6 +309,28 @@ def test_a_name_that_the_planner_does_not_choose_is_refused() -> None:
         open_names(dataclasses.replace(settings(), planned="checkpoint.tail seq_len"))
 
 
+@pytest.mark.parametrize("shape", [B1, *SHAPES, *HYBRIDS], ids=lambda shape: shape.name)
+def test_memory_at_the_head_is_never_more_than_all_and_grows_with_whole_layers(shape: ModelShape) -> None:
+    chance = random.Random(0)
+    for seq_len, ranks in ((1 << 11, 1), (1 << 17, 1), (1 << 17, 4)):
+        given = problem(settings(shape, seq_len, world_size=ranks, cp_size=ranks), 1.0, grid=SMALL_GRID)
+        grid = given.compared
+        for frame in chance.sample(list(given.frames()), 40):
+            heads = [
+                given.memory.at_head(given.with_kept(frame, whole, min(grid.tail), grid.mlp[-1]))
+                for whole in given.whole_layers(frame)
+            ]
+            for part in ("allocated", "reserved", "host"):
+                found = [getattr(head, part) for head in heads]
+                assert found == sorted(found)
+            for whole, head in zip(given.whole_layers(frame), heads, strict=True):
+                choice = given.with_kept(frame, whole, chance.choice(grid.tail), chance.choice(grid.mlp))
+                most = given.memory.of(choice, least=True)
+                assert head.allocated <= most.allocated
+                assert head.reserved <= most.reserved
+                assert head.host <= most.host
+
+
 @pytest.mark.parametrize("gib", [24, 40, 80, 139])
 @pytest.mark.parametrize("seq_len", [1 << 14, 1 << 16, 1 << 18])
 def test_a_plan_compares_few_of_all_choices(seq_len: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
