@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from burst.batch import shard_batch
     from burst.transformers import register
     from engine.attention.context import ContextParallel
-    from engine.attention.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow
+    from engine.attention.masks import (
+        BlockSparse,
+        Causal,
+        Documents,
+        Full,
+        LocalGlobal,
+        Mask,
+        SlidingWindow,
+        Strided,
+    )
     from engine.attention.prepared import burst_attention, prepare_attention
     from engine.attention.resolve import choose_layout
     from engine.lm_head.log_probs import fused_log_probs
@@ -30,8 +39,10 @@ _MODULES = {
     "ContextParallel": "engine.attention.context",
     "Documents": "engine.attention.masks",
     "Full": "engine.attention.masks",
+    "LocalGlobal": "engine.attention.masks",
     "Mask": "engine.attention.masks",
     "SlidingWindow": "engine.attention.masks",
+    "Strided": "engine.attention.masks",
     "burst_attention": "engine.attention.prepared",
     "choose_layout": "engine.attention.resolve",
     "fused_log_probs": "engine.lm_head.log_probs",
@@ -46,8 +57,10 @@ __all__ = [
     "ContextParallel",
     "Documents",
     "Full",
+    "LocalGlobal",
     "Mask",
     "SlidingWindow",
+    "Strided",
     "burst_attention",
     "choose_layout",
     "fused_log_probs",

@@ -38,6 +38,12 @@ Plan = TypeVar("Plan")
 
 _numbers = itertools.count()
 _contexts: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
+_shared: weakref.WeakSet[ContextParallel] = weakref.WeakSet()  # those of several ranks
+
+
+def ranks_of_shared_context() -> int:
+    """Ranks of a context of several that this process made and still holds; 0 where there is none."""
+    return max((context.size for context in _shared), default=0)
 
 
 class ContextParallel:
@@ -97,6 +103,8 @@ class ContextParallel:
         self.comms = Communicators(group, self.size, self.node_size)
         self.traffic = self.comms.traffic  # bytes that this rank has sent
         self.collective = self.comms.collective  # around steps that all ranks take together
+        if self.size > 1:
+            _shared.add(self)
         self._name()
         self.plans: PlanCache[Any] = PlanCache()  # `AttentionPlan`s among these ranks, of a higher layer
         self.plan_number = 0  # of the plan that this context is part of

@@ -45,8 +45,10 @@ def cached_plan(
     mask: Mask,
     cp: ContextParallel,
     choices: Choices,
+    sinks: bool = False,
 ) -> AttentionPlan:
-    """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
+    """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none. `sinks`: whether
+    the call has some, on which ranks agree.
 
     The tensors are of one dtype and device. A new plan may be collective, on all ranks alike. Raises ValueError when
     nothing fits.
@@ -57,7 +59,7 @@ def cached_plan(
         cp.comms.refuse(error)
         raise
     shapes = q_BLND.shape, k_BLKD.shape, v_BLKD.shape[-1], None if expand_NXC is None else expand_NXC.shape
-    key = (shapes, q_BLND.dtype, q_BLND.device, mask, choices)
+    key = (shapes, q_BLND.dtype, q_BLND.device, mask, choices, sinks)
     plan: AttentionPlan | None = cp.plans.get(key)
     if plan is None:
         with cp.comms.refusals_told():
@@ -73,6 +75,7 @@ def cached_plan(
             "dtype": str(q_BLND.dtype),
             "device": q_BLND.device.type,
             "mask": _described(mask),
+            "sinks": sinks,
             **choices._asdict(),
         }
         number = cp.agree(key, said)

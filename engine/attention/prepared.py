@@ -8,6 +8,7 @@ Shape letters as in `engine.attention.op`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.compiled import compiled_attention, registered
-from engine.attention.context import ContextParallel, context_named
+from engine.attention.context import ContextParallel, context_named, ranks_of_shared_context
 from engine.attention.inputs import (
     Result,
     check_inputs,
@@ -37,6 +38,7 @@ from engine.attention.resolve import Choices
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CAUSAL = Causal()
+_warned: list[bool] = []
 _Constant = tuple[str, int]  # name and id of a mask
 
 
@@ -50,9 +52,20 @@ constant_in_programs(Mask.name_in_programs)  # marked here because masks do not 
 
 
 @lru_cache(maxsize=1)
-def _alone() -> ContextParallel:
-    """The group of one of calls without `cp`."""
+def _single() -> ContextParallel:
     return ContextParallel.single()
+
+
+def _alone() -> ContextParallel:
+    """The group of one of calls without `cp`. Warns once where ranks share sequences: it may have been forgotten."""
+    if not _warned and (ranks := ranks_of_shared_context()):
+        _warned.append(True)
+        warnings.warn(
+            f"attention without cp sees this rank's tokens alone, and this process has a context of {ranks} ranks; "
+            "pass cp for shards of a sequence, or cp=ContextParallel.single() for whole ones",
+            stacklevel=3,
+        )
+    return _single()
 
 
 def burst_attention(
@@ -97,7 +110,8 @@ def burst_attention(
             length of the whole sequence, in a tensor or a sequence, the same on every rank: a query sees the earlier
             tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one.
         max_seqlen: a length that no document exceeds, which is checked; kernels get the exact one.
-        cp: the ranks that share the sequence; a group of one when None.
+        cp: the ranks that share the sequence; a group of one when None, with a warning where this process holds a
+            context of several ranks.
         scale: factor of the scores; head_dim ** -0.5 when None.
         softcap: bound of the scores, which become softcap * tanh(scores / softcap); None for none. Kernels fa4, flex
             and reference have it.
@@ -185,7 +199,9 @@ def burst_attention(
         found: Result = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
     mask = _CAUSAL if mask is None else mask
-    plan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp or _alone(), Choices(*choices))
+    plan = cached_plan(
+        q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp or _alone(), Choices(*choices), sinks=sinks_N is not None
+    )
     found = run_attention(
         plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved=saved, recompute=recompute, return_lse=return_lse
     )
@@ -225,6 +241,7 @@ class PreparedAttention:
         self.mask, self.cp = mask, cp
         self._choices, self._return_lse = choices, return_lse
         self._layout = layout or "BSHD"
+        self._sinks_agreed = False
         try:
             if layout is None and looks_transposed(q):
                 refuse_unnamed_layout(q)
@@ -298,6 +315,9 @@ class PreparedAttention:
         if cu_seqlens is not None or max_seqlen is not None:
             with self.cp.comms.refusals_told():
                 mask = mask_of(mask, cu_seqlens, max_seqlen)
+        if sinks_N is not None and not self._sinks_agreed:
+            self.cp.agree(("sinks", self._q_shape, self._k_shape), {"q": tuple(self._q_shape), "sinks": True})
+            self._sinks_agreed = True
         plan = self.plan
         if mask is not None:
             plan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, self.cp, self._choices)

@@ -30,11 +30,31 @@ def fused_log_probs(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, t
         labels_T: a word for each token, or -100.
         tiles: runs that the tokens are computed in; 0 takes as many as suit the device.
 
-    Differentiable in hidden states and weight. Raises ValueError for a label that is neither a word nor -100.
+    Differentiable in hidden states and weight. Raises ValueError for a label that is neither a word nor -100, and for
+    tensors that do not fit each other.
     """
+    _check(hidden_TE, weight_VE, labels_T)
     run = tile_tokens(weight_VE.shape[0], hidden_TE, tiles)
     log_probs_T: Tensor = _FusedLogProbs.apply(hidden_TE, weight_VE, labels_T, run)
     return log_probs_T
+
+
+def _check(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> None:
+    """Raises ValueError unless there is one label for each row, and a weight as wide as the rows and of their dtype."""
+    if not all(isinstance(each, Tensor) for each in (hidden_TE, weight_VE, labels_T)):
+        found = ", ".join(type(each).__name__ for each in (hidden_TE, weight_VE, labels_T))
+        raise ValueError(f"hidden states, weight and labels are {found}; pass torch tensors")
+    shapes = f"hidden states {tuple(hidden_TE.shape)}, weight {tuple(weight_VE.shape)}, labels {tuple(labels_T.shape)}"
+    if (hidden_TE.ndim, weight_VE.ndim, labels_T.ndim) != (2, 2, 1) or hidden_TE.shape[1] != weight_VE.shape[1]:
+        raise ValueError(f"{shapes} are not [tokens, width], [vocabulary, width] and [tokens]; flatten or transpose")
+    if hidden_TE.shape[0] != labels_T.shape[0]:
+        raise ValueError(f"{shapes} have {hidden_TE.shape[0]} rows and {labels_T.shape[0]} labels; pass one for each")
+    if hidden_TE.dtype != weight_VE.dtype or not hidden_TE.dtype.is_floating_point:
+        raise ValueError(
+            f"hidden states are {hidden_TE.dtype} and the weight {weight_VE.dtype}; pass one floating-point dtype"
+        )
+    if labels_T.dtype.is_floating_point or labels_T.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise ValueError(f"labels are {labels_T.dtype}; pass whole numbers, words of the vocabulary or -100")
 
 
 class _FusedLogProbs(torch.autograd.Function):

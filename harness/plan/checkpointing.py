@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.cost import GpuSpeeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, fits_somehow, planned
@@ -15,6 +14,7 @@ from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for, speeds_of
 from harness.metrics.throughput import TERA
 from harness.plan.predict import step_seconds
+from harness.plan.unsupported import no_trial_reason
 from harness.records.forecasts import NO_CORRECTION, Correction
 
 # GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.
@@ -54,10 +54,7 @@ def plan_fits(settings: TrialSettings, machine: Machine, hardware: Hardware) -> 
 
 def _plans(settings: TrialSettings) -> bool:
     """Whether something is left open, and the sizes make a trial."""
-    ranks = settings.cp_size * settings.tp_size
-    if not settings.planned or settings.world_size % ranks or settings.seq_len < settings.cp_size:
-        return False
-    return parse_mask(settings.mask).unsupported_reason(settings.seq_len) is None
+    return bool(settings.planned) and settings.seq_len >= settings.cp_size and no_trial_reason(settings) is None
 
 
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:

@@ -25,6 +25,7 @@ from harness.plan.predict import (
     ranks_per_node,
     time_or_reason,
 )
+from harness.plan.unsupported import no_trial_reason
 from harness.predict.packed import step_tokens, step_work
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
@@ -95,8 +96,9 @@ def forecast(
     """Time and memory of a trial, or one sentence why there is none; `plan` is the planner's, where it chose. A node
     gives the trial `node_ranks` GPUs, by default as many as the hardware file says."""
     node_ranks = ranks_per_node(settings, hardware, node_ranks)
-    memory = engine_memory(settings)
-    time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
+    memory, time, reason = engine_memory(settings), None, no_trial_reason(settings)
+    if reason is None:
+        time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return TrialForecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
         gpu_gib=memory.allocated / GIB if memory else None, host_gib=memory.host / GIB if memory else None,

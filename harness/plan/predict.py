@@ -17,6 +17,7 @@ from engine.settings import TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB
+from harness.plan.unsupported import no_trial_reason
 from harness.predict.attention import LayerAttention, attention_problem, context_ranks_of_node, layer_attention
 from harness.predict.step import StepTime, step_time
 from harness.spec.methods import is_native, method_named
@@ -51,13 +52,13 @@ def memory_is_modelled(settings: TrialSettings) -> bool:
 
 
 def engine_memory(settings: TrialSettings) -> RankMemory | None:
-    """Memory of one rank of a trial; None where it is not modelled."""
-    return memory_of(settings) if memory_is_modelled(settings) else None
+    """Memory of one rank of a trial; None where it is not modelled, or the settings are no trial."""
+    return memory_of(settings) if memory_is_modelled(settings) and not no_trial_reason(settings) else None
 
 
 def memory_by_moment(settings: TrialSettings) -> dict[str, float]:
-    """GiB allocated on the fullest rank at the moments of a step; empty where memory is not modelled."""
-    if not memory_is_modelled(settings):
+    """GiB allocated on the fullest rank at the moments of a step; empty where `engine_memory` has none."""
+    if not memory_is_modelled(settings) or no_trial_reason(settings):
         return {}
     return {name: size / GIB for name, size in MemoryModel(settings).by_moment(memory_settings_of(settings)).items()}
 

@@ -20,6 +20,7 @@ from harness.spec.methods import method_named
 from harness.spec.table import missing_entry_reason
 
 MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
+MAX_CP_SIZE = 1 << 10  # the tiles of all pairs of ranks take 3 GiB then
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
@@ -34,9 +35,8 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """
     method = method_named(settings.method)
     return (
-        _size_unsupported_reason(settings)
+        no_trial_reason(settings)
         or missing_entry_reason(settings.method, settings.settings)
-        or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
         or _data_unsupported_reason(settings)
         or method_unsupported_reason(method, settings)
         or _layout_unsupported_reason(settings)
@@ -49,11 +49,18 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     )
 
 
+def no_trial_reason(settings: TrialSettings) -> str | None:
+    """Why these settings describe nothing of which time or memory could be predicted, or None."""
+    return _size_unsupported_reason(settings) or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
+
+
 def _size_unsupported_reason(settings: TrialSettings) -> str | None:
     """Sizes that do not fit each other."""
     world, parallel = settings.world_size, settings.cp_size * settings.tp_size
     if world > MAX_RANKS:
         return f"{world} ranks are more than a plan takes; choose at most {MAX_RANKS}"
+    if settings.cp_size > MAX_CP_SIZE:
+        return f"cp_size {settings.cp_size} is more than a plan takes; choose at most {MAX_CP_SIZE}"
     if world % parallel:
         return (
             f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "

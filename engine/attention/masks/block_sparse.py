@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
-from engine.attention.masks.mask import Mask
+from engine.attention.masks.mask import Mask, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,10 +95,8 @@ class LocalGlobal:
     global_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.reach < 0 or self.global_blocks < 0:
-            raise ValueError(
-                f"local_global pattern has reach {self.reach} and {self.global_blocks} global blocks; give counts >= 0"
-            )
+        for name in ("reach", "global_blocks"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"local_global pattern has {name}"))
 
     def blocks(self) -> int | None:
         return None
@@ -123,8 +121,7 @@ class Strided:
     stride: int
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise ValueError(f"strided pattern has stride {self.stride}; give a number of blocks of at least 1")
+        object.__setattr__(self, "stride", whole_number(self.stride, "strided pattern has stride", least=1))
 
     def blocks(self) -> int | None:
         return None
@@ -158,8 +155,7 @@ class BlockSparse(Mask):
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; give a number of tokens of at least 1")
+        object.__setattr__(self, "block_size", whole_number(self.block_size, "block_size is", least=1))
         if not isinstance(self.blocks, BlockGrid | LocalGlobal | Strided):
             object.__setattr__(self, "blocks", BlockGrid.of(cast("Sequence[Sequence[bool]]", self.blocks)))
 

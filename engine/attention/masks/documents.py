@@ -14,7 +14,7 @@ from engine.attention.geometry.document_parts import bounds_in
 from engine.attention.geometry.layout import ZigzagOfDocuments
 from engine.attention.geometry.rectangles import Region
 from engine.attention.geometry.tiles import NO_LIMIT, Integers
-from engine.attention.masks.mask import Mask
+from engine.attention.masks.mask import Mask, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,9 +53,17 @@ class Documents(Mask):
             ) from error
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
-        if self.left is not None and (not hasattr(self.left, "__index__") or self.left < 0):
-            raise ValueError(f"documents have left {self.left}; give a token count >= 0, or None for no limit")
-        spans = tuple((int(start), int(stop)) for start, stop in self.spans)
+        if self.left is not None:
+            object.__setattr__(self, "left", whole_number(self.left, "documents have left"))
+        for name in ("causal", "repeat"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"documents have {name} {getattr(self, name)!r}; give True or False")
+        try:
+            spans = tuple((index(start), index(stop)) for start, stop in self.spans)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"document spans {str(self.spans)[:80]} are not all two positions; give (start, stop) of each"
+            ) from error
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "_starts", np.cumsum((0, *lengths)))

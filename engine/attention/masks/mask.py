@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine.attention.geometry.layout import Segment
 from engine.attention.geometry.rectangles import Region, region_areas
 from engine.attention.geometry.shards import ShardSegments
 from engine.attention.geometry.tile_table import tile_table
-from engine.attention.geometry.tiles import Integers, Tile
+from engine.attention.geometry.tiles import NO_LIMIT, Integers, Tile
 
 _names: dict[Mask, str] = {}
 _named: dict[str, Mask] = {}
@@ -95,6 +96,14 @@ def check_length(mask: Mask, seq_len: int) -> None:
         raise ValueError(unsupported_reason)
 
 
+def whole_number(value: object, what: str, least: int = 0) -> int:
+    """A count as a plain int. Raises ValueError for what is no whole number from `least` on, and for one beyond every
+    sequence: `what` says what it counts."""
+    if not hasattr(value, "__index__") or isinstance(value, bool) or not least <= (found := index(value)) < NO_LIMIT:
+        raise ValueError(f"{what} {value!r}; give a whole number from {least} to 2^40 - 1")
+    return found
+
+
 @lru_cache(maxsize=64)
 def regions_of(mask: Mask, tokens: int) -> Integers:
     """The mask's regions as an array, [regions, fields of `Region`]."""
@@ -137,10 +146,8 @@ class SlidingWindow(Mask):
     global_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.left < 0 or self.right < 0:
-            raise ValueError(f"sliding window ({self.left}, {self.right}) has a negative side; give token counts >= 0")
-        if self.global_tokens < 0:
-            raise ValueError(f"sliding window has {self.global_tokens} global tokens; give a token count >= 0")
+        for name in ("left", "right", "global_tokens"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"sliding window has {name}"))
 
     def regions(self, tokens: int) -> list[Region]:
         if not self.global_tokens:

@@ -56,7 +56,8 @@ def question(arguments: argparse.Namespace) -> Experiment:
     sweep: dict[str, Node] = {}
     for name, default in _DEFAULTS.items():
         option = _OPTION[name]
-        parts = [part.strip() for part in (getattr(arguments, name) or default).split(",") if part.strip()]
+        given = getattr(arguments, name)
+        parts = [part.strip() for part in (default if given is None else given).split(",") if part.strip()]
         if not parts:
             raise UsageError(f"{option} names nothing; give at least one")
         sweep[name] = Node([_value(part, f"{option} {part}") for part in parts], option)

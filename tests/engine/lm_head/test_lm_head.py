@@ -200,3 +200,21 @@ def test_logits_are_computed_once() -> None:
 def test_runs_of_ignored_tokens_are_skipped() -> None:
     assert watched(fused_loss_sum, slice(8, 32), tiles=5).matmuls == 3 * 2
     assert watched(fused_loss_sum, slice(0, TOKENS), tiles=5).matmuls == 0
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "labels", "words"),
+    [
+        ((12, 16), (30, 16), torch.zeros(10, dtype=torch.long), "have 12 rows and 10 labels; pass one for each"),
+        ((12, 16), (30, 16), torch.zeros(14, dtype=torch.long), "have 12 rows and 14 labels; pass one for each"),
+        ((12, 16), (16, 30), torch.zeros(12, dtype=torch.long), r"\(16, 30\).* are not .* flatten or transpose"),
+        ((2, 6, 16), (30, 16), torch.zeros(12, dtype=torch.long), r"\(2, 6, 16\).* are not .* flatten or transpose"),
+        ((12, 16), (30, 16), torch.zeros(12), "labels are torch.float32; pass whole numbers"),
+        ((12, 16), (30, 16), [0] * 12, "and labels are Tensor, Tensor, list; pass torch tensors"),
+    ],
+)
+def test_log_probs_of_tensors_that_do_not_fit_are_refused(hidden, weight, labels, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        fused_log_probs(torch.zeros(hidden), torch.zeros(weight), labels)
+    with pytest.raises(ValueError, match="pass one floating-point dtype"):
+        fused_log_probs(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(9, 8), torch.zeros(4, dtype=torch.long))

@@ -431,3 +431,28 @@ def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(tmp_path, c
     assert not path.exists()
     assert main(["setup", "calibrate", "--out", str(path), "--ranks", "1000"]) == 2
     assert "--ranks is 1000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--gpus", "8", "--set", "mask=documents:100,28"), "2 documents hold 128 tokens and the sequence has 131072"),
+        (("--gpus", "100000"), "100000 ranks are more than a plan takes"),
+        (("--gpus", "4096"), "cp_size 4096 is more than a plan takes; choose at most 1024"),
+    ],
+)
+def test_what_is_no_trial_has_a_reason_and_no_prediction(capsys, words, reason) -> None:
+    asked = ("plan", "--hardware", "h200", "--model", "1b", "--seq-len", "128k", *words)
+    assert main([*asked]) == 2
+    told = capsys.readouterr()
+    assert reason in told.out + told.err
+    main([*asked, "--phases", "--json"])
+    [row] = json.loads(capsys.readouterr().out)
+    assert row["seconds"] is None
+    assert reason in str(row)
+
+
+@pytest.mark.parametrize("option", ["--model", "--method", "--seq-len", "--gpus"])
+def test_an_option_that_is_given_empty_is_not_its_default(capsys, option: str) -> None:
+    assert main(["plan", "--hardware", "h200", option, ""]) == 2
+    assert f"{option} names nothing; give at least one" in capsys.readouterr().err

@@ -140,7 +140,12 @@ def test_wrong_shapes_beside_boundaries_are_refused_in_a_sentence() -> None:
         ({"lengths": (0, 32)}, r"document lengths \[0, 32\] are not all positive; give"),
         ({"lengths": (-3, 35)}, r"document lengths \[-3, 35\] are not all positive; give"),
         ({"lengths": ()}, r"document lengths \[\] are not all positive; give"),
-        ({"lengths": (32,), "left": 1.5}, "documents have left 1.5; give a token count"),
+        ({"lengths": (32,), "left": 1.5}, "documents have left 1.5; give a whole number from 0"),
+        ({"lengths": (32,), "causal": "false"}, "documents have causal 'false'; give True or False"),
+        ({"lengths": (32,), "repeat": 1}, "documents have repeat 1; give True or False"),
+        ({"lengths": (32,), "spans": (2, 9)}, r"document spans \(2, 9\) are not all two positions; give"),
+        ({"lengths": (32,), "spans": ((2.0, 9.5),)}, "are not all two positions; give"),
+        ({"lengths": (32,), "spans": ((2, 3, 4),)}, "are not all two positions; give"),
     ],
 )
 def test_lengths_that_no_documents_have_are_refused_in_a_sentence(given, words) -> None:
@@ -207,5 +212,5 @@ def test_spans_outside_documents_are_refused(spans, words) -> None:
         Documents((10, 22), spans=spans)
     with pytest.raises(ValueError, match="spans, which are for causal documents"):
         Documents((10, 22), causal=False, spans=((0, 5),))
-    with pytest.raises(ValueError, match="left -1; give a token count"):
+    with pytest.raises(ValueError, match="left -1; give a whole number"):
         Documents((10, 22), left=-1)

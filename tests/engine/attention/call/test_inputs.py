@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
+from engine.attention.comm.p2p import BrokenContext, PeerLost
 from engine.attention.masks import Causal
 from engine.attention.resolve import choose_layout
 from tests.plans import plan_attention
@@ -174,6 +177,46 @@ def refusals() -> list[str]:
         except ValueError as reason:
             found.append(str(reason))
     return found
+
+
+def warnings_without_cp() -> list[list[str]]:
+    """Of calls without `cp`: before a context of several ranks, after, once more, and by name."""
+    attend = functools.partial(burst_attention, Q, Q, Q)
+    found = []
+    for call in (attend, ContextParallel, attend, attend, lambda: attend(cp=ContextParallel.single())):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            kept = call()
+        found.append([str(each.message) for each in said])
+        if isinstance(kept, ContextParallel):
+            context = kept
+    assert context.size == 2
+    return found
+
+
+def test_a_call_without_cp_beside_a_context_of_several_ranks_warns_once() -> None:
+    for found in run_on_ranks(2, warnings_without_cp):
+        assert [len(words) for words in found] == [0, 0, 1, 0, 0]
+        assert "this process has a context of 2 ranks; pass cp for shards" in found[2][0]
+
+
+def refusals_of_sinks(prepared: bool) -> str:
+    cp = ContextParallel()
+    sinks_N = torch.zeros(4) if cp.rank else None
+    try:
+        if prepared:
+            prepare_attention(Q, Q, cp=cp)(Q, Q, Q, sinks_N=sinks_N)
+        else:
+            burst_attention(Q, Q, Q, cp=cp, sinks_N=sinks_N)
+    except (ValueError, PeerLost, BrokenContext) as error:
+        return str(error)
+    return "not refused"
+
+
+def test_sinks_on_some_ranks_alone_are_refused() -> None:
+    for found in run_on_ranks(2, refusals_of_sinks, False):
+        assert found.startswith("ranks do not agree on this call: rank 0 has ")
+        assert "sinks" in found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the copy engine runs")

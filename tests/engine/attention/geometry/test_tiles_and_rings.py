@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,17 @@ from engine.attention.geometry.layout import (
     split_unsupported_reason,
 )
 from engine.attention.geometry.tiles import Tile, band_area, row_blocks, trim
-from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas
+from engine.attention.masks import (
+    BlockSparse,
+    Causal,
+    Full,
+    LocalGlobal,
+    SlidingWindow,
+    Strided,
+    imbalance,
+    parse_mask,
+    rank_areas,
+)
 from tests.positions import rank_pair_tiles, shard_positions
 
 WINDOWS = [
@@ -238,9 +250,13 @@ def test_masks_are_parsed_from_their_own_string() -> None:
     for wrong in ("casual", "sliding_window", "sliding_window:-1", "causal:3", "sliding_window:1:2:3:4"):
         with pytest.raises(ValueError, match="is unknown"):
             parse_mask(wrong)
-    with pytest.raises(ValueError, match="negative side"):
-        SlidingWindow(-1)
-    with pytest.raises(ValueError, match="-2 global tokens"):
-        SlidingWindow(3, global_tokens=-2)
+    for wrong in (-1, 2.5, "4k", None, True, 1 << 40, math.inf):
+        for name in ("left", "right", "global_tokens"):
+            with pytest.raises(ValueError, match=f"sliding window has {name} .*; give a whole number from 0 to"):
+                SlidingWindow(**{"left": 3, name: wrong})  # type: ignore[arg-type]
+        for pattern in (LocalGlobal, Strided, lambda blocks: BlockSparse(blocks, Strided(2))):
+            with pytest.raises(ValueError, match=r"give a whole number from [01] to"):
+                pattern(wrong)
+    assert SlidingWindow(np.int64(3)) == SlidingWindow(3)
     with pytest.raises(ValueError, match="choose one of"):
         layout_named("zigzig")
