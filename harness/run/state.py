@@ -18,7 +18,7 @@ from engine.measurement import PROGRESS_FILE
 from harness.launch.launcher import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
 from harness.records.stored import EXPERIMENT_FILE, REPORT_FILE, RESULTS_FILE
-from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
+from harness.run.directory import TRIAL_FILE, RunDirectory, command_of, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
@@ -82,7 +82,8 @@ def next_step(state: RunState, run_dir: Path) -> str:
     """What to do with a run that does not run, as a sentence with the command; empty where nothing is to be done."""
     if state.running:
         return ""
-    command = state.command or ["burst", "run", str(run_dir / EXPERIMENT_FILE), "--out", str(run_dir)]
+    typed = state.command or ["burst", "run", str(run_dir / EXPERIMENT_FILE), "--out", str(run_dir)]
+    command = command_of(run_dir, typed)
     flags = (["--retry-failed"] if state.failed > len(state.bad) else []) + (["--set-aside-bad"] if state.bad else [])
     if state.left or state.bad:
         return f"go on with: {resuming(command, *flags)}"

@@ -22,7 +22,7 @@ from engine.training.files import (
 )
 from engine.training.manifest import checkpoints, step_of
 from harness.base.errors import UsageError
-from harness.run.directory import RunDirectory, next_attempt
+from harness.run.directory import RunDirectory, command_of, next_attempt
 from harness.run.progress import describe_step
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def training_next_steps(directory: Path) -> list[str]:
     if doing in ("broke off", "stopped"):
         typed = _facts(directory).get("command")
         command = [str(word) for word in typed] if isinstance(typed, list) and typed else []
-        steps.append(next_step(directory, command or ["burst", "train", "CONFIG.yaml", "--out", str(directory)]))
+        command = command or ["burst", "train", "CONFIG.yaml", "--out", str(directory)]
+        steps.append(next_step(directory, command_of(directory, command)))
     return steps
 
 

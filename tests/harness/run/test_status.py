@@ -218,6 +218,34 @@ def test_the_newest_run_that_was_interrupted_names_the_command_that_resumes_it(r
     assert step == "go on with: burst run exp.yaml --resume"
 
 
+@pytest.mark.parametrize(
+    ("typed", "next_words"),
+    [
+        (["--out", "run"], "burst run exp.yaml --out {run} --resume"),
+        (["--out=run"], "burst run exp.yaml --out={run} --resume"),
+        ([], "burst run exp.yaml --resume --out {run}"),
+    ],
+)
+def test_a_run_that_was_renamed_goes_on_where_it_is_now(typed, next_words, tmp_path, monkeypatch, capsys):
+    """In its old place may be another run."""
+    monkeypatch.chdir(tmp_path)
+    Runner(tmp_path / "run")({32: "ctrl-c"}, [trial(16), trial(32)])
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    facts["command"] = ["burst", "run", "exp.yaml", *typed]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
+    assert next_of(Path("run"), capsys).startswith("go on with: burst run exp.yaml ")
+    assert str(tmp_path) not in next_of(Path("run"), capsys)
+    moved = (tmp_path / "run").rename(tmp_path / "run.20261127-051353")
+    found = shlex.split(next_of(moved, capsys).removeprefix("go on with: "))
+    assert sorted(found) == sorted(shlex.split(next_words.format(run=moved)))
+
+
+def next_of(run_dir: Path, capsys) -> str:
+    capsys.readouterr()
+    assert main(["status", str(run_dir), "--json"]) == 0
+    return str(json.loads(capsys.readouterr().out)["next"])
+
+
 def test_the_newest_run_that_runs_says_which_trial_does(run_here, capsys, monkeypatch):
     seen = []
 

@@ -166,6 +166,17 @@ def test_status_says_how_a_run_ended_and_the_next_command(tmp_path: Path, end, w
     assert training_next_steps(run) == [step.format(run=run) for step in steps]
 
 
+def test_a_training_run_that_was_renamed_goes_on_where_it_is_now(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended(run, ScriptedLauncher(("ok", "", {"step": 4, "finished": False}), saved=4))
+    facts = json.loads((run / "training.json").read_text())
+    facts["command"] = ["burst", "train", "train.yaml", "--out", str(run)]
+    (run / "training.json").write_text(json.dumps(facts))
+    moved = run.rename(tmp_path / "moved")
+    [step] = training_next_steps(moved)
+    assert step.endswith(f"go on with: burst train train.yaml --out {moved} --resume")
+
+
 def test_status_says_that_a_run_runs_and_where_its_ranks_print(tmp_path: Path) -> None:
     run, seen = tmp_path / "run", []
 
