@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from cluster.files.errors import shown
 from cluster.files.progress import Progress, say
 from engine.atomic import write_atomic
+from engine.reader import read_json
 from harness.base.errors import UsageError
+from harness.base.writable import make_writable
 from harness.commands import command_line
 
 if TYPE_CHECKING:
@@ -119,6 +122,8 @@ def _judge(arguments: argparse.Namespace) -> int:
         target, version, cases = _asked(arguments)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if arguments.out is not None:
+        _check_out(arguments.out)
     ranks = arguments.ranks or target.ranks
     total, numbers = len(cases) * len(ranks), itertools.count(1)
     with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
@@ -152,16 +157,34 @@ def _judge(arguments: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
+_FILES = ("report.json", "report.html", "badge.svg", "bugs.md")
+
+
+def _check_out(folder: Path) -> None:
+    """Make the folder. Raises UsageError where nothing can be written there, for the directory of a run, and where a
+    file would be overwritten that no earlier report left."""
+    make_writable(folder)
+    for name in ("run.json", "training.json"):
+        if os.path.lexists(folder / name):
+            raise UsageError(f"{folder} is the directory of a run ({name}); give --out another directory")
+    taken = [name for name in _FILES if os.path.lexists(folder / name)]
+    if taken and not _is_report(folder / "report.json"):
+        raise UsageError(f"{folder} holds {taken[0]}, which is of no report of burst conform; give --out another one")
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"target", "claimed", "cases"} <= set(found)
+
+
 def _write(report: ConformReport, folder: Path) -> None:
     from conform.report import as_html, badge, bug_report, dumped
 
     bugs = "\n".join(bug_report(report, result) for result in report.failures)
-    for name, text in (
-        ("report.json", dumped(report)),
-        ("report.html", as_html(report)),
-        ("badge.svg", badge(report)),
-        ("bugs.md", bugs),
-    ):
+    for name, text in zip(_FILES, (dumped(report), as_html(report), badge(report), bugs), strict=True):
         write_atomic(folder / name, text)
 
 

@@ -97,6 +97,36 @@ def test_the_command_judges_a_file_and_its_exit_code_says_how(
     assert json.loads(capsys.readouterr().out)["passed"] == 5
 
 
+def test_what_no_report_left_is_not_overwritten_and_no_case_runs_before_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(WRONG_TARGET.format(fault=""))
+    words = ["conform", str(file), "--case", "causal", "--out"]
+    assert main([*words, str(out)]) == 0
+    assert main([*words, str(out)]) == 0  # over its own report
+
+    def no_case(*_: object, **__: object) -> None:
+        raise AssertionError("a case ran")
+
+    monkeypatch.setattr("conform.run.run", no_case)
+    (out / "run.json").touch()
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    for folder, name in ((mine, "report.html"), (run, "training.json")):
+        folder.mkdir()
+        (folder / name).write_text("mine")
+    capsys.readouterr()
+    for folder, said in (
+        (out, "is the directory of a run (run.json); give --out another directory"),
+        (run, "is the directory of a run (training.json); give --out another directory"),
+        (mine, "holds report.html, which is of no report of burst conform; give --out another one"),
+        (file, "is a file; give --out a directory"),
+    ):
+        assert main([*words, str(folder)]) == 2
+        assert said in capsys.readouterr().err
+    assert (mine / "report.html").read_text() == "mine"
+
+
 def test_the_list_names_targets_and_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "--list"]) == 0
     said = capsys.readouterr().out
