@@ -79,6 +79,7 @@ class PackCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.records.packed import SUFFIX
         from harness.records.stored import runs_below, stored_run
+        from harness.run.directory import RunDirectory
         from harness.verify.packing import pack, pack_lines
 
         path = arguments.run
@@ -93,6 +94,8 @@ class PackCommand:
         if arguments.replace and not as_lines:
             raise UsageError(f"--replace is for packed runs, and {out} would be an archive; give --out another name")
         try:
+            if RunDirectory(path).in_use():
+                raise UsageError(f"{path} is a run that goes on; pack it when it has ended, which burst status tells")
             with Progress(f"packing {path}"):
                 if as_lines:
                     pack_lines(path, out, replace=arguments.replace)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -244,3 +246,24 @@ def test_reports_are_made_without_torch_and_without_pyplot() -> None:
     code = f"{report}; print({{'torch', 'matplotlib.pyplot'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_trials_without_a_record_and_records_that_stand_twice_are_said(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    made = [record(method="burst"), record(method="ring"), record(method="ulysses")]
+    for one in made:
+        write_record(run / "trials" / one.trial_id, one)
+    (run / "run.json").write_text(json.dumps({"trials": [one.trial_id for one in made]}))
+    assert main(["report", str(run), "--format", "csv"]) == 0
+    assert "have a record" not in capsys.readouterr().err
+    (run / "trials" / made[2].trial_id).rename(tmp_path / "elsewhere")
+    shutil.copytree(run / "trials" / made[1].trial_id, run / "trials" / "copy")
+    assert main(["report", str(run), "--format", "csv"]) == 0
+    said = capsys.readouterr().err
+    assert f"2 of 3 trials of {run} have a record; burst status {run} names the others" in said
+    assert (
+        f"{made[1].trial_id} stands twice, in {run}/trials/copy/record.json and {run}/trials/{made[1].trial_id}" in said
+    )
+    shutil.copytree(run, tmp_path / "again")
+    main(["report", str(run), str(tmp_path / "again"), "--format", "csv", "--out", str(tmp_path / "both")])
+    assert f"{made[0].trial_id} stands twice" in capsys.readouterr().err

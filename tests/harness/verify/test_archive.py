@@ -16,6 +16,7 @@ import pytest
 
 from harness.cli import main
 from harness.records.stated import PROVENANCE_FILE
+from harness.run.directory import opened_for_writing
 from harness.verify import unpacking
 from harness.verify.unpacking import SUMS_FILE, sums_of
 from tests.harness.synthetic_records import record
@@ -92,6 +93,17 @@ def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(run, packed, 
     assert "exists and is not overwritten" in capsys.readouterr().err
     assert packed.read_bytes() == content
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["out.tar.gz", "out.jsonl"])
+def test_a_run_that_goes_on_is_not_packed(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "run.json").touch()
+    with opened_for_writing(run, resume=True):
+        assert main(["verify", "pack", str(run), "--out", str(tmp_path / name)]) == 2
+    assert "is a run that goes on; pack it when it has ended" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
 
 
 def test_logs_and_traces_are_packed_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
