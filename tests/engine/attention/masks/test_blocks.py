@@ -252,7 +252,7 @@ def test_a_grid_that_is_not_a_square_of_booleans_is_refused(blocks) -> None:
 
 @pytest.mark.parametrize("counts", [(-1, 0), (2, -1)])
 def test_a_local_pattern_of_negative_counts_is_refused(counts) -> None:
-    with pytest.raises(ValueError, match="give counts >= 0"):
+    with pytest.raises(ValueError, match="give a whole number from 0"):
         LocalGlobal(*counts)
 
 
