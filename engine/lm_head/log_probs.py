@@ -53,7 +53,7 @@ def _check(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> None:
         raise ValueError(
             f"hidden states are {hidden_TE.dtype} and the weight {weight_VE.dtype}; pass one floating-point dtype"
         )
-    if labels_T.dtype.is_floating_point or labels_T.dtype in (torch.bool, torch.complex64, torch.complex128):
+    if labels_T.is_floating_point() or labels_T.is_complex() or labels_T.dtype is torch.bool:
         raise ValueError(f"labels are {labels_T.dtype}; pass whole numbers, words of the vocabulary or -100")
 
 

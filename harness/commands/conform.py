@@ -163,8 +163,11 @@ _FILES = ("report.json", "report.html", "badge.svg", "bugs.md")
 def _check_out(folder: Path) -> None:
     """Make the folder. Raises UsageError where nothing can be written there, for the directory of a run, and where a
     file would be overwritten that no earlier report left."""
+    from engine.training.files import RUN_FILE as TRAINING_FILE
+    from harness.records.stored import RUN_FILE
+
     make_writable(folder)
-    for name in ("run.json", "training.json"):
+    for name in (RUN_FILE, TRAINING_FILE):
         if os.path.lexists(folder / name):
             raise UsageError(f"{folder} is the directory of a run ({name}); give --out another directory")
     taken = [name for name in _FILES if os.path.lexists(folder / name)]

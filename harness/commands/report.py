@@ -46,7 +46,7 @@ class ReportCommand:
         )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.records.stored import gaps_of, runs_below, stored_run
+        from harness.records.stored import runs_below, stored_run
         from harness.report.page import write_report
         from harness.report.site import write_site
 
@@ -74,8 +74,6 @@ class ReportCommand:
                     )  # fmt: skip
         except ValueError as error:
             raise UsageError(str(error)) from error
-        for gap in [] if sites else gaps_of(map(stored_run, runs)):
-            say(gap)
         for problem in problems:
             say(f"burst: {problem}")
         print(shown(f"Report: {path}"))

@@ -6,9 +6,7 @@ into its directory, or into a directory of that name beside the file.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -276,28 +274,6 @@ def read_all(
         except (ValueError, ArithmeticError) as error:
             bad.append(BadRecord(one.place, f"{one.place} makes no sense ({error})"))
     return bad
-
-
-def gaps_of(runs: Iterable[StoredRun]) -> list[str]:
-    """Sentences about trials of a plan that have no record, and about records that stand twice, in a copied directory
-    or a run that is given twice."""
-    said, places = [], dict[tuple[object, object], RecordPlace]()
-    for run in runs:
-        found = [one for one in run.records() if isinstance(one, StoredRecord) and isinstance(one.data, dict)]
-        with contextlib.suppress(ValueError):  # what a damaged plan names is not known
-            planned = run.planned() or []
-            if waiting := len(set(planned) - {one.trial for one in found}):
-                said.append(
-                    f"{len(planned) - waiting} of {len(planned)} trials of {run.path} have a record; "
-                    f"burst status {shlex.quote(str(run.path))} names the others"
-                )
-        for one in found:
-            data = cast(dict[str, object], one.data)
-            trial_id = data.get("trial_id")
-            first = places.setdefault((trial_id, data.get("started_at")), one.place)
-            if first is not one.place:
-                said.append(f"{trial_id} stands twice, in {first} and {one.place}; leave one of them out")
-    return said
 
 
 def read_records(path: Path) -> list[Record]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
-from harness.records.record import Record, refuse_bad, set_aside
+from harness.records.record import Record, RecordPlace, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
@@ -178,7 +180,26 @@ def read_runs(
         refuse_bad(bad)
     for before, now in set_aside(bad):
         say(f"{before} cannot be used and is now {now.name}")
+    for gap in _gaps(runs):
+        say(gap)
     return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
+
+
+def _gaps(runs: Sequence[RunRecords]) -> Iterator[str]:
+    """Sentences about trials of a plan that have no record, and about records that stand twice, as in a copied
+    directory."""
+    places: dict[tuple[str, str], RecordPlace] = {}
+    for run in runs:
+        placed, path, planned = run.placed(), run.stored.path, list[str]()
+        with contextlib.suppress(ValueError):  # what a damaged plan names is not known
+            planned = run.stored.planned() or []
+        if waiting := len(set(planned) - {record.trial_id for record, _ in placed}):
+            having = f"{len(planned) - waiting} of {len(planned)} trials of {path} have a record"
+            yield f"{having}; {shlex.join(['burst', 'status', str(path)])} names the others"
+        for record, place in placed:
+            first = places.setdefault((record.trial_id, record.started_at), place)
+            if first is not place:
+                yield f"{record.trial_id} stands twice, in {first} and {place}; leave one of them out"
 
 
 def named_runs(run_dirs: Sequence[Path]) -> dict[str, Path]:

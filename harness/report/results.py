@@ -364,6 +364,10 @@ class RunRecords:
         """Where a record is that was read."""
         return self._places[trial_id]
 
+    def placed(self) -> list[tuple[Record, RecordPlace]]:
+        """The records that were read, each with its place."""
+        return [(self._records[trial], place) for trial, place in self._places.items()]
+
     def put(self, record: Record) -> None:
         """The record that a trial has left now."""
         self._put(record.trial_id, record)

@@ -73,18 +73,16 @@ def _means_apart(rows: Sequence[Row], long: Sequence[Row]) -> Sheet | None:
         return None
     steps = min(len(row["loss_by_step"]) for members in together for row in members) // WINDOWS
     references = [_usual(members) for members in together]
-    pairs = [
-        (row, reference)
+    compared = [
+        (row, reference, _percent_above(row["loss_by_step"], reference["loss_by_step"], steps))
         for members, reference in zip(together, references, strict=True)
         for row in members
         if row is not reference
     ]
-    curves = [(row, _percent_above(row["loss_by_step"], other["loss_by_step"], steps)) for row, other in pairs]
-    if not all(percent for _, percent in curves):
+    if not all(percent for *_, percent in compared):
         return None
-    curves.sort(key=lambda curve: -abs(_furthest(curve[1])))
-    names, (row, percent) = _names(rows), curves[0]
-    reference = next(other for one, other in pairs if one is row)
+    compared.sort(key=lambda each: -abs(_furthest(each[2])))
+    names, (row, reference, percent) = _names(rows), compared[0]
     apart = f"{abs(_furthest(percent)):.1f}% {'above' if _furthest(percent) > 0 else 'below'} {names[id(reference)]}"
     title = f"Mean loss of {steps} steps: {names[id(row)]} up to {apart}"
     levels = reference["loss_by_step"][: len(percent) + steps - 1]
@@ -95,6 +93,7 @@ def _means_apart(rows: Sequence[Row], long: Sequence[Row]) -> Sheet | None:
         f"{levels[0]:.2f} to a mean of {mean(levels[-steps:]):.2f}; single losses of {names[id(row)]} lie up to "
         f"{single:.1%} from it."
     )
+    curves = [(row, percent) for row, _, percent in compared]
     lines = [(references[0], [0.0] * max(len(percent) for _, percent in curves)), *curves]
     return _sheet(rows, title, note, lines, LineAxes(unit="mean loss, % apart", steps=True), first=steps)
 

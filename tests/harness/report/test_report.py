@@ -256,6 +256,8 @@ def test_trials_without_a_record_and_records_that_stand_twice_are_said(tmp_path:
     (run / "run.json").write_text(json.dumps({"trials": [one.trial_id for one in made]}))
     assert main(["report", str(run), "--format", "csv"]) == 0
     assert "have a record" not in capsys.readouterr().err
+    assert main(["report", str(run), str(run), "--format", "csv"]) == 0  # one run, read once
+    assert "stands twice" not in capsys.readouterr().err
     (run / "trials" / made[2].trial_id).rename(tmp_path / "elsewhere")
     shutil.copytree(run / "trials" / made[1].trial_id, run / "trials" / "copy")
     assert main(["report", str(run), "--format", "csv"]) == 0
