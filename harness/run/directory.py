@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -273,21 +272,15 @@ def _is_name(text: str) -> bool:
 
 
 def command_of(run_dir: Path, typed: Sequence[str]) -> list[str]:
-    """The command line that made a run, as it would be typed for the directory where the run is now: it may have been
-    renamed since, and another run be in its place."""
-    words = list(typed)
-    for place, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if option == "--out":
-            at = place if value else place + 1
-            given = value or "".join(words[at : at + 1])
-            if Path(given).resolve() != run_dir.resolve():
-                words[at : at + 1] = [f"--out={run_dir}" if value else str(run_dir)]
-            return words
-    return [*words, "--out", str(run_dir)] if _MOVED_ASIDE.search(run_dir.name) else words
-
-
-_MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?$")  # a name by `free_name`
+    """The command line that made a run, for the directory where the run is now: it may have been renamed since, and
+    another run be in its place. Of several `--out` the last one counts, so an abbreviated one does no harm."""
+    words, parts = list[str](), iter(typed)
+    for word in parts:
+        if word == "--out":
+            next(parts, None)
+        elif not word.startswith("--out="):
+            words.append(word)
+    return [*words, "--out", str(run_dir)]
 
 
 def free_name(path: Path) -> Path:

@@ -37,7 +37,8 @@ def test_failures_come_first_and_counts_last(run, capsys):
     assert "the reason of hang" in lines[0]
     assert lines[-2].startswith("exp has ended: 2 ok, 1 oom, 1 hang of 4 trials, started ")
     assert "left" not in lines[-2]
-    assert lines[-1] == "try the failed ones again with: burst run exp.yaml --resume --retry-failed"
+    again = f"burst run exp.yaml --out {run.run_dir} --resume --retry-failed"
+    assert lines[-1] == f"try the failed ones again with: {again}"
 
 
 def test_a_round_that_failed_makes_its_trial_a_failure_though_it_has_figures(run, capsys):
@@ -63,7 +64,7 @@ def test_json_has_counts_trials_and_the_time_that_is_left(run, capsys):
     *_, counts, step = status(run, capsys).splitlines()
     assert counts.startswith("exp stopped before its end: 1 ok, 1 interrupted, 1 waiting of 3 trials, started ")
     assert counts.endswith(", about 6 s left")
-    assert step == found["next"] == "go on with: burst run exp.yaml --resume"
+    assert step == found["next"] == f"go on with: burst run exp.yaml --out {run.run_dir} --resume"
 
 
 def test_a_run_that_runs_has_an_end(run, capsys):
@@ -188,7 +189,7 @@ def test_the_newest_run_with_a_failure_names_it_and_the_command_that_shows_its_l
     logs = run_here.run_dir / "trials" / trial(32).id / "logs"
     sentence, step = newest(capsys)  # of ranks that left no log there is none to show
     assert sentence.endswith(f"; {trial(32).id}  failed  1.0 s  the reason of failed")
-    assert step == "try the failed ones again with: burst run exp.yaml --resume --retry-failed"
+    assert step == "try the failed ones again with: burst run exp.yaml --out results/runs/exp --resume --retry-failed"
     logs.mkdir()
     (logs / "rank0.log").write_text("what went wrong\n")
     _, first, second = newest(capsys)
@@ -215,29 +216,30 @@ def test_the_newest_run_that_was_interrupted_names_the_command_that_resumes_it(r
     run_here({32: "ctrl-c"}, [trial(16), trial(32), trial(64)])
     sentence, step = newest(capsys)
     assert sentence.startswith("results/runs/exp: exp stopped before its end: 1 ok, 1 interrupted, 1 waiting of 3 ")
-    assert step == "go on with: burst run exp.yaml --resume"
+    assert step == "go on with: burst run exp.yaml --out results/runs/exp --resume"
 
 
 @pytest.mark.parametrize(
     ("typed", "next_words"),
     [
         (["--out", "run"], "burst run exp.yaml --out {run} --resume"),
-        (["--out=run"], "burst run exp.yaml --out={run} --resume"),
-        ([], "burst run exp.yaml --resume --out {run}"),
+        (["--out=run"], "burst run exp.yaml --out {run} --resume"),
+        (["--ou", "run"], "burst run exp.yaml --ou run --out {run} --resume"),
+        ([], "burst run exp.yaml --out {run} --resume"),
     ],
 )
-def test_a_run_that_was_renamed_goes_on_where_it_is_now(typed, next_words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["run.20261127-051353", "exp-monday", "elsewhere/run"])
+def test_a_run_that_was_renamed_goes_on_where_it_is_now(typed, next_words, name, tmp_path, monkeypatch, capsys):
     """In its old place may be another run."""
     monkeypatch.chdir(tmp_path)
     Runner(tmp_path / "run")({32: "ctrl-c"}, [trial(16), trial(32)])
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     facts["command"] = ["burst", "run", "exp.yaml", *typed]
     (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
-    assert next_of(Path("run"), capsys).startswith("go on with: burst run exp.yaml ")
-    assert str(tmp_path) not in next_of(Path("run"), capsys)
-    moved = (tmp_path / "run").rename(tmp_path / "run.20261127-051353")
-    found = shlex.split(next_of(moved, capsys).removeprefix("go on with: "))
-    assert sorted(found) == sorted(shlex.split(next_words.format(run=moved)))
+    assert next_of(Path("run"), capsys) == f"go on with: {next_words.format(run='run')}"
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "run").rename(tmp_path / name)
+    assert next_of(moved, capsys) == f"go on with: {next_words.format(run=moved)}"
 
 
 def next_of(run_dir: Path, capsys) -> str:

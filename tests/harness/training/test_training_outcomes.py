@@ -151,10 +151,10 @@ def test_status_says_how_far_a_run_has_come(tmp_path: Path) -> None:
         (("ok", "", {"finished": True}), "has ended", ["write its model for transformers with: burst train export "
                                                        "{run} --out {run}/model"]),
         (("ok", "", {"finished": False}), "stopped before", ["the state after step 4 is saved, go on with: "
-                                                             "burst train 'a b.yaml' --resume"]),
+                                                             "burst train 'a b.yaml' --out {run} --resume"]),
         (("failed", "broke", None), "broke off before", ["see what its ranks print with: burst status --logs "
                                                          "{run}/attempts/1", "the state after step 4 is saved, go on "
-                                                         "with: burst train 'a b.yaml' --resume"]),
+                                                         "with: burst train 'a b.yaml' --out {run} --resume"]),
     ],
 )  # fmt: skip
 def test_status_says_how_a_run_ended_and_the_next_command(tmp_path: Path, end, words: str, steps: list[str]) -> None:
