@@ -1,4 +1,4 @@
-"""A check that results can be written to a directory."""
+"""Checks that results can be written to a directory, and overwrite nothing of a user's."""
 
 from __future__ import annotations
 
@@ -18,3 +18,16 @@ def make_writable(directory: Path) -> None:
         raise UsageError(f"{directory} cannot be made ({error.strerror}); give --out another directory") from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{directory} cannot be written to; give --out another directory")
+
+
+def refuse_foreign(path: Path, beginning: str) -> None:
+    """Raise UsageError where `path` is a file that does not begin as those do that are written there: a user's own."""
+    try:
+        with open(path, "rb") as file:
+            found = file.read(len(beginning.encode()))
+    except OSError:  # none, or no file: writing it says what is wrong
+        return
+    if found != beginning.encode():
+        raise UsageError(
+            f"{path} is no earlier {path.name} of burst and would be overwritten; rename it, or give --out"
+        )

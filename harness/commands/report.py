@@ -46,14 +46,22 @@ class ReportCommand:
         )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.records.stored import runs_below, stored_run
+        from harness.base.writable import refuse_foreign
+        from harness.records.stored import REPORT_FILE, RESULTS_FILE, runs_below, stored_run
+        from harness.report.html import page_beginning
         from harness.report.page import write_report
-        from harness.report.site import write_site
+        from harness.report.results import CSV_BEGINNING
+        from harness.report.site import INDEX_FILE, write_site
 
         runs, out = arguments.runs, arguments.out or stored_run(arguments.runs[0]).report_dir
         sites = [path for path in runs if runs_below(path)]
         if sites and len(runs) > 1:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
+        if sites:
+            refuse_foreign(out / INDEX_FILE, page_beginning())
+        elif arguments.out is not None:  # a run's own directory has no file of others
+            refuse_foreign(out / REPORT_FILE, page_beginning())
+            refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
         problems: list[str] = []
         aside, baseline, subject = arguments.set_aside_bad, arguments.baseline, arguments.subject
         labels = _labels(arguments.label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,8 @@ class RunCommand:
         from harness.spec.written import experiment_text
 
         check_launch_arguments(arguments)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise UsageError("torchrun started this process, and burst run starts the ranks itself; leave torchrun out")
         if arguments.again and (arguments.only or arguments.retry_failed):
             raise UsageError("--again runs the trials that it names and no others; leave --only and --retry-failed out")
         experiment = chosen_experiment(arguments)

@@ -10,11 +10,15 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
 from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 from harness.commands import parse_tolerance
+
+if TYPE_CHECKING:
+    from harness.records.stored import StoredRun
 
 
 class VerifyCommand:
@@ -103,8 +107,18 @@ class PackCommand:
                     pack(path, out, logs=arguments.logs)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        print(shown(f"{'Packed run' if as_lines else 'Archive'}: {out}"))
+        print(shown(f"{'Packed run' if as_lines else 'Archive'}: {out}{_part_of(stored_run(path))}"))
         return 0
+
+
+def _part_of(run: StoredRun) -> str:
+    """How many trials of the plan have a record, where some have none; empty otherwise, and for a packed run."""
+    try:
+        planned = run.planned() or []
+    except ValueError:  # a damaged plan, which `burst verify` names
+        return ""
+    having = sum(run.record_file(trial).is_file() for trial in planned)
+    return f", {having} of {len(planned)} trials" if having < len(planned) else ""
 
 
 COMMAND = VerifyCommand()

@@ -151,6 +151,12 @@ def _assets() -> tuple[str, str]:
     return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 
+@cache
+def page_beginning() -> str:
+    """How every page begins that `render_page` made."""
+    return (TEMPLATES / "page.html.j2").read_text(encoding="utf-8").partition("{{")[0]
+
+
 def render_page(name: str, **values: object) -> str:
     """A page of ours; whatever is put into it is escaped. Its policy allows our style and our script, nothing else."""
     style, script = _assets()

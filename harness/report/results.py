@@ -230,6 +230,9 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     return [name for name in seen if name not in unused]
 
 
+CSV_BEGINNING = "trial_id,experiment,"  # of every results.csv
+
+
 def write_results(path: Path, rows: Sequence[Row]) -> Path:
     """Write results.csv whole or not at all; floats keep all digits, absent values are empty cells."""
     columns = columns_of(rows)

@@ -269,3 +269,23 @@ def test_trials_without_a_record_and_records_that_stand_twice_are_said(tmp_path:
     shutil.copytree(run, tmp_path / "again")
     main(["report", str(run), str(tmp_path / "again"), "--format", "csv", "--out", str(tmp_path / "both")])
     assert f"{made[0].trial_id} stands twice" in capsys.readouterr().err
+
+
+def test_a_report_overwrites_no_file_that_it_did_not_make(tmp_path: Path, capsys) -> None:
+    run, mine = tmp_path / "runs" / "run", tmp_path / "mine"
+    write_record(run / "trials" / record().trial_id, record())
+    mine.mkdir()
+    for command, file in (
+        (["report", str(run), "--out", str(mine)], mine / "report.html"),
+        (["report", str(run), "--out", str(mine)], mine / "results.csv"),
+        (["report", str(run.parent)], run.parent / "index.html"),
+    ):
+        file.write_text("<!DOCTYPE html>\n<p>mine</p>\n")
+        assert main(command) == 2
+        assert f"{file} is no earlier {file.name} of burst and would be overwritten" in capsys.readouterr().err
+        assert file.read_text() == "<!DOCTYPE html>\n<p>mine</p>\n"
+        file.unlink()
+        for _ in range(2):  # over its own
+            assert main(command) == 0
+            assert file.exists()
+        file.unlink()

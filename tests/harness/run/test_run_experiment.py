@@ -311,3 +311,10 @@ def test_a_file_systems_error_is_one_sentence_of_the_command_line(tmp_path, monk
     assert said.count("\n") == 1
     assert os.strerror(number) in said
     assert "record.json" in said
+
+
+def test_under_torchrun_a_run_is_refused_before_it_touches_its_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert main(["run", "experiments/quickstart.yaml", "--scale", "smoke", "--out", str(tmp_path / "run")]) == 2
+    assert "burst run starts the ranks itself; leave torchrun out" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -96,14 +98,21 @@ def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(run, packed, 
 
 
 @pytest.mark.parametrize("name", ["out.tar.gz", "out.jsonl"])
-def test_a_run_that_goes_on_is_not_packed(
+def test_a_run_that_goes_on_is_not_packed_and_one_that_lacks_trials_says_so(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / "run.json").touch()
-    with opened_for_writing(run, resume=True):
-        assert main(["verify", "pack", str(run), "--out", str(tmp_path / name)]) == 2
+    copy, out = shutil.copytree(run, tmp_path / "copy"), tmp_path / name
+    trials = sorted(path.name for path in (copy / "trials").iterdir())
+    (copy / "run.json").write_text(json.dumps({"trials": trials}))
+    with opened_for_writing(copy, resume=True):
+        assert main(["verify", "pack", str(copy), "--out", str(out)]) == 2
     assert "is a run that goes on; pack it when it has ended" in capsys.readouterr().err
-    assert not (tmp_path / name).exists()
+    assert not out.exists()
+    assert main(["verify", "pack", str(copy), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f": {out}\n")
+    (copy / "run.json").write_text(json.dumps({"trials": [*trials, "never-ran"]}))
+    assert main(["verify", "pack", str(copy), "--out", str(tmp_path / f"again-{name}")]) == 0
+    assert capsys.readouterr().out.endswith(f"again-{name}, {len(trials)} of {len(trials) + 1} trials\n")
 
 
 def test_logs_and_traces_are_packed_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
