@@ -33,6 +33,7 @@ class DeepSpeed(UpstreamAttention):
     dtypes = ("bf16", "fp32")
     honours = ("kernel", "mlp_tiles", "optimizer_offload")
     offloads_parts = True
+    fa4_beside_torch = True
     tokens = "plain"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
