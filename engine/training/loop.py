@@ -255,7 +255,7 @@ def start_from(model: Decoder, directory: Path) -> None:
     """Put the weights of `directory` into a model, sharded or not; at most one whole tensor exists at a time. Adapters
     stay as they are.
 
-    Raises ValueError when they cannot be read or belong to another shape.
+    Raises ValueError when they cannot be read, belong to another shape or are not all finite.
     """
     from engine.hf import import_hugging_face
 
@@ -266,6 +266,11 @@ def start_from(model: Decoder, directory: Path) -> None:
         for name, whole in tensors:
             parameter = parameters.pop(name)
             whole = whole.to(dtype=parameter.dtype, device=parameter.device)
+            if wrong := int((~whole.isfinite()).sum()):
+                raise ValueError(
+                    f"init_from {directory} has NaN or infinity in {wrong} of the {whole.numel()} weights of {name}; "
+                    "give weights that are all finite"
+                )
             if isinstance(parameter, DTensor):
                 # Every rank has read the whole tensor, so its shard is cut out here and nothing is sent.
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

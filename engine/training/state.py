@@ -353,7 +353,7 @@ class Checkpoints:
 def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
     """Shape and parameters of a checkpoint, or its adapters, each whole, in host memory; needs no process group.
 
-    Raises ValueError when the checkpoint is not whole.
+    Raises ValueError when the checkpoint is not whole, or is removed meanwhile.
     """
     manifest = read_whole(path)
     shape = from_json(ModelShape, manifest.model)
@@ -362,7 +362,12 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
     parameters = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
     with warnings.catch_warnings():  # `no_dist` says that there is no process group
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        try:
+            dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        except dcp.CheckpointException as error:
+            raise ValueError(str(_failed("its tensors cannot be read", error))) from error
+        except OSError as error:
+            raise ValueError(f"its tensors cannot be read ({error.strerror})") from error
     return shape, parameters
 
 

@@ -56,7 +56,7 @@ class CompareCommand:
         parser.add_argument("--format", metavar="LIST", help=f"in which forms (default: {FORMATS}); needs --out")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.base.writable import make_writable
+        from harness.base.writable import make_writable, refuse_foreign
         from harness.compare import report
         from harness.report.tables.table import save_table
 
@@ -70,10 +70,14 @@ class CompareCommand:
             named = [(comparison, report.trial_names(comparison)) for comparison in comparisons]
         if arguments.out is not None:
             make_writable(arguments.out)
+            tables = []
             for comparison, names in named:
                 table = report.comparison_of(comparison, names)
-                name = f"{table.name}_{comparison.labels[0]}" if of_methods else table.name
-                save_table(replace(table, name=name), arguments.out, formats)
+                tables.append(replace(table, name=f"{table.name}_{comparison.labels[0]}") if of_methods else table)
+            for path in (arguments.out / f"{table.name}.{kind}" for table in tables for kind in formats):
+                refuse_foreign(path, report.TABLE_BEGINNINGS[path.suffix[1:]])
+            for table in tables:
+                save_table(table, arguments.out, formats)
         if arguments.json:
             plain = [report.to_plain(comparison, names) for comparison, names in named]
             print(json.dumps({"schema": report.SCHEMA, "comparisons": plain} if of_methods else plain[0], indent=1))

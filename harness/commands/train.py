@@ -75,6 +75,8 @@ class TrainCommand:
                 file = _loaded(arguments)
                 view = TrainingView(stderr_console(), file.config.steps, progress)
                 start = _start(arguments, file, view.say)
+            if file.note and not arguments.resume:
+                view.say(file.note)
             closing.callback(start.launcher.close)
             stop = stop_time(view.say, file.config.save.grace_seconds)
             with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():
@@ -272,29 +274,43 @@ class ExportCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         checkpoint = chosen_checkpoint(arguments.run, arguments.step)
         make_writable(arguments.out.absolute().parent)
-        try:
-            with Progress(f"exporting {checkpoint}"):
-                # torch is loaded for a checkpoint that exists, not for a typing mistake.
-                import torch
+        while True:
+            try:
+                print(_exported(arguments, checkpoint))
+                return 0
+            except ValueError as error:
+                if checkpoint.is_dir():
+                    raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
+            # The run goes on and has removed it meanwhile; there is a newer one.
+            if arguments.step is not None:
+                raise UsageError(
+                    f"{checkpoint} was removed by its run while it was exported; leave --step out, or train with a "
+                    "larger save.keep"
+                )
+            checkpoint = chosen_checkpoint(arguments.run, None)
 
-                from engine.hf import export_adapters, export_hugging_face
-                from engine.training.state import whole_parameters
 
-                dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
-                manifest = read_manifest(checkpoint)
-                shape, parameters = whole_parameters(checkpoint)
-                if manifest.lora is None:
-                    seq_len = cast(int, manifest.facts["seq_len"])
-                    export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
-                else:
-                    base = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"]["init_from"]
-                    export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
-        except ValueError as error:
-            raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
-        what = shape.name if manifest.lora is None else f"adapters of {shape.name}"
-        count = sum(parameter.numel() for parameter in parameters.values())
-        print(f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}")
-        return 0
+def _exported(arguments: argparse.Namespace, checkpoint: Path) -> str:
+    """Export a checkpoint; what was written, in words. Raises ValueError when it cannot be read."""
+    with Progress(f"exporting {checkpoint}"):
+        # torch is loaded for a checkpoint that exists, not for a typing mistake.
+        import torch
+
+        from engine.hf import export_adapters, export_hugging_face
+        from engine.training.state import whole_parameters
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
+        manifest = read_manifest(checkpoint)
+        shape, parameters = whole_parameters(checkpoint)
+        if manifest.lora is None:
+            seq_len = cast(int, manifest.facts["seq_len"])
+            export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+        else:
+            base = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"]["init_from"]
+            export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
+    what = shape.name if manifest.lora is None else f"adapters of {shape.name}"
+    count = sum(parameter.numel() for parameter in parameters.values())
+    return f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}"
 
 
 def chosen_checkpoint(run: Path, step: int | None) -> Path:

@@ -126,6 +126,14 @@ def alone(comparison: Comparison, names: dict[int, str]) -> list[str]:
     return lines
 
 
+# Of every table of `comparison_of` that was saved, in each form.
+TABLE_BEGINNINGS = {
+    "md": "### B: ",
+    "tex": "\\begin{table}\n  \\centering\\small\n  \\caption{B: ",
+    "csv": "trial,A ms,",
+}
+
+
 def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
     """All pairs as a table for papers and pages."""
     tolerance, percent = comparison.tolerance, _percent(comparison.tolerance)

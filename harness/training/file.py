@@ -41,6 +41,7 @@ class TrainingFile:
 
     path: Path
     config: TrainingConfig
+    note: str = ""  # what the user may not expect of a run that starts anew
 
 
 def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
@@ -67,7 +68,9 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
     try:
         trial = TrialSettings(task="train", **settings)
         trial = left_open(trial, _given(entries))
-        return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
+        return TrainingFile(
+            path=path, config=TrainingConfig(settings=trial, **values), note=_weights_not_read(entries, path.parent)
+        )
     except ValueError as error:
         # Such a sentence begins with the setting's dotted name.
         place = Node(entries, str(path)).place_of(str(error).partition(" ")[0].split("."))
@@ -85,6 +88,20 @@ def _with_tracker(entries: dict[str, Node]) -> dict[str, Node]:
         raise UsageError(f"{old.place}: metrics has both tensorboard and tracker; leave tensorboard out")
     named = "tensorboard" if convert(old, bool, "metrics.tensorboard") else "none"
     return {**entries, "metrics": Node({**inner, "tracker": Node(named, old.place)}, metrics.place)}
+
+
+def _weights_not_read(entries: dict[str, Node], folder: Path) -> str:
+    """One sentence where `model` is a folder of weights, of which only the shape is taken; else nothing."""
+    model = entries["model"]
+    if "init_from" in entries or not isinstance(model.value, str):
+        return ""
+    weights = folder / model.value
+    if not any(weights.glob("*.safetensors")):
+        return ""
+    return (
+        f"{model.place}: of {weights} the shape is used and not the weights: the run starts from random ones; to start "
+        f"from those, add init_from: {weights}"
+    )
 
 
 def _own(key: str, node: Node) -> Any:

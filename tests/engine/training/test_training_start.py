@@ -67,6 +67,7 @@ def starts(folder: str, model: str) -> tuple[dict[str, list[float]], list[str]]:
         config(cp_size=2, data=f"{folder}/short.txt", evaluate=Evaluation()),
         config(cp_size=2, evaluate=Evaluation(every=1, sequences=10**6)),
         config(cp_size=2, model=replace(SHAPE, vocab=100)),
+        config(cp_size=2, init_from=f"{folder}/broken"),
     ]
     refused = [go_on(Path(folder, "refused"), order(case)).get("refused", "ran") for case in cases]
     refused.append(go_on(Path(folder, "nothing"), order(config(cp_size=2), resume=True))["refused"])
@@ -83,10 +84,15 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
     state = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
     model = tmp_path / "model"
     export_hugging_face(state, SHAPE, model)
+    name = "blocks.1.mlp.down.weight"
+    broken = state[name].clone()
+    broken.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    export_hugging_face({**state, name: broken}, SHAPE, tmp_path / "broken")
     (tmp_path / "short.txt").write_text("only a few words")
     for parameters, sentences in run_on_ranks(2, starts, str(tmp_path), str(model)):
         assert parameters == {name: value.flatten().tolist() for name, value in state.items()}
-        layers, short, sequences, vocabulary, nothing = sentences
+        layers, short, sequences, vocabulary, not_finite, nothing = sentences
+        assert f"has NaN or infinity in 3 of the {broken.numel()} weights of {name}; give" in not_finite
         assert layers.endswith("has 1; choose the model file of that shape")
         assert "holds a model with layers 2, but model odd" in layers
         assert "hold no such sequence (16 tokens, held-out ones included); give more text" in short

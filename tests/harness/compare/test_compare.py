@@ -370,6 +370,18 @@ def test_the_table_is_written_in_every_form_that_is_asked_for(runs: Path) -> Non
     assert [path.name for path in Path("one").iterdir()] == ["compare.md"]
 
 
+@pytest.mark.parametrize("kind", ["md", "csv", "tex"])
+def test_a_table_replaces_its_own_earlier_one_and_no_file_of_a_user(runs: Path, capsys, kind: str) -> None:
+    own = Path("out") / f"compare.{kind}"
+    for _ in range(2):
+        assert main(["compare", "a", "b", "--out", "out"]) == 1
+    own.write_text("| my | notes |\n")
+    others = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert main(["compare", "a", "b", "--out", "out"]) == 2
+    assert f"{own} is no earlier {own.name} of burst and would be overwritten" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == others
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -87,7 +87,8 @@ def test_what_systems_printed_stands_beside_our_count_of_the_same_trial() -> Non
     assert [one.row["seq_len"] for one in torchtitan] == sorted(one.row["seq_len"] for one in torchtitan)
     by_length = [[one.ratio for one in same] for _, same in groupby(torchtitan, lambda one: one.row["seq_len"])]
     assert all(max(shorter) <= min(longer) for shorter, longer in pairwise(by_length))
-    assert all(max(same) < 1.005 * min(same) for same in by_length)  # of one trial, as printed in several runs
+    # Of one trial, as printed in several runs; steps of 16K differ from each other by more.
+    assert all(max(same) < 1.015 * min(same) for same in by_length)
     assert torchtitan[0].ratio > 1.3
     megatron = [one for one in printed if one.row["method"] == "megatron_lm_upstream"]
     assert len(megatron) >= 6

@@ -12,6 +12,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,6 +149,38 @@ def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: 
     max(newest.iterdir(), key=lambda path: path.stat().st_size).write_bytes(b"")
     code, said = burst(workplace, *(word if word != "run" else "damaged" for word in ("train", "train.yaml", *more)))
     assert (code, "are done already" in said, "is skipped because" in said) == (0, False, True), said
+
+
+def test_a_checkpoint_that_its_run_removes_during_an_export_gives_way_to_the_newest(
+    workplace: Path, stopped: tuple[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors", reason="the safetensors library is not installed")
+    from engine.training import state
+
+    read = state.whole_parameters
+
+    def removed_meanwhile(path: Path) -> Any:
+        if path.name == "step-00000001":
+            shutil.rmtree(path)
+            newer.rename(newer.with_name("step-00000002"))
+        return read(path)
+
+    monkeypatch.setattr(state, "whole_parameters", removed_meanwhile)
+    monkeypatch.chdir(workplace)
+    for step, code in ([], 0), (["--step", "1"], 2):
+        shutil.copytree("run", "going")
+        first, *others = Path("going", "checkpoints").glob("step-*")
+        for each in others:
+            shutil.rmtree(each)
+        newer = first.rename(first.with_name(".newer"))
+        shutil.copytree(newer, first.with_name("step-00000001"))
+        assert main(["train", "export", "going", "--out", "latest", *step]) == code
+        printed = capsys.readouterr()
+        if code:
+            assert "step-00000001 was removed by its run while it was exported; leave --step out" in printed.err
+        else:
+            assert "after step 2, " in printed.out
+        shutil.rmtree("going")
 
 
 def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +125,23 @@ def test_an_override_of_an_unknown_key_is_refused_by_its_own_text(written) -> No
 def test_the_example_of_the_documentation_can_be_read() -> None:
     config = load_training(Path(__file__).parents[3] / "examples" / "train_tiny.yaml").config
     assert (config.settings.model.name, config.settings.cp_size) == ("tiny", 2)
+
+
+def test_a_model_folder_with_weights_that_are_not_read_is_said(written: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    }
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = MINIMAL.replace("model: tiny", f"model: {folder}")
+    assert load_training(written(asked)).note == ""  # a shape alone
+    (folder / "model.safetensors").touch()
+    said = f"of {folder} the shape is used and not the weights: the run starts from random ones; to start from those, "
+    assert said + f"add init_from: {folder}" in load_training(written(asked)).note
+    assert load_training(written(asked + f"init_from: {folder}\n")).note == ""
+    assert load_training(written(MINIMAL)).note == ""
