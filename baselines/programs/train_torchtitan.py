@@ -78,15 +78,24 @@ def attend_with_fa4():
     where this cannot run the trial fails and no other kernel is measured.
 
     Torch up to 2.13 takes two values from the library's forward, and the library's beta 36 returns five: the module
-    that torch is given hands on the first two, output and LSE.
+    that torch is given hands on the first two, output and LSE. Where torch recomputes whole layers, it gives an output
+    whose dimension of one sequence has stride 0. That is no broadcast, but the library refuses it.
     """
     from flash_attn.cute import interface
     from torch.nn.attention import SDPBackend, activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
+    def forward(*tensors, out=None, **named):
+        if out is not None:
+            strides = (
+                stride if size > 1 else out.numel() for size, stride in zip(out.shape, out.stride(), strict=True)
+            )
+            out = out.as_strided(out.shape, tuple(strides))
+        return interface._flash_attn_fwd(*tensors, out=out, **named)[:2]
+
     given = types.ModuleType("flash_attention_4_of_two_results")
-    given._flash_attn_fwd = lambda *tensors, **named: interface._flash_attn_fwd(*tensors, **named)[:2]
+    given._flash_attn_fwd = forward
     given._flash_attn_bwd = interface._flash_attn_bwd
     sys.modules[given.__name__] = given
     register = functools.partial(register_flash_attention_fa4, module_path=given.__name__)
@@ -95,12 +104,31 @@ def attend_with_fa4():
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
 
 
+def count_grouped_heads():
+    """Have torch's count of attention's FLOPs take fewer KV heads than query heads, as later releases do by themselves:
+    with a budget of memory torch weighs by it what to recompute, and 2.11 ends the trial where the numbers differ."""
+    from torch.utils import flop_counter
+
+    def counting(name):
+        count = getattr(flop_counter, name)
+
+        def counted(first, *others):  # the first has the query heads, each with keys and values of its own
+            return count(first, *((batch, first[1], length, dim) for batch, _, length, dim in others))
+
+        return counted
+
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        setattr(flop_counter, name, counting(name))
+
+
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         request = json.load(file)
     register(request)
     if request["kernel"] == "fa4":
         attend_with_fa4()
+    if "--activation_checkpoint.memory_budget" in sys.argv:
+        count_grouped_heads()
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
     from torchtitan.train import main as train

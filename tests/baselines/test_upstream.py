@@ -6,6 +6,7 @@ test_upstream_run.py runs foreign programs for real.
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -389,6 +390,9 @@ def module(name, **contents):
 
 def forward(q, k, v, **named):
     assert (named["causal"], named["return_lse"]) == (True, True)
+    assert named["out"] is None or 0 not in named["out"].stride()  # as the library does
+    if named["out"] is not None:
+        named["out"].fill_(3)
     return q + 1, torch.zeros(1), None, None, None
 
 class Wrapper:
@@ -406,6 +410,9 @@ from torch.nn.attention import _fa4, current_flash_attention_impl
 x = torch.ones(1, 2, 2, 8)
 out, lse = _fa4._fa4_run_forward(x, x, x, None, None, 2, 2, 1.0, True, -1, -1, None)
 print(current_flash_attention_impl(), out.mean().item(), [backend.name for backend in Wrapper.sdpa_backends])
+given = torch.zeros(2, 2, 8).as_strided((1, 2, 2, 8), (0, 16, 8, 1))
+_fa4._fa4_run_forward(x, x, x, None, None, 2, 2, 1.0, True, -1, -1, None, out=given)
+print(given.mean().item())
 """
 
 
@@ -414,7 +421,32 @@ def test_torch_takes_two_results_of_flash_attention_4_in_torchtitan_whatever_the
         [sys.executable, "-c", ATTENDS_WITH_FA4, str(PROGRAMS)], capture_output=True, text=True, timeout=AMPLE
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "FA4 2.0 ['FLASH_ATTENTION']\n"
+    assert ran.stdout == "FA4 2.0 ['FLASH_ATTENTION']\n3.0\n"
+
+
+def test_torch_counts_grouped_heads_in_torchtitan_as_if_each_had_keys_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils import flop_counter
+
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    whole, grouped = (1, 8, 64, 16), (1, 2, 64, 16)
+    expected = {}
+    for name, among in (("sdpa_flop_count", 3), ("sdpa_backward_flop_count", 4)):
+        today = getattr(flop_counter, name)
+        expected[name] = today(*[whole] * among)
+
+        def of_equal_heads(*shapes: tuple[int, ...], count: Any = today) -> int:  # of torch 2.11
+            assert len({shape[1] for shape in shapes}) == 1
+            return int(count(*shapes))
+
+        monkeypatch.setattr(flop_counter, name, of_equal_heads)
+    runpy.run_path(str(PROGRAMS / "train_torchtitan.py"))["count_grouped_heads"]()
+    found = {
+        "sdpa_flop_count": flop_counter.sdpa_flop_count(whole, grouped, grouped),
+        "sdpa_backward_flop_count": flop_counter.sdpa_backward_flop_count(whole, whole, grouped, grouped),
+    }
+    assert found == expected
 
 
 def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tensor(
