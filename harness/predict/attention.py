@@ -117,11 +117,20 @@ class Pass:
         )
 
 
-def kernel_seconds(forward_flops: float, pairs: float, speeds: HardwareSpeeds, backward: bool) -> float:
-    """Of one call: at the speed of the causal tile with as many visible pairs where speeds are known by tile."""
+# Tokens of a causal tile with which a kernel reaches half its speed, and from which on speeds are measured. Fitted to
+# windows of 1K and 4K and documents of 1K to 8K tokens, FlashAttention-4 on an H200 (results/published/h200x1: packed,
+# attention_precision; h200x2: attention_window_best).
+_HALF_SPEED_TOKENS, _LONG_TOKENS = 900.0, 16384.0
+
+
+def kernel_seconds(forward_flops: float, pairs: float, rows: int, speeds: HardwareSpeeds, backward: bool) -> float:
+    """Of one call, in which `rows` tokens see as many `pairs`: at the speed of the causal tile with as many visible
+    pairs where speeds are known by tile, and slower where each token sees few others."""
     tflops = speeds.attention_backward_tflops if backward else speeds.attention_forward_tflops
     if speeds.tiles is not None:
         tflops = speeds.tiles.tflops(math.sqrt(2 * pairs), backward=backward)
+    seen = min(2 * pairs / rows, _LONG_TOKENS)  # tokens of a causal tile in which a token sees as many
+    tflops *= seen / (seen + _HALF_SPEED_TOKENS) * (1 + _HALF_SPEED_TOKENS / _LONG_TOKENS)
     return (ATTENTION_KERNEL_BACKWARD if backward else 1.0) * forward_flops / (tflops * TERA)
 
 
@@ -176,7 +185,8 @@ def _passes(attention: LayerAttention, speeds: HardwareSpeeds) -> tuple[Pass, Pa
 def _alone(problem: Problem, speeds: HardwareSpeeds, backward: bool) -> Pass:
     """All visible pairs in one call, of a share of the heads."""
     pairs = problem.mask.area(problem.seq_len)
-    return Pass(kernels=kernel_seconds(problem.pair_flops * pairs / problem.cp_size, pairs, speeds, backward))
+    flops = problem.pair_flops * pairs / problem.cp_size
+    return Pass(kernels=kernel_seconds(flops, pairs, problem.seq_len, speeds, backward))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +236,9 @@ class _RingOfRanks:
                 if inner_step + 1 < ring.node_size:
                     tokens = _received(ranges, local_rank, inner_step, ring.node_size, part.tokens)
                     following = clock.near(max(arrived, clock.previous), tokens * chunk_bytes)
-                seconds = kernel_seconds(flops_of_pair * area, area, self.speeds, backward)
+                seconds = (
+                    kernel_seconds(flops_of_pair * area, area, part.tokens, self.speeds, backward) if area else 0.0
+                )
                 added = self.speeds.ring_step_seconds if (outer_step or inner_step) and area else 0.0
                 kernels, steps = kernels + seconds, steps + added
                 clock.compute(arrived, seconds + added, from_afar=bool(outer_step) and not inner_step)
@@ -356,7 +368,9 @@ def all_gather_passes(found: Resolved, speeds: HardwareSpeeds, across: float) ->
 
     def kernels(backward: bool) -> float:
         return max(
-            sum(kernel_seconds(problem.pair_flops * area, area, speeds, backward) for area in areas if area)
+            sum(
+                kernel_seconds(problem.pair_flops * area, area, part.tokens, speeds, backward) for area in areas if area
+            )
             for areas in calls
         )
 

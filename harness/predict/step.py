@@ -57,6 +57,9 @@ _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
 # float8 steps of 4096 and 8192 tokens took 0.120 to 0.139 s at the median (float8_launches, float8_loss), replayed as
 # CUDA graphs 0.054 and 0.105. A step that is not replayed takes at least as long.
 _LAUNCH_SECONDS = {"same": 0.0047, "float8": 0.0080}
+# Of the host for one call of attention and its backward. Its launches and the GPU's work overlap in part: both go into
+# the time by their powers. Fitted to 2K to 8K tokens on one H200 (results/published/h200x1: attention_short, packed).
+_CALL_LAUNCH_SECONDS, _OVERLAP = 0.75e-3, 1.5
 # Bytes that casts to float8 read and write (engine.ops.float8): 2 for the largest value, which SwiGLU finds itself and
 # forward leaves to backward, 2 for the cast, 1 for the numbers and 1 for their transpose. Of norms and of SwiGLU's
 # gradients numbers are written in place of bf16: these are the bytes beyond. Per token, in forward, backward and a
@@ -109,6 +112,9 @@ def step_time(
     if settings.task == "attention":
         _add(phases, "attention forward", forward, 1.0)
         _add(phases, "attention backward", backward, 1.0)
+        computing = sum(phases.values())
+        together = (computing**_OVERLAP + _CALL_LAUNCH_SECONDS**_OVERLAP) ** (1 / _OVERLAP)
+        phases["waiting for launches"] = together - computing
         return StepTime(phases=_ordered(phases), attention=attention, attention_forward=forward.seconds)
     layers = settings.model.layers * calls
     again = work.recomputed_attention / work.attention if work.attention else 0.0

@@ -41,11 +41,24 @@ def attention(one: Problem, schedule: str, side: str = "query") -> LayerAttentio
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_links_of_no_cost_every_schedule_takes_the_kernels_time(schedule: str) -> None:
-    one = problem()
+    one = problem(seq_len=1 << 18)  # of chunks on which kernels have their full speed
     forward, backward = attention_passes(attention(one, schedule), FAST)
     flops = one.pair_flops * one.mask.area(one.seq_len) / one.cp_size
     assert forward.seconds == pytest.approx(flops / (200 * TERA), rel=0.01)
     assert backward.seconds == pytest.approx(2.5 * flops / (180 * TERA), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mask", "half_as_fast"), [("causal", 900), ("sliding_window:450", 1 << 20), ("documents:900,...", 900 * 512)]
+)
+def test_where_tokens_see_few_others_a_kernel_is_slower_by_the_tokens_of_a_causal_tile_that_sees_as_many(
+    mask: str, half_as_fast: int
+) -> None:
+    """Half the speed of an endless tile with 900 tokens, which is 0.527 of that with 16K, where speeds are measured."""
+    one = problem(cp_size=1, node_size=1, seq_len=half_as_fast, mask=parse_mask(mask))
+    forward, _ = attention_passes(attention(one, "ring"), FAST)
+    flops = one.pair_flops * one.mask.area(one.seq_len)
+    assert forward.seconds == pytest.approx(flops / (0.5 * (1 + 900 / 16384) * 200 * TERA), rel=2e-3)
 
 
 @pytest.mark.parametrize(
