@@ -24,9 +24,10 @@ _OPTIONS = """
 --parallelism.tensor_parallel_degree {tp_size} --debug.seed {seed} --compile.enable
 --activation_checkpoint.mode {checkpoint}
 """
-# As its docs/float8.md has it for tensorwise scaling. The LM head stays in bf16; FSDP2 gathers in float8 over ranks.
+# As its docs/float8.md has it for tensorwise scaling. The LM head stays in bf16, and so do matrices that are too small
+# to gain; FSDP2 gathers in float8 over ranks.
 _FLOAT8 = """
---model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output
+--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output,auto_filter_small_kn
 --quantize.linear.float8.enable_fsdp_float8_all_gather
 --quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
 """

@@ -457,7 +457,7 @@ def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tenso
         assert method_named("torchtitan_upstream").refuse(trial) is None
     command, _, _ = rendered("torchtitan_upstream", linear_dtype="float8")
     assert command.partition("--model.converters ")[2] == (
-        "quantize.linear.float8 --quantize.linear.float8.filter_fqns output "
+        "quantize.linear.float8 --quantize.linear.float8.filter_fqns output,auto_filter_small_kn "
         "--quantize.linear.float8.enable_fsdp_float8_all_gather "
         "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
     )
