@@ -39,6 +39,7 @@ _HARMLESS = frozenset(
         "return_dict", "shift_labels", "use_cache", CHECKSUM,
     )
 )  # fmt: skip
+_LAYERS = frozenset(("full_attention", "sliding_attention"))  # that compute from a rank's tokens and exact attention
 # Parts of a mask function of transformers, by the name of the function that made them, which attention over sharded
 # sequences has. Packed documents found in this rank's positions alone are found again in those of all ranks.
 _FULL = "bidirectional_mask_function"
@@ -87,10 +88,37 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
 
 @cache
 def _guard_other_attention() -> None:
-    """Make all attention that is not of this module refuse sharded batches, once in a process."""
-    from transformers import AttentionInterface
+    """Make all attention that is not of this module refuse sharded batches, and so models with other layers, once in a
+    process."""
+    from transformers import AttentionInterface, PreTrainedModel
 
     replace(AttentionInterface, "get_interface", _get_interface)
+    replace(PreTrainedModel, "__call__", _checked_call)
+
+
+def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if CHECKSUM in kwargs:
+            refuse_layers(model)
+            if kwargs.get("output_router_logits"):
+                raise ValueError(_ROUTER)
+        return call(model, *args, **kwargs)
+
+    return checked
+
+
+def refuse_layers(model: Any) -> None:
+    """Raises ValueError for a model of transformers that a rank cannot compute from its own tokens and exact attention
+    over all of them."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} has attention of its own, which transformers cannot replace; take another model")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if other or getattr(model, "_is_stateful", False):
+        what = f"layers of type {', '.join(other)}" if other else "layers with a state"
+        raise ValueError(f"{name} has {what}, which need tokens of all ranks; take a model of attention alone")
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(_ROUTER)
 
 
 def _get_interface(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,6 +367,7 @@ def _refuse_rotation(module: nn.Module, positions: int) -> None:
             )
 
 
+_ROUTER = "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
 _GENERATE = (
     "Before generate, call model.set_attn_implementation('sdpa'), or 'eager' where a model has no sdpa, with the whole "
     "prompt on every rank; set it back after"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst.batch import shard_batch
-from burst.transformers import BOUNDARIES, FLASH_NAMES, check_boundaries, register, sees_one_rank
+from burst.transformers import BOUNDARIES, FLASH_NAMES, check_boundaries, refuse_layers, register, sees_one_rank
 from engine.attention.context import ContextParallel
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _PASSED = ("num_items_in_batch", "return_dict", "fused_lm_head")
 # What collators of packed rows add to position_ids, for kernels that take the lengths of documents.
 _SAID_BY_POSITIONS = (*BOUNDARIES, "max_length_q", "max_length_k", "seq_idx")
 _OF_TOKENS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's LM head
-_LAYERS = ("full_attention", "sliding_attention")
 
 
 def take_whole_batches(model: nn.Module, cp: ContextParallel) -> None:
@@ -93,21 +92,12 @@ def with_logits(model: nn.Module) -> Iterator[None]:
 
 def _refuse_architecture(inner: Any) -> None:
     """Raises ValueError for what a rank cannot compute from its own tokens and exact attention."""
+    refuse_layers(inner)
     config = inner.config.get_text_config()
-    if not inner._can_set_attn_implementation():
-        raise ValueError(f"{type(inner).__name__} has attention of its own, which transformers cannot replace")
     if not getattr(config, "is_causal", True):
         raise ValueError(
             f"{type(inner).__name__} has is_causal False, and tokens would see the padding of a batch; shard it by "
             "burst.register and burst.shard_batch, without padding"
-        )
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYERS)):
-        raise ValueError(
-            f"{type(inner).__name__} has layers of type {', '.join(other)}, which need tokens of all ranks"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
         )
 
 

@@ -295,6 +295,45 @@ def test_attention_of_one_rank_refuses_a_sharded_batch_and_computes_others(
         assert torch.equal(model(**burst.shard_batch(batch(), alone)).loss, expected)
 
 
+SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+STATES = "which need tokens of all ranks; take a model of attention alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "sentence"),
+    [
+        ("FalconConfig", {"num_attention_heads": 4}, "FalconForCausalLM has attention of its own, which transformers"),
+        (
+            "Mamba2Config",
+            {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
+            f"Mamba2ForCausalLM has layers of type linear_attention, {STATES}",
+        ),
+        (
+            "Lfm2Config",
+            {"layer_types": ["conv", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2},
+            f"Lfm2ForCausalLM has layers of type conv, {STATES}",
+        ),
+        ("xLSTMConfig", {}, f"xLSTMForCausalLM has layers with a state, {STATES}"),
+        (
+            "MixtralConfig",
+            TINY | {"num_local_experts": 2, "output_router_logits": True},
+            "output_router_logits is set, and the loss that balances experts is no sum over tokens",
+        ),
+    ],
+)
+def test_models_that_a_rank_cannot_compute_from_its_own_tokens_are_refused(
+    kind: str, own: dict[str, Any], sentence: str
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SHAPE | own))
+    alone = burst.ContextParallel.single()
+    burst.register(alone)
+    two = copy.copy(alone)
+    two.size = 2
+    with pytest.raises(ValueError, match=sentence):
+        model(**burst.shard_batch(batch(), two))
+    assert model(**burst.shard_batch(batch(), alone), use_cache=False).loss > 0
+
+
 def in_lower_precision(attention: str) -> list[tuple[float, float]]:
     """(loss, magnitude of all gradients) of models with float32 weights under autocast; without gradients, the loss in
     inference mode."""
