@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial, wraps
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from burst.batch import CHECKSUM
 from burst.rows import Rows, by_rows, lengths_from, made_by, mask_of_lengths, parts_of
 from engine.attention.context import ContextParallel
 from engine.attention.prepared import burst_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -107,7 +110,7 @@ def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def refuse_layers(model: Any) -> None:
+def refuse_layers(model: PreTrainedModel) -> None:
     """Raises ValueError for a model of transformers that a rank cannot compute from its own tokens and exact attention
     over all of them."""
     name, config = type(model).__name__, model.config.get_text_config()

@@ -90,6 +90,10 @@ class ContextParallel:
         alone._set_up(None, None, layout)
         return alone
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: a copy of a model attends over the same ranks."""
+        return self
+
     def _set_up(self, group: dist.ProcessGroup | None, node_size: int | None, layout: str | Layout) -> None:
         self.layout: Layout = as_layout(layout)
         self.group = group

@@ -22,7 +22,8 @@ Message = Mapping[str, object]  # role, content, and what else a template asks f
 Span = tuple[int, int]  # characters [start, stop)
 
 ANSWERS = "assistant"  # role of the messages that are learnt
-_BEGIN, _END = "\ue000", "\ue001"  # of Unicode's private use, around what a template marks; no text holds them
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode has no such characters in texts
+_OF_PARTS = ("is string", "is not string", "is iterable", "is sequence")  # of templates that know lists of parts
 _FILE = "chat_template.jinja"  # beside tokenizer.json, or in its configuration
 
 
@@ -40,6 +41,8 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a chat, and its answers in it. Raises ValueError for one that the template refuses, or has no
         answer."""
+        for message in messages:
+            self._check(message)
         whole = self._render(messages)
         spans: list[Span] = []
         if self._marks:
@@ -59,13 +62,28 @@ class ChatTemplate:
             raise ValueError(f"the chat has no answer to learn, a message whose role is {ANSWERS}; leave it out")
         return whole, spans
 
+    def _check(self, message: Message) -> None:
+        """Raises ValueError for what the template would write as Python does, or take for its marks."""
+        content = message["content"]
+        if isinstance(content, str):
+            if self._marks and (_BEGIN in content or _END in content):
+                raise ValueError("a message holds the character U+FDD0 or U+FDD1, which is none of texts; remove it")
+            return
+        called = content is None and message.get("tool_calls") and "tool_calls" in self._source
+        parted = isinstance(content, list) and any(test in self._source for test in _OF_PARTS)
+        if not called and not parted:
+            found = "null" if content is None else f"a {type(content).__name__}"
+            raise ValueError(
+                f"content of a message is {found}, which the chat template would write as it is; give a text"
+            )
+
     def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """`asks`: with the header that asks for an answer at the end."""
         from jinja2 import TemplateError
 
         try:
             return self._template.render(messages=messages, add_generation_prompt=asks, **self._tokens)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError, LookupError, ValueError, AttributeError) as error:
             raise ValueError(f"the chat template refuses it ({error}); repair the messages") from error
 
     @property

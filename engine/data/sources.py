@@ -55,6 +55,8 @@ _PICKLE = re.compile(rb"\x80[\x02-\x05][\x28-\x95]")  # protocol 2 to 5, then an
 
 # Where the content does not distinguish a table from prose, or a damaged line from a text, the name does.
 _BY_NAME = {
+    ".parquet": "a Parquet file",
+    ".arrow": "an Arrow file",
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
     ".json": "JSON",
@@ -69,6 +71,7 @@ _RECORD_FILES = {"a Parquet file": "parquet", "an Arrow file": "arrow", "an Arro
 _JSON_KINDS = {"JSON Lines": "json_lines", "JSON": "json"}
 _LINES_BY_NAME = (".jsonl", ".ndjson")
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = "\ufeff"
 _RECORD_SEPARATOR = "\x1e"  # begins each text of a JSON text sequence (RFC 7464)
@@ -92,6 +95,8 @@ def format_unsupported_reason(path: Path) -> str | None:
     if found := _data_set(head):
         remedy = _take_field(path) if found in _RECORD_FILES else _TO_TEXT
         return f"data {str(path)!r} is {found}{remedy}"
+    if head.startswith(_LFS_POINTER):
+        return f"data {str(path)!r} is a pointer of Git LFS and not the file; fetch it with git lfs pull"
     if head.startswith(_UTF_16_MARKS):
         return f"data {str(path)!r} is UTF-16 text; convert it to UTF-8"
     if (zero := head.find(b"\0")) >= 0:

@@ -62,6 +62,8 @@ class ReportCommand:
         elif arguments.out is not None:  # a run's own directory has no file of others
             refuse_foreign(out / REPORT_FILE, page_beginning())
             refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
+            if not (out / REPORT_FILE).is_file() and not (out / RESULTS_FILE).is_file():
+                _refuse_other_drawings(out)
         problems: list[str] = []
         aside, baseline, subject = arguments.set_aside_bad, arguments.baseline, arguments.subject
         labels = _labels(arguments.label)
@@ -86,6 +88,14 @@ class ReportCommand:
             say(f"burst: {problem}")
         print(shown(f"Report: {path}"))
         return 1 if problems else 0
+
+
+def _refuse_other_drawings(out: Path) -> None:
+    """Raise UsageError where a directory without a report has files in the folders in which one keeps its own: no table
+    or figure says whose it is."""
+    for folder in (out / "tables", out / "figures"):
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} holds files, and {out} no report of burst; give --out another directory")
 
 
 def _labels(given: list[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from harness.base.errors import UsageError
 
 # Figures that may be measured rather than published.
 MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")
+Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
 Positive = Annotated[float, Meta(gt=0, description="a number above 0")]
 HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
@@ -122,7 +123,7 @@ class Hardware:
     measured: dict[str, MeasurementOrigin] = field(default_factory=dict)  # by figure, if more than its source is known
     speeds: dict[str, Positive] = field(default_factory=dict)  # constants of the prediction that the file gives
     spread: dict[str, Positive] = field(default_factory=dict)  # of those measured: (largest - least) / median
-    gpus_per_node: int = GPUS_PER_NODE
+    gpus_per_node: Count = GPUS_PER_NODE
     kernel_tiles: dict[str, Tiles] = field(default_factory=dict)  # attention kernel -> its speeds by tile
     # Layers whose gathered parameters and gradients wait for their stream in the published systems; fitted to their
     # memory (docs/plan.md). None: not known of this GPU type.

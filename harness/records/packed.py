@@ -26,7 +26,7 @@ from harness.base.errors import UsageError
 VERSION = 1
 SUFFIX = ".jsonl"
 _WHAT = "packed run"
-_BEGINNING = b'{"burst_run":'  # of every packed run, and of no other file of JSON lines
+BEGINNING = b'{"burst_run":'  # of every packed run, and of no other file of JSON lines
 _TRIAL_ID = re.compile(r"\w[\w.+-]{0,199}", re.ASCII)  # it may become the name of a directory
 
 
@@ -47,7 +47,7 @@ def is_packed(path: Path) -> bool:
         return False
     try:
         with open_regular(path, _WHAT) as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
+            return file.read(len(BEGINNING)) == BEGINNING
     except (UsageError, OSError):
         return False
 
@@ -55,7 +55,7 @@ def is_packed(path: Path) -> bool:
 def read_header(path: Path) -> RunHeader:
     """The header of a packed run. Raises UsageError that names file and line for a file without a proper one."""
     line = next(read_lines(path), b"")
-    if not line.startswith(_BEGINNING):
+    if not line.startswith(BEGINNING):
         raise UsageError(
             f'{path}:1: found no header of a packed run; expected a line {{"burst_run": {VERSION}, ...}}, '
             "as `burst verify pack RUN --out NAME.jsonl` writes"

@@ -25,9 +25,9 @@ import yaml
 from engine.atomic import write_atomic
 from engine.reader import read_regular
 from harness.base.errors import UsageError
-from harness.base.writable import make_writable
+from harness.base.writable import make_writable, refuse_foreign
 from harness.metrics.hardware import HARDWARE_DIR, hardware_for
-from harness.records.packed import packed
+from harness.records.packed import BEGINNING, packed
 from harness.records.provenance import HOME, PROJECT_ROOT, commit, private_in, version
 from harness.records.record import RECORD_FILE, BadRecord, Record, refuse_bad
 from harness.records.stated import PROVENANCE_FILE, StatedProvenance
@@ -74,6 +74,7 @@ def pack_lines(path: Path, out: Path, *, replace: bool = False) -> Path:
     content = packed(run.header(), records)
     if os.path.lexists(out) and not replace and _content(out) != content:
         raise UsageError(f"{out} exists with other contents; give --replace to overwrite it, or --out another name")
+    refuse_foreign(out, BEGINNING.decode())
     make_writable(out.absolute().parent)
     return write_atomic(out, content)
 

@@ -195,11 +195,25 @@ class Communicators:
         if len(cp_ranks) == 1 or self.group is None:
             return None
         world = dist.get_process_group_ranks(self.group)
+        _refuse_unequal_groups(self.group)
         return dist.new_group(
             [world[rank] for rank in cp_ranks],
             timeout=timeout_of(self.group),
             use_local_synchronization=True,
             group_desc=f"attention_{purpose}",
+        )
+
+
+def _refuse_unequal_groups(group: dist.ProcessGroup) -> None:
+    """Raises ValueError, on all ranks alike, where they are in unequal numbers of process groups. torch counts those
+    into the name of a group that its members make alone, and they would wait for each other until the timeout."""
+    counts = [0] * group.size()
+    with peers_needed(group, "the other ranks"):
+        dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if min(counts) < max(counts):
+        raise ValueError(
+            f"the ranks that share a sequence are in {min(counts)} to {max(counts)} process groups, so torch would "
+            "name a group of theirs differently on each; let all be in as many, by new_group for the other ranks too"
         )
 
 

@@ -26,9 +26,11 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="LIST", help="models (default: 7b)")
     parser.add_argument("--method", metavar="LIST", help="methods (default: burst)")
     parser.add_argument("--seq-len", metavar="LIST", help="tokens of a sequence (default: 1M)")
-    parser.add_argument(
-        "--gpus", "--cp-size", dest="cp_size", metavar="LIST", help="context-parallel sizes, one GPU each (default: 8)"
+    sizes = parser.add_mutually_exclusive_group()  # one option with two names
+    sizes.add_argument(
+        "--gpus", dest="cp_size", metavar="LIST", help="context-parallel sizes, one GPU each (default: 8)"
     )
+    sizes.add_argument("--cp-size", dest="cp_size", metavar="LIST", help="the same as --gpus")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks of a node (default: the hardware file's)")
     parser.add_argument("--task", choices=("train", "attention"), help="(default: train)")
 

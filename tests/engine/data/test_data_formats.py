@@ -98,6 +98,9 @@ NOT_TEXT = {
     "pdf": (ASCII_PDF, "is a PDF document; write the text"),
     "rtf": (b"{\\rtf1\\ansi Hello}", "is an RTF document; write the text"),
     "zeros": (b"abc\x00def", "is a binary file (byte 3 is zero); give a UTF-8 text file"),
+    "pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of Git LFS and not"
+    ),
     "utf-16": ("text".encode("utf-16"), "is UTF-16 text; convert it to UTF-8"),
     "program": (Path(sys.executable).resolve().read_bytes()[:5000], "is a binary file (byte"),
 }  # fmt: skip
@@ -117,7 +120,7 @@ def test_a_file_that_is_no_text_is_refused_by_its_content_under_any_name(kind: s
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.csv", "A.CSV", "a.tsv", "a.ipynb"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "A.CSV", "a.tsv", "a.ipynb", "a.parquet", "a.arrow"])
 def test_where_the_content_cannot_tell_the_name_does_and_can_be_changed(name: str, tmp_path: Path) -> None:
     content = "name,text\n1,one\n2,two\n"
     said = format_unsupported_reason(written(tmp_path, content, name))

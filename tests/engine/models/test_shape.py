@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.lora import Lora
+from engine.lora import Lora, missing_target
 from engine.method import method_unsupported_reason
 from engine.models.architecture import shortest_pattern
 from engine.models.decoder import Decoder
@@ -169,3 +169,10 @@ def test_methods_refuse_layers_and_features_that_they_lack() -> None:
     assert "trl_upstream trains Llama's decoder, and model m has qkv_bias True" in (
         method_unsupported_reason(method_named("trl_upstream"), biased) or ""
     )
+
+
+def test_adapters_have_no_larger_rank_than_their_matrix() -> None:
+    shape = ModelShape(name="m", layers=1, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=128)
+    asked = {rank: missing_target(shape, Lora(rank=rank, alpha=1, targets=("q", "k"))) for rank in (32, 33)}
+    assert asked[32] is None
+    assert asked[33] == "lora.rank is 33, but k of model m is a matrix of 32 x 64; give at most 32"

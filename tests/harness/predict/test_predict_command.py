@@ -433,6 +433,13 @@ def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(tmp_path, c
     assert "--ranks is 1000" in capsys.readouterr().err
 
 
+def test_both_names_of_one_option_are_not_given_together(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "4", "--cp-size", "8"])
+    assert ended.value.code == 2
+    assert "--cp-size: not allowed with argument --gpus" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -213,6 +213,10 @@ def test_a_packed_run_is_overwritten_only_where_that_was_asked_for(packed, tmp_p
     assert main([*pack, "--replace"]) == 0
     assert len(read_records(packed)) == 1
     assert main(pack) == 0, "the same contents are no other ones"
+    packed.write_text('{"text": "mine"}\n')
+    assert main([*pack, "--replace"]) == 2
+    assert f"{packed} is no earlier {packed.name} of burst and would be overwritten" in capsys.readouterr().err
+    assert packed.read_text() == '{"text": "mine"}\n'
 
 
 @pytest.mark.parametrize(

@@ -288,4 +288,15 @@ def test_a_report_overwrites_no_file_that_it_did_not_make(tmp_path: Path, capsys
         for _ in range(2):  # over its own
             assert main(command) == 0
             assert file.exists()
-        file.unlink()
+
+
+def test_a_report_replaces_no_tables_and_figures_where_none_of_its_own_lies_beside_them(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    write_record(run / "trials" / record().trial_id, record())
+    for folder in ("tables", "figures"):
+        mine = tmp_path / f"mine_{folder}"
+        (mine / folder).mkdir(parents=True)
+        (mine / folder / "results.csv").write_text("mine")
+        assert main(["report", str(run), "--out", str(mine)]) == 2
+        assert f"{mine / folder} holds files, and {mine} no report of burst; give --out" in capsys.readouterr().err
+        assert [path.name for path in mine.iterdir()] == [folder]

@@ -256,6 +256,11 @@ def test_a_wrong_time_or_place_of_a_measurement_is_explained(tmp_path: Path, old
     [
         ("peak_bf16_tflops: 100", "peak_bf16_tflops: 0", r"gpu.yaml:3: peak_bf16_tflops is 0; expected a number above"),
         ("peak_bf16_tflops: 100", "peak_bf16_tflop: 100", r"gpu.yaml:3: unknown key .*; did you mean peak_bf16_tflops"),
+        (
+            "title: GPU\n",
+            "title: GPU\ngpus_per_node: 0\n",
+            "gpus_per_node is 0; expected a whole number",
+        ),
         ("title: GPU\n", "", "gpu.yaml:1: the file lacks title"),
         ("memory_gib: datasheet, ", "", r"gpu.yaml:6: sources lacks memory_gib"),
         ("fa2: {", "fa9: {", r"gpu.yaml:5: unknown key fa9 in kernel_ceilings; did you mean"),

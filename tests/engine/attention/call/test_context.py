@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +96,23 @@ def gradients(layout: str, gradient: str, dim: int, dtype: torch.dtype) -> float
     (found,) = torch.autograd.grad(loss(again, cp.rank if gradient == "sum" else 0), local)
     assert found.dtype == dtype
     return (found - cp.shard(truth, dim)).abs().max().item() / truth.abs().max().item()
+
+
+def in_unequal_groups(_: str) -> str:
+    dist.new_group([0])  # of which the other rank is no member
+    cp = ContextParallel()
+    assert copy.deepcopy({"cp": cp})["cp"] is cp  # a copy of a model attends over the same ranks
+    q = cp.shard(torch.randn(1, 16, 2, 8), dim=1)
+    try:
+        burst_attention(q, q, q, cp=cp)
+    except ValueError as error:
+        return str(error)
+    return "ran"
+
+
+def test_ranks_that_are_in_unequal_numbers_of_groups_are_told_and_do_not_wait_for_each_other() -> None:
+    for said in run_on_ranks(2, in_unequal_groups, ""):
+        assert "are in 1 to 2 process groups, so torch would name a group of theirs differently on each" in said
 
 
 @combinations({"layout": ["zigzag", "contiguous", "striped"], "gradient": ["sum", "same"]})
