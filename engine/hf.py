@@ -132,11 +132,11 @@ class SafetensorsFolder:
         """Raises ValueError when the folder holds no safetensors, or an index that names other folders' files."""
         self._library = _library()
         self._opened: dict[tuple[Path, str], Any] = {}
-        if (directory / INDEX).exists():
-            self._file_of = _indexed(directory)
-        elif (directory / SINGLE).exists():
+        if (directory / SINGLE).exists():  # before an index that an earlier model left there, as in transformers
             file = directory / SINGLE
             self._file_of = dict.fromkeys(self._open(file).keys(), file)
+        elif (directory / INDEX).exists():
+            self._file_of = _indexed(directory)
         else:
             raise ValueError(
                 f"{directory}: holds neither {INDEX} nor {SINGLE}; give a folder with safetensors "

@@ -99,6 +99,18 @@ def test_an_older_export_in_one_file_is_read_with_the_defaults_of_its_day(tmp_pa
     assert dict(tensors).keys() == decoder(shape).state_dict().keys()
 
 
+def test_one_file_counts_before_the_index_of_an_earlier_model_in_the_folder(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = exported(QWEN3, tmp_path / "out")
+    shards = [load_file(path) for path in directory.glob("*.safetensors")]
+    save_file({name: 2 * tensor for shard in shards for name, tensor in shard.items()}, directory / SINGLE)
+    earlier = dict(import_hugging_face(exported(QWEN3, tmp_path / "earlier"))[1])
+    later = dict(import_hugging_face(directory)[1])
+    assert later.keys() == earlier.keys()
+    assert all(torch.equal(later[name], 2 * tensor) for name, tensor in earlier.items())
+
+
 def test_a_folder_is_looked_at_without_torch_and_without_reading_a_tensor(tmp_path: Path) -> None:
     directory = exported(LLAMA, tmp_path / "llama")
     look = f"from pathlib import Path; import engine.hf; print(engine.hf.hugging_face_shape(Path({str(directory)!r})))"
