@@ -103,7 +103,7 @@ def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         if CHECKSUM in kwargs:
             refuse_layers(model)
-            if kwargs.get("output_router_logits"):
+            if kwargs.get("output_router_logits") and getattr(model.config, "router_aux_loss_coef", 1.0):
                 raise ValueError(_ROUTER)
         return call(model, *args, **kwargs)
 
@@ -114,13 +114,15 @@ def refuse_layers(model: PreTrainedModel) -> None:
     """Raises ValueError for a model of transformers that a rank cannot compute from its own tokens and exact attention
     over all of them."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if not model._can_set_attn_implementation():
+    kinds = [kind for kind in type(model).__mro__ if hasattr(kind, "_can_set_attn_implementation")]
+    # It looks for attention in the source of a class: a user's subclass of a model may have none that can be read.
+    if not any(kind._can_set_attn_implementation() for kind in kinds if kind.__name__ != "PreTrainedModel"):
         raise ValueError(f"{name} has attention of its own, which transformers cannot replace; take another model")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if other or getattr(model, "_is_stateful", False):
         what = f"layers of type {', '.join(other)}" if other else "layers with a state"
         raise ValueError(f"{name} has {what}, which need tokens of all ranks; take a model of attention alone")
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 1.0):
         raise ValueError(_ROUTER)
 
 

@@ -60,10 +60,10 @@ def missing_target(shape: ModelShape, lora: Lora) -> str | None:
         if f"{MODULES[name]}.weight" not in sizes:
             return f"lora.targets has {name}, but model {shape.name} forms it from a latent; leave it out"
         size = sizes[f"{MODULES[name]}.weight"]
-        if lora.rank > min(size):
+        if lora.rank > max(size):
             return (
                 f"lora.rank is {lora.rank}, but {name} of model {shape.name} is a matrix of {size[0]} x {size[1]}; "
-                f"give at most {min(size)}"
+                f"give at most {max(size)}"
             )
     return None
 

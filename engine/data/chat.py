@@ -23,7 +23,6 @@ Span = tuple[int, int]  # characters [start, stop)
 
 ANSWERS = "assistant"  # role of the messages that are learnt
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode has no such characters in texts
-_OF_PARTS = ("is string", "is not string", "is iterable", "is sequence")  # of templates that know lists of parts
 _FILE = "chat_template.jinja"  # beside tokenizer.json, or in its configuration
 
 
@@ -41,8 +40,8 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a chat, and its answers in it. Raises ValueError for one that the template refuses, or has no
         answer."""
-        for message in messages:
-            self._check(message)
+        for number in range(len(messages)):
+            self._check(messages, number)
         whole = self._render(messages)
         spans: list[Span] = []
         if self._marks:
@@ -62,19 +61,23 @@ class ChatTemplate:
             raise ValueError(f"the chat has no answer to learn, a message whose role is {ANSWERS}; leave it out")
         return whole, spans
 
-    def _check(self, message: Message) -> None:
-        """Raises ValueError for what the template would write as Python does, or take for its marks."""
-        content = message["content"]
+    def _check(self, messages: Sequence[Message], number: int) -> None:
+        """Raises ValueError for content that the template would write as Python does, or take for its marks."""
+        content = messages[number]["content"]
         if isinstance(content, str):
             if self._marks and (_BEGIN in content or _END in content):
                 raise ValueError("a message holds the character U+FDD0 or U+FDD1, which is none of texts; remove it")
             return
-        called = content is None and message.get("tool_calls") and "tool_calls" in self._source
-        parted = isinstance(content, list) and any(test in self._source for test in _OF_PARTS)
-        if not called and not parted:
+        # Templates may know parts, or messages without content. One that does not writes what `str` gives.
+        as_text = {**messages[number], "content": str(content)}
+        try:
+            same = self._render([*messages[:number], as_text, *messages[number + 1 :]]) == self._render(messages)
+        except ValueError:
+            return  # where the chat itself cannot be rendered, that says why
+        if same:
             found = "null" if content is None else f"a {type(content).__name__}"
             raise ValueError(
-                f"content of a message is {found}, which the chat template would write as it is; give a text"
+                f"content of message {number + 1} is {found}, which the chat template would write as it is; give a text"
             )
 
     def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:

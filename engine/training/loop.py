@@ -266,7 +266,8 @@ def start_from(model: Decoder, directory: Path) -> None:
         for name, whole in tensors:
             parameter = parameters.pop(name)
             whole = whole.to(dtype=parameter.dtype, device=parameter.device)
-            if wrong := int((~whole.isfinite()).sum()):
+            # In parts, because `isfinite` makes tensors of the size of its own.
+            if wrong := sum(int((~part.isfinite()).sum()) for part in whole.reshape(-1).split(1 << 24)):
                 raise ValueError(
                     f"init_from {directory} has NaN or infinity in {wrong} of the {whole.numel()} weights of {name}; "
                     "give weights that are all finite"

@@ -27,7 +27,7 @@ def refuse_foreign(path: Path, beginning: str) -> None:
             found = file.read(len(beginning.encode()))
     except OSError:  # none, or no file: writing it says what is wrong
         return
-    if found != beginning.encode():
+    if found and found != beginning.encode():  # an empty file holds nothing to lose
         raise UsageError(
-            f"{path} is no earlier {path.name} of burst and would be overwritten; rename it, or give --out"
+            f"{path} is no earlier {path.name} of burst and would be overwritten; rename it, or give another --out"
         )

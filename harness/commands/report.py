@@ -63,7 +63,7 @@ class ReportCommand:
             refuse_foreign(out / REPORT_FILE, page_beginning())
             refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
             if not (out / REPORT_FILE).is_file() and not (out / RESULTS_FILE).is_file():
-                _refuse_other_drawings(out)
+                _refuse_other_drawings(out, _formats(arguments.format, FORMATS))
         problems: list[str] = []
         aside, baseline, subject = arguments.set_aside_bad, arguments.baseline, arguments.subject
         labels = _labels(arguments.label)
@@ -90,12 +90,13 @@ class ReportCommand:
         return 1 if problems else 0
 
 
-def _refuse_other_drawings(out: Path) -> None:
-    """Raise UsageError where a directory without a report has files in the folders in which one keeps its own: no table
-    or figure says whose it is."""
+def _refuse_other_drawings(out: Path, formats: list[str]) -> None:
+    """Raise UsageError where a directory without a report has files of these formats in the folders in which one keeps
+    its own: no table or figure says whose it is."""
     for folder in (out / "tables", out / "figures"):
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} holds files, and {out} no report of burst; give --out another directory")
+        for path in folder.glob("*"):
+            if path.suffix[1:] in formats:
+                raise UsageError(f"{folder} holds {path.name}, and {out} no report of burst; give another --out")
 
 
 def _labels(given: list[str]) -> dict[str, str]:

@@ -123,14 +123,14 @@ class Pass:
 _HALF_SPEED_TOKENS, _LONG_TOKENS = 900.0, 16384.0
 
 
-def kernel_seconds(forward_flops: float, pairs: float, rows: int, speeds: HardwareSpeeds, backward: bool) -> float:
-    """Of one call, in which `rows` tokens see as many `pairs`: at the speed of the causal tile with as many visible
-    pairs where speeds are known by tile, and slower where each token sees few others."""
+def kernel_seconds(forward_flops: float, pairs: float, seen: float, speeds: HardwareSpeeds, backward: bool) -> float:
+    """Of one call with so many visible `pairs`: at the speed of the causal tile with as many where speeds are known by
+    tile, and slower where a token of the rank sees few others in all its calls, `seen` on average."""
     tflops = speeds.attention_backward_tflops if backward else speeds.attention_forward_tflops
     if speeds.tiles is not None:
         tflops = speeds.tiles.tflops(math.sqrt(2 * pairs), backward=backward)
-    seen = min(2 * pairs / rows, _LONG_TOKENS)  # tokens of a causal tile in which a token sees as many
-    tflops *= seen / (seen + _HALF_SPEED_TOKENS) * (1 + _HALF_SPEED_TOKENS / _LONG_TOKENS)
+    tile = min(2 * seen, _LONG_TOKENS)  # tokens of a causal tile in which a token sees as many
+    tflops *= tile / (tile + _HALF_SPEED_TOKENS) * (1 + _HALF_SPEED_TOKENS / _LONG_TOKENS)
     return (ATTENTION_KERNEL_BACKWARD if backward else 1.0) * forward_flops / (tflops * TERA)
 
 
@@ -186,7 +186,7 @@ def _alone(problem: Problem, speeds: HardwareSpeeds, backward: bool) -> Pass:
     """All visible pairs in one call, of a share of the heads."""
     pairs = problem.mask.area(problem.seq_len)
     flops = problem.pair_flops * pairs / problem.cp_size
-    return Pass(kernels=kernel_seconds(flops, pairs, problem.seq_len, speeds, backward))
+    return Pass(kernels=kernel_seconds(flops, pairs, pairs / problem.seq_len, speeds, backward))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +218,7 @@ class _RingOfRanks:
         sends_queries = backward and found.sends_queries
         plan = comm_plan(problem.mask, layout, ring, problem.seq_len, rank, sends_queries)
         areas = step_areas(problem.mask, layout, problem.seq_len, ring, rank, sends_queries)
+        seen = sum(areas) * ring.cp_size / problem.seq_len
         part = found.shards
         chunk_bytes = found.num_head_chunks * (part.sent_side(sends_queries) if backward else part.key_side)
         gradient_bytes = found.num_head_chunks * part.gradient(sends_queries, found.summed_bytes)
@@ -236,9 +237,7 @@ class _RingOfRanks:
                 if inner_step + 1 < ring.node_size:
                     tokens = _received(ranges, local_rank, inner_step, ring.node_size, part.tokens)
                     following = clock.near(max(arrived, clock.previous), tokens * chunk_bytes)
-                seconds = (
-                    kernel_seconds(flops_of_pair * area, area, part.tokens, self.speeds, backward) if area else 0.0
-                )
+                seconds = kernel_seconds(flops_of_pair * area, area, seen, self.speeds, backward) if area else 0.0
                 added = self.speeds.ring_step_seconds if (outer_step or inner_step) and area else 0.0
                 kernels, steps = kernels + seconds, steps + added
                 clock.compute(arrived, seconds + added, from_afar=bool(outer_step) and not inner_step)
@@ -369,7 +368,9 @@ def all_gather_passes(found: Resolved, speeds: HardwareSpeeds, across: float) ->
     def kernels(backward: bool) -> float:
         return max(
             sum(
-                kernel_seconds(problem.pair_flops * area, area, part.tokens, speeds, backward) for area in areas if area
+                kernel_seconds(problem.pair_flops * area, area, sum(areas) / part.tokens, speeds, backward)
+                for area in areas
+                if area
             )
             for areas in calls
         )

@@ -72,9 +72,9 @@ def pack_lines(path: Path, out: Path, *, replace: bool = False) -> Path:
     texts += [(f"{path}: {name}", None, text or "") for name, text in run.texts()]
     _refuse_private(texts, run.stated())
     content = packed(run.header(), records)
+    refuse_foreign(out, BEGINNING.decode())
     if os.path.lexists(out) and not replace and _content(out) != content:
         raise UsageError(f"{out} exists with other contents; give --replace to overwrite it, or --out another name")
-    refuse_foreign(out, BEGINNING.decode())
     make_writable(out.absolute().parent)
     return write_atomic(out, content)
 

@@ -237,11 +237,11 @@ def test_of_chats_the_answers_are_learnt(tmp_path: Path, tokenizer: Path, templa
         ),
         ("{% for m in messages %}", CHAT, "is none that Jinja reads"),
         ("{{ 1 // 0 }}", CHAT, "the chat template refuses it .integer division or modulo by zero.; repair"),
-        (TEMPLATE, [CHAT[0], {"role": "assistant", "content": None}], "content of a message is null, which the chat"),
+        (TEMPLATE, [CHAT[0], {"role": "assistant", "content": None}], "content of message 2 is null, which the chat"),
         (
             TEMPLATE,
             [CHAT[0], {"role": "assistant", "content": [{"text": "4"}]}],
-            "content of a message is a list, which",
+            "content of message 2 is a list, which",
         ),
         (MARKED, [{"role": "user", "content": "\ufdd0 x"}, CHAT[1]], "holds the character U.FDD0 or U.FDD1"),
         ("{{ messages | length }}", CHAT, "writes message 2 in another way once others follow"),

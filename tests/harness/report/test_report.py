@@ -296,7 +296,8 @@ def test_a_report_replaces_no_tables_and_figures_where_none_of_its_own_lies_besi
     for folder in ("tables", "figures"):
         mine = tmp_path / f"mine_{folder}"
         (mine / folder).mkdir(parents=True)
-        (mine / folder / "results.csv").write_text("mine")
+        kind = {"tables": "csv", "figures": "png"}[folder]
+        (mine / folder / f"mine.{kind}").write_text("mine")
         assert main(["report", str(run), "--out", str(mine)]) == 2
-        assert f"{mine / folder} holds files, and {mine} no report of burst; give --out" in capsys.readouterr().err
+        assert f"{mine / folder} holds mine.{kind}, and {mine} no report of burst; give" in capsys.readouterr().err
         assert [path.name for path in mine.iterdir()] == [folder]
