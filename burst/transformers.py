@@ -102,28 +102,31 @@ def _guard_other_attention() -> None:
 def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         if CHECKSUM in kwargs:
-            refuse_layers(model)
-            if kwargs.get("output_router_logits") and getattr(model.config, "router_aux_loss_coef", 1.0):
-                raise ValueError(_ROUTER)
+            refuse_layers(model, router_logits=bool(kwargs.get("output_router_logits")))
         return call(model, *args, **kwargs)
 
     return checked
 
 
-def refuse_layers(model: PreTrainedModel) -> None:
+def refuse_layers(model: PreTrainedModel, *, router_logits: bool = False) -> None:
     """Raises ValueError for a model of transformers that a rank cannot compute from its own tokens and exact attention
-    over all of them."""
+    over all of them. `router_logits`: a call asks for them, as its configuration may."""
+    from transformers import PreTrainedModel
+
     name, config = type(model).__name__, model.config.get_text_config()
-    kinds = [kind for kind in type(model).__mro__ if hasattr(kind, "_can_set_attn_implementation")]
-    # It looks for attention in the source of a class: a user's subclass of a model may have none that can be read.
-    if not any(kind._can_set_attn_implementation() for kind in kinds if kind.__name__ != "PreTrainedModel"):
+    bases: list[Any] = [one for one in type(model).__mro__ if issubclass(one, PreTrainedModel)]
+    # transformers looks for attention in the source of a class. That of a user's subclass may have none, or be unknown.
+    if not any(one._can_set_attn_implementation() for one in bases if one is not PreTrainedModel):
         raise ValueError(f"{name} has attention of its own, which transformers cannot replace; take another model")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if other or getattr(model, "_is_stateful", False):
         what = f"layers of type {', '.join(other)}" if other else "layers with a state"
         raise ValueError(f"{name} has {what}, which need tokens of all ranks; take a model of attention alone")
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 1.0):
-        raise ValueError(_ROUTER)
+    asked = router_logits or getattr(config, "output_router_logits", False)
+    if asked and getattr(config, "router_aux_loss_coef", 1.0):
+        raise ValueError(
+            "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
+        )
 
 
 def _get_interface(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +375,6 @@ def _refuse_rotation(module: nn.Module, positions: int) -> None:
             )
 
 
-_ROUTER = "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
 _GENERATE = (
     "Before generate, call model.set_attn_implementation('sdpa'), or 'eager' where a model has no sdpa, with the whole "
     "prompt on every rank; set it back after"

@@ -51,8 +51,8 @@ class Lora:
         return self.alpha / self.rank
 
 
-def missing_target(shape: ModelShape, lora: Lora) -> str | None:
-    """Why a model has no such matrix, in one sentence, or None."""
+def adapters_unsupported_reason(shape: ModelShape, lora: Lora) -> str | None:
+    """Why a model cannot have such adapters, in one sentence, or None."""
     if "gate" in lora.targets and not shape.gated:
         return f"lora.targets has gate, but the MLP of model {shape.name} has no gate; leave it out"
     sizes = shape.layer_sizes()

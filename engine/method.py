@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
-from engine.lora import missing_target
+from engine.lora import adapters_unsupported_reason
 from engine.measurement import Measurement, read_measurement
 from engine.settings import combination_unsupported_reason
 
@@ -124,7 +124,7 @@ def lora_unsupported_reason(method: Method, settings: TrialSettings) -> str | No
         return f"lora has no tensor parallelism, found tp_size {settings.tp_size}; set it to 1"
     if settings.loss_kernel != "own":
         return f"lora was tried with no other loss_kernel than own, found {settings.loss_kernel}; set it to own"
-    return missing_target(settings.model, lora)
+    return adapters_unsupported_reason(settings.model, lora)
 
 
 def in_worker(method: Method) -> NativeMethod:

@@ -40,9 +40,9 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a chat, and its answers in it. Raises ValueError for one that the template refuses, or has no
         answer."""
-        for number in range(len(messages)):
-            self._check(messages, number)
         whole = self._render(messages)
+        for number in range(len(messages)):
+            self._check(messages, number, whole)
         spans: list[Span] = []
         if self._marks:
             whole, spans = _unmarked(whole)
@@ -61,8 +61,8 @@ class ChatTemplate:
             raise ValueError(f"the chat has no answer to learn, a message whose role is {ANSWERS}; leave it out")
         return whole, spans
 
-    def _check(self, messages: Sequence[Message], number: int) -> None:
-        """Raises ValueError for content that the template would write as Python does, or take for its marks."""
+    def _check(self, messages: Sequence[Message], number: int, whole: str) -> None:
+        """Raises ValueError for content that the template wrote as Python does in `whole`, or takes for its marks."""
         content = messages[number]["content"]
         if isinstance(content, str):
             if self._marks and (_BEGIN in content or _END in content):
@@ -71,11 +71,11 @@ class ChatTemplate:
         # Templates may know parts, or messages without content. One that does not writes what `str` gives.
         as_text = {**messages[number], "content": str(content)}
         try:
-            same = self._render([*messages[:number], as_text, *messages[number + 1 :]]) == self._render(messages)
-        except ValueError:
-            return  # where the chat itself cannot be rendered, that says why
+            same = self._render([*messages[:number], as_text, *messages[number + 1 :]]) == whole
+        except ValueError:  # a template that refuses this text would not write it
+            return
         if same:
-            found = "null" if content is None else f"a {type(content).__name__}"
+            found = f"a {type(content).__name__}" if content is not None else "null"
             raise ValueError(
                 f"content of message {number + 1} is {found}, which the chat template would write as it is; give a text"
             )

@@ -29,7 +29,7 @@ from engine.attention.masks import Causal, Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.linear.shard import LinearShard, Mix, Mixer
 from engine.lm_head.loss import LossSum, plain_loss_sum
-from engine.lora import MODULES, Lora, missing_target
+from engine.lora import MODULES, Lora, adapters_unsupported_reason
 from engine.models.linear import mixer_of
 from engine.models.matrices import Embedding, Linear, Norm, normed
 from engine.ops import LM_HEAD
@@ -394,9 +394,9 @@ class Decoder(nn.Module):
         """Freeze all parameters, in the dtype `frozen`, and add adapters without values, in the dtype that the
         parameters had. Nothing is ever added to what is frozen, so it needs no master weights.
 
-        Raises ValueError for a matrix that the model does not have.
+        Raises ValueError for a matrix that the model does not have, and for a rank above both of its sides.
         """
-        if reason := missing_target(self.shape, lora):
+        if reason := adapters_unsupported_reason(self.shape, lora):
             raise ValueError(reason)
         dtype = self.norm.weight.dtype
         self.to(frozen).requires_grad_(False)

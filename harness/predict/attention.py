@@ -360,19 +360,15 @@ def all_gather_passes(found: Resolved, speeds: HardwareSpeeds, across: float) ->
     back_inside, back_between = group.reduce(gradients)
     copied = 2 * problem.cp_size / (speeds.memory_gib * GIB)  # seconds per byte of a shard: all read and written
     ring = Ring(cp_size=problem.cp_size, node_size=problem.cp_size)
-    calls = [
-        step_areas(problem.mask, problem.layout, problem.seq_len, ring, rank, False)
-        for rank in sorted({0, problem.cp_size // 2, problem.cp_size - 1})
-    ]
+    calls = []
+    for rank in sorted({0, problem.cp_size // 2, problem.cp_size - 1}):
+        areas = step_areas(problem.mask, problem.layout, problem.seq_len, ring, rank, False)
+        calls.append((areas, sum(areas) / part.tokens))
 
     def kernels(backward: bool) -> float:
         return max(
-            sum(
-                kernel_seconds(problem.pair_flops * area, area, sum(areas) / part.tokens, speeds, backward)
-                for area in areas
-                if area
-            )
-            for areas in calls
+            sum(kernel_seconds(problem.pair_flops * area, area, seen, speeds, backward) for area in areas if area)
+            for areas, seen in calls
         )
 
     return (

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import burst
+from burst.transformers import refuse_layers
 from tests.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="the adapter is tested against it: extra `test` has it")
@@ -332,6 +333,24 @@ def test_models_that_a_rank_cannot_compute_from_its_own_tokens_are_refused(
     with pytest.raises(ValueError, match=sentence):
         model(**burst.shard_batch(batch(), two))
     assert model(**burst.shard_batch(batch(), alone), use_cache=False).loss > 0
+
+
+def test_subclasses_without_readable_source_and_experts_without_a_balancing_loss_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: dict[str, Any] = {"Base": transformers.MixtralForCausalLM, "__name__": "a_notebook"}
+    exec("class Mine(Base): pass", written)  # transformers finds no source to look for attention in
+    answer = "_can_set_attn_implementation_cached_value"
+    for kind in written["Mine"].__mro__:
+        if answer in vars(kind):  # of before
+            monkeypatch.delattr(kind, answer)
+    config = transformers.MixtralConfig(
+        **TINY, num_local_experts=2, output_router_logits=True, router_aux_loss_coef=0.0
+    )
+    model = written["Mine"](config)
+    assert not type(model)._can_set_attn_implementation()
+    refuse_layers(model)
+    refuse_layers(model, router_logits=True)
 
 
 def in_lower_precision(attention: str) -> list[tuple[float, float]]:

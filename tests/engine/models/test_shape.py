@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.lora import Lora, missing_target
+from engine.lora import Lora, adapters_unsupported_reason
 from engine.method import method_unsupported_reason
 from engine.models.architecture import shortest_pattern
 from engine.models.decoder import Decoder
@@ -173,6 +173,6 @@ def test_methods_refuse_layers_and_features_that_they_lack() -> None:
 
 def test_adapters_have_no_larger_rank_than_their_matrix() -> None:
     shape = ModelShape(name="m", layers=1, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=128)
-    asked = {rank: missing_target(shape, Lora(rank=rank, alpha=1, targets=("k",))) for rank in (64, 65)}
+    asked = {rank: adapters_unsupported_reason(shape, Lora(rank=rank, alpha=1, targets=("k",))) for rank in (64, 65)}
     assert asked[64] is None
     assert asked[65] == "lora.rank is 65, but k of model m is a matrix of 32 x 64; give at most 64"
