@@ -38,6 +38,9 @@ PackingRule = Literal["best_fit", "greedy"]
 LongerDocuments = Literal["split", "drop"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
+# The widest head dim of each kernel for GPUs; these take multiples of 8.
+MAX_HEAD_DIM: dict[str, int] = {"fa4": 256, "cudnn": 128, "fa2": 256, "flex": 256}
+
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 
 STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
@@ -469,6 +472,18 @@ def states_unsupported_reason(settings: TrialSettings) -> str | None:
     }  # fmt: skip
     found = next((obstacle for obstacle, there in obstacles.items() if there), None)
     return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"
+
+
+def head_dim_unsupported_reason(kernel: str, *head_dims: int) -> str | None:
+    """Why a kernel for GPUs takes no heads of these dims, or None; kernels that are not in `MAX_HEAD_DIM` take any."""
+    widest = MAX_HEAD_DIM.get(kernel)
+    for dim in head_dims:
+        if widest is not None and (dim > widest or dim % 8):
+            return (
+                f"kernel {kernel} takes head dims up to {widest} in multiples of 8, found {dim}; choose kernel "
+                "reference"
+            )
+    return None
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

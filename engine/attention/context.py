@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,18 @@ class ContextParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: a copy of a model attends over the same ranks."""
         return self
+
+    def __copy__(self) -> ContextParallel:
+        """A context of its own that shares everything with this one; `copy.copy` would ask `__reduce__`."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ContextParallel cannot be pickled, because its process groups belong to this process; save the model's "
+            "state_dict(), and create a ContextParallel where it is loaded"
+        )
 
     def _set_up(self, group: dist.ProcessGroup | None, node_size: int | None, layout: str | Layout) -> None:
         self.layout: Layout = as_layout(layout)

@@ -36,7 +36,7 @@ class VerifyCommand:
             help="compare each row with the same trial's row in there",
         )
         parser.add_argument(
-            "--tolerance", default="5%", metavar="SHARE",
+            "--tolerance", metavar="SHARE",
             help="of a step's time, peak memory and loss beside the reference's, as 5%% or 0.05 (default: 5%%)",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="print one JSON value instead of lines")
@@ -48,7 +48,9 @@ class VerifyCommand:
         from harness.verify.unpacking import unpacked
         from harness.verify.verdict import verify
 
-        tolerance = parse_tolerance(arguments.tolerance)
+        if arguments.tolerance is not None and not arguments.reference:
+            raise UsageError("--tolerance is for a comparison, found no --reference; give the run to compare with")
+        tolerance = parse_tolerance("5%" if arguments.tolerance is None else arguments.tolerance)
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(Progress(f"verifying {arguments.place}", quiet=arguments.json))
 
@@ -63,6 +65,10 @@ class VerifyCommand:
             for line in lines(verdicts):
                 print(shown(line))
         return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+# Endings of formats that `pack` does not write.
+_OTHER_FORMATS = (".7z", ".bz2", ".csv", ".gz", ".json", ".tar", ".xz", ".zip", ".zst")
 
 
 class PackCommand:
@@ -91,6 +97,8 @@ class PackCommand:
             raise UsageError(f"{path} holds {len(runs)} runs; pack one at a time, such as {runs[0]}")
         out = arguments.out or Path(f"{stored_run(path).name}.tar.gz")
         as_lines = out.suffix == SUFFIX
+        if out.suffix in _OTHER_FORMATS and not out.name.endswith(".tar.gz"):
+            raise UsageError(f"--out {out}: expected a name that ends with .tar.gz (an archive) or {SUFFIX} (records)")
         if as_lines and arguments.logs:
             raise UsageError(
                 f"{out} would be a packed run, which holds no logs; leave out --logs, or name a .tar.gz file"

@@ -13,7 +13,7 @@ from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from engine.measurement import Forecast
 from engine.method import method_unsupported_reason
-from engine.settings import TrialSettings, size_in_bytes
+from engine.settings import MAX_HEAD_DIM, TrialSettings, head_dim_unsupported_reason, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB
@@ -98,12 +98,31 @@ def attention_or_reason(
         return None, reason
     if settings.dtype != "bf16":
         return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"
+    if reason := _kernel_unknown_reason(settings):
+        return None, reason
     ranks = ranks_per_node(settings, hardware, node_ranks)
     try:
         problem = attention_problem(settings, context_ranks_of_node(settings, ranks))
         return layer_attention(settings, problem, _speeds(settings, hardware)), ""
     except ValueError as error:
         return None, str(error)
+
+
+def _kernel_unknown_reason(settings: TrialSettings) -> str:
+    """Why attention runs in a kernel whose speed on GPUs is not known, or ""."""
+    model = settings.model
+    if settings.task not in ("train", "attention"):
+        return ""
+    if settings.kernel in ("reference", "cpu"):
+        return f"the speed of kernel {settings.kernel} on GPUs is not known; times are predicted of the others"
+    if settings.kernel == "auto" and all(
+        head_dim_unsupported_reason(kernel, model.head_dim, model.output_dim) for kernel in MAX_HEAD_DIM
+    ):
+        return (
+            f"kernels for GPUs take head dims up to {max(MAX_HEAD_DIM.values())} in multiples of 8, found "
+            f"{model.head_dim}; kernel reference would run, whose speed on GPUs is not known"
+        )
+    return ""
 
 
 def _speeds(settings: TrialSettings, hardware: Hardware) -> HardwareSpeeds:

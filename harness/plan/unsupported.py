@@ -11,7 +11,12 @@ from engine.checkpoint.planning.memory import memory_of
 from engine.lm_head import loss_kernel
 from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.ops import FLOAT8_CAPABILITY
-from engine.settings import BYTE_VOCABULARY, TrialSettings, vocabulary_unsupported_reason
+from engine.settings import (
+    BYTE_VOCABULARY,
+    TrialSettings,
+    head_dim_unsupported_reason,
+    vocabulary_unsupported_reason,
+)
 from engine.tasks import cuda_graph
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import hardware_for
@@ -146,6 +151,9 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
+    model = settings.model
+    if reason := head_dim_unsupported_reason(settings.kernel, model.head_dim, model.output_dim):
+        return reason
     return _gpu_unsupported_reason(settings, machine)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Visible
 from engine.ops.autograd import accumulation_dtype
+from engine.settings import head_dim_unsupported_reason
 
 # In order of preference for `auto`.
 KERNELS = ("fa4", "cudnn", "fa2", "flex", "cpu", "reference")
@@ -206,19 +207,13 @@ def gpu_unsupported_reason(kernel: str, capability: tuple[int, int]) -> str | No
     return None
 
 
-def half_precision_unsupported_reason(kernel: str, problem: KernelProblem, max_head_dim: int) -> str | None:
+def half_precision_unsupported_reason(kernel: str, problem: KernelProblem) -> str | None:
     """Why a half-precision CUDA kernel cannot run the problem, or None."""
     if problem.device.type != "cuda":
         return f"kernel {kernel} runs on CUDA tensors, found {problem.device.type}; choose kernel auto"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"kernel {kernel} takes bf16 or fp16, found {problem.dtype}; choose kernel reference for {problem.dtype}"
-    for dim in (problem.head_dim, problem.value_dim):
-        if dim > max_head_dim or dim % 8:
-            return (
-                f"kernel {kernel} takes head dims up to {max_head_dim} in multiples of 8, found {dim}; choose kernel "
-                "reference"
-            )
-    return None
+    return head_dim_unsupported_reason(kernel, problem.head_dim, problem.value_dim)
 
 
 def torch_op_unsupported_reason(kernel: str, problem: KernelProblem) -> str | None:

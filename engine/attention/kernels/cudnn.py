@@ -42,9 +42,7 @@ class CudnnKernel(StandInKernel):
     def refuse(self, problem: KernelProblem) -> str | None:
         if problem.deterministic:
             return "kernel cudnn through torch offers no deterministic backward; choose fa4 or reference"
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=128) or torch_op_unsupported_reason(
-            self.name, problem
-        )
+        return half_precision_unsupported_reason(self.name, problem) or torch_op_unsupported_reason(self.name, problem)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float

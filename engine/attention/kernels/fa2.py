@@ -51,9 +51,7 @@ class FlashAttention2Kernel(StandInKernel):
     def refuse(self, problem: KernelProblem) -> str | None:
         if problem.deterministic:
             return "kernel fa2 adds dQ with atomics in an order that varies; choose fa4 or reference for deterministic"
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256) or torch_op_unsupported_reason(
-            self.name, problem
-        )
+        return half_precision_unsupported_reason(self.name, problem) or torch_op_unsupported_reason(self.name, problem)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float

@@ -170,7 +170,7 @@ class FlashAttention4Kernel(Kernel):
                     f"kernel fa4 has no soft-capped backward for head_dim {problem.head_dim} on compute capability "
                     f"{major}; choose flex, reference or auto"
                 )
-        reason = half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
+        reason = half_precision_unsupported_reason(self.name, problem)
         return reason or self._unequal_unsupported_reason(problem)
 
     def _unequal_unsupported_reason(self, problem: KernelProblem) -> str | None:

@@ -128,7 +128,7 @@ class FlexKernel(Kernel):
         for dim in (problem.head_dim, problem.value_dim):
             if dim < 16 or dim & (dim - 1):
                 return f"kernel flex takes head dims that are powers of 2 from 16 on, found {dim}; choose kernel auto"
-        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
+        return half_precision_unsupported_reason(self.name, problem)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, visible: Visible, scale: float

@@ -182,8 +182,8 @@ def _cost(cost: Cost, rows: list[dict[str, Any]]) -> str:
         if can_run and not any(map(_runs, can_run)):
             return "None of them is predicted to fit, so no time is added up"
         return (
-            "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, "
-            "of the methods in docs/plan.md and of other tasks than linear"
+            "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, of the "
+            "methods in docs/plan.md, of kernels made for GPUs (head dims up to 256) and of other tasks than linear"
         )
     wall = f"{cost.seconds / 60:,.1f} min" if cost.seconds < 7200 else f"{cost.seconds / 3600:,.1f} h"
     more = f"; {cost.unknown} further trials have no prediction" if cost.unknown else ""

@@ -183,6 +183,15 @@ def test_the_cpu_kernel_is_refused_where_ranks_use_gpus(tmp_path: Path) -> None:
     assert reason.startswith("kernel cpu needs a CPU, and the ranks here use GPUs")
 
 
+def test_head_dims_that_a_kernel_for_gpus_does_not_take_are_refused(tmp_path: Path) -> None:
+    wide = "fixed.model.head_dim=192"
+    reason = _only_unsupported_reason(tmp_path, wide, "fixed.kernel=cudnn", "fixed.dtype=bf16", machine=NODE)
+    assert reason == "kernel cudnn takes head dims up to 128 in multiples of 8, found 192; choose kernel reference"
+    for kernel in ("fa4", "auto", "reference"):
+        again = _plan(tmp_path, wide, f"fixed.kernel={kernel}", "fixed.dtype=bf16", machine=NODE)
+        assert all(trial.unsupported_reason is None for trial in again)
+
+
 def test_a_vocabulary_too_small_for_the_text_is_refused_in_training_only(tmp_path: Path) -> None:
     reason = _only_unsupported_reason(tmp_path, "task=train", "fixed.model.vocab=100")
     assert "has a vocabulary of 100, but the tokens of python_docs need 256; choose" in reason

@@ -142,6 +142,15 @@ def test_no_time_is_predicted_in_other_dtypes_and_no_memory_of_what_the_engine_d
     assert predict(divided, H200).seconds is not None
 
 
+def test_no_time_is_predicted_of_kernels_whose_speed_on_gpus_is_not_known() -> None:
+    reference = dataclasses.replace(LONG, kernel="reference")
+    assert predict(reference, H200).seconds is None
+    assert forecast(reference, H200).reason.startswith("the speed of kernel reference on GPUs is not known")
+    wide = dataclasses.replace(LONG, model=dataclasses.replace(LONG.model, head_dim=512))
+    assert "head dims up to 256 in multiples of 8, found 512" in forecast(wide, H200).reason
+    assert predict(dataclasses.replace(wide, task="lm_head"), H200).seconds is not None
+
+
 def test_repeated_work_takes_its_time() -> None:
     def seconds(**changes: Any) -> float:
         found = predict(dataclasses.replace(LONG, checkpoint=Checkpoint(**changes)), H200).seconds

@@ -115,6 +115,15 @@ def test_a_run_that_goes_on_is_not_packed_and_one_that_lacks_trials_says_so(
     assert capsys.readouterr().out.endswith(f"again-{name}, {len(trials)} of {len(trials) + 1} trials\n")
 
 
+@pytest.mark.parametrize("name", ["run.zip", "run.gz", "run.tar", "run.json"])
+def test_a_name_that_would_say_another_format_is_refused(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "pack", str(run), "--out", str(tmp_path / name)]) == 2
+    assert f"{name}: expected a name that ends with .tar.gz" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 def test_logs_and_traces_are_packed_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = reported(tmp_path / "demo", [record()])
     [trial] = (run / "trials").iterdir()

@@ -105,6 +105,12 @@ def test_a_reference_of_other_trials_is_refused(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("tolerance", ["much", "-1%", "100%", "nan", ""])
 def test_a_tolerance_is_a_share(tmp_path: Path, capsys: pytest.CaptureFixture[str], tolerance: str) -> None:
-    code, text = verified(capsys, tmp_path, f"--tolerance={tolerance}")
+    code, text = verified(capsys, tmp_path, f"--tolerance={tolerance}", "--reference", tmp_path)
     assert code == 2
     assert "expected a share from 0 to below 1" in text
+
+
+def test_a_tolerance_without_a_reference_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = verified(capsys, reported(tmp_path / "run", [record()]), "--tolerance", "1%")
+    assert code == 2
+    assert "found no --reference" in text

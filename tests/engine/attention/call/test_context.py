@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -113,6 +114,11 @@ def in_unequal_groups(_: str) -> str:
 def test_ranks_that_are_in_unequal_numbers_of_groups_are_told_and_do_not_wait_for_each_other() -> None:
     for said in run_on_ranks(2, in_unequal_groups, ""):
         assert "are in 1 to 2 process groups, so torch would name a group of theirs differently on each" in said
+
+
+def test_a_context_that_is_pickled_says_what_to_save_instead() -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled.* save the model's state_dict\(\)"):
+        pickle.dumps({"cp": ContextParallel.single()})
 
 
 @combinations({"layout": ["zigzag", "contiguous", "striped"], "gradient": ["sum", "same"]})
