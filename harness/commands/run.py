@@ -45,7 +45,7 @@ class RunCommand:
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
-        from harness.plan.matrix import named, plan
+        from harness.plan.matrix import named, plan, unused_exclusions
         from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.results import RunRecords
@@ -87,6 +87,9 @@ class RunCommand:
             trials = [
                 dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine, shown)
             ]
+            if arguments.scale is None and not arguments.overrides:
+                for sentence in unused_exclusions(experiment):
+                    say(sentence)
             if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
                 say(note)
             chosen = named(trials, arguments.only) if arguments.only else None

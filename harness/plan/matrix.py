@@ -76,6 +76,22 @@ def asked_for(experiment: Experiment) -> list[TrialSettings]:
     )
 
 
+def unused_exclusions(experiment: Experiment) -> list[str]:
+    """A sentence for each entry of `exclude` that drops nothing, as one with a misspelt value does. For a file as it
+    stands: a scale, and `--set`, may sweep less than the entries were written for."""
+    _check_count(experiment)
+    combinations = list(_combinations(experiment))
+    unused = [each for each in experiment.exclude if not any(_excluded(one, [each]) for one in combinations)]
+    return [f"note: exclude drops nothing by {{{_entry_words(each)}}}; check its values" for each in unused]
+
+
+def _entry_words(entry: Mapping[str, tuple[Any, ...]]) -> str:
+    listed = {
+        key: str(values[0]) if len(values) == 1 else f"[{', '.join(map(str, values))}]" for key, values in entry.items()
+    }
+    return ", ".join(f"{key}: {values}" for key, values in listed.items())
+
+
 def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:
     """A trial whose plan knows what `earlier` trials of its run took; the trial itself where that changes nothing."""
     settings, plan = _with_plan(trial.settings, machine, earlier)

@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from cluster.files.errors import counted, shown_value
+from cluster.files.errors import counted, shown, shown_value
 from cluster.files.progress import Progress, say
 from harness.base.errors import UsageError, one_of
 from harness.commands import add_cluster_arguments
@@ -63,7 +63,7 @@ class PlanCommand:
         from harness.machine.this_machine import discover
         from harness.metrics.hardware import hardware_for
         from harness.plan.forecast import machine_of
-        from harness.plan.matrix import asked_for, nothing_can_run, plan, plan_table
+        from harness.plan.matrix import asked_for, nothing_can_run, plan, plan_table, unused_exclusions
         from harness.records.forecasts import records_with_plan
 
         experiment = _asked(arguments)
@@ -106,6 +106,9 @@ class PlanCommand:
                 print(_cost(cost, rows))
                 for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)
+            if arguments.scale is None and not arguments.overrides:
+                for sentence in unused_exclusions(experiment):
+                    print(shown(sentence))
         if problem := nothing_can_run(trials):
             lacks = arguments.experiment is None and named is None and not machine.gpu_count
             raise UsageError(problem + ("; add --hardware NAME to plan for GPUs, such as h100" if lacks else ""))

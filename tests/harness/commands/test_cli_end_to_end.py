@@ -121,3 +121,19 @@ def test_the_quickstart_trains_real_text_and_every_method_and_cp_size_computes_t
         assert measured["chosen"]["kernel"] == "cpu"
         assert (record["launcher"], len(record["hosts"])) == ("local", 1)
         assert "OMP_NUM_THREADS" in record["environment"]
+
+
+def test_an_exclusion_that_drops_nothing_is_said_by_plan_and_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    misspelt = EXPERIMENT.replace("{method: ulysses, cp_size: 1}", "{method: ulysses, cp_size: [4, 8]}, {cp_size: 2}")
+    (workplace / "exp.yaml").write_text(misspelt)
+    said = "note: exclude drops nothing by {method: ulysses, cp_size: [4, 8]}; check its values"
+    assert main(["plan", "exp.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("exclude drops nothing") == 1
+    assert said in printed
+    assert main(["plan", "exp.yaml", "--set", "sweep.method=[burst]"]) == 0  # which may sweep less on purpose
+    assert "exclude drops nothing" not in capsys.readouterr().out
+    assert main(["run", "exp.yaml", "--launcher", "local", "--only", "none-of-them"]) == 2
+    assert said in capsys.readouterr().err
