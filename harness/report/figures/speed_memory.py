@@ -225,7 +225,8 @@ def _same_kernel(spots: Sequence[_PlottedConfiguration]) -> str:
         if spot.own and spot.kernel and spot.kernel in best.kernel and (ratio := spot.beside(best)) and ratio.spread:
             times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
             kernel = kernel_in_words(spot.kernel)
-            return f"With {kernel} in both, {_own(line)} is {times} times as fast as {best.point.series}."
+            where = f"{_own(line)} in {spot.memory:.0f} GiB"
+            return f"With {kernel} in both, {where} is {times} times as fast as {best.point.series}."
     theirs = kernel_in_words(best.kernel)
     return f"{_own(line)} and {best.point.series} attend with different kernels, {theirs} in the latter."
 

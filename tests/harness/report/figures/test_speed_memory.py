@@ -75,7 +75,7 @@ def test_where_kernels_differ_the_ratio_with_the_same_kernel_stands_in_the_note(
     alike = {**row(125, 1.0, budget="", kernel="cudnn"), "chosen_kernel": "cudnn"}
     found = sheet([*BURST, alike, *theirs])
     assert found.title == "7% faster than torchtitan, in a fifth of its memory, FlashAttention-4 beside cuDNN"
-    assert "With cuDNN in both, burst is 1.070 times as fast as torchtitan." in found.note.replace(
+    assert "With cuDNN in both, burst in 125 GiB is 1.070 times as fast as torchtitan." in found.note.replace(
         "1.070 to 1.070", "1.07"
     )
     assert "burst with cuDNN" in texts(found)
