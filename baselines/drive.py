@@ -2,8 +2,9 @@
 
 Reads TRIAL_DIR/trial.json, has the adapter render the system's command, and runs it: in the same process group, with
 the same log, in the system's own environment. Rank 0 leaves upstream.json, which says what was started. Steps that the
-program prints go to progress.jsonl. A rank with a GPU leaves gpus/rank<r>.json, the GPU's state before and after. A
-program that ran out of memory leaves errors/rank<r>.json, so that its trial ends as `oom`, as one of the engine does.
+program prints go to progress.jsonl. Each rank leaves host_memory/rank<r>.json, its program's largest resident set, and
+one with a GPU gpus/rank<r>.json, the GPU's state before and after. A program that ran out of memory leaves
+errors/rank<r>.json, so that its trial ends as `oom`, as one of the engine does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -29,9 +31,11 @@ from baselines.install.places import InstallPlace
 from baselines.tokens import write_tokens
 from baselines.upstream import (
     GPUS,
+    HOST_MEMORY,
     LOGS,
     RAN_FILE,
     Rendered,
+    ResidentMemory,
     StartedSystem,
     Upstream,
     WatchedGpu,
@@ -90,6 +94,9 @@ def main(words: Sequence[str]) -> int:
         write_json(trial_dir / RAN_FILE, to_json(found))
     watch = GpuWatch(look) if look else None
     code, ended = _run(method, settings, rendered, given, trial_dir, rank, watch)
+    # Of its children that were waited for, the program is the largest; Linux counts KiB.
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    write_json(trial_dir / HOST_MEMORY / f"rank{rank}.json", to_json(ResidentMemory(peak_rss_bytes=peak)))
     if watch:
         write_json(trial_dir / GPUS / f"rank{rank}.json", to_json(watch.seen()))
     if ended and rank == 0:

@@ -31,6 +31,7 @@ DOCUMENTS: Final = "documents:LENGTHS"
 UPSTREAM: Final = "upstream"  # the entry of `measurement.extra` that says which system ran
 LOGS = "logs"
 GPUS = "gpus"
+HOST_MEMORY = "host_memory"
 # Settings of the engine that no foreign program has: each keeps its default.
 _ENGINE_ONLY: Mapping[str, Any] = {
     "layout": "auto",
@@ -111,6 +112,13 @@ class WatchedGpu:
     driver: str
     before: GpuState  # the program starts
     after: GpuState  # its last look between the first and the last step, else right after the last step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentMemory:
+    """`host_memory/rank<r>.json`: the largest resident set of one rank's program."""
+
+    peak_rss_bytes: int
 
 
 class Upstream:
@@ -262,6 +270,7 @@ class Upstream:
             grad_norm=list(best.grad_norm),
             peak_allocated_bytes=_all(each.peak_allocated_bytes for each in printed),
             peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
+            peak_rss_bytes=resident_bytes(trial_dir),
             chosen={"kernel": ran.kernel, **best.chosen},
             device=ran.device,
             software=dict(ran.packages) | ({"driver": driver} if driver else {}),
@@ -318,6 +327,12 @@ def outputs(trial_dir: Path) -> list[str]:
 def watched_gpus(trial_dir: Path) -> list[WatchedGpu]:
     """The GPU of each rank, rank 0 first; empty on CPU ranks."""
     return [from_json(WatchedGpu, read_json(path)) for path in _of_ranks(trial_dir / GPUS, ".json")]
+
+
+def resident_bytes(trial_dir: Path) -> list[int]:
+    """Peak resident set of each rank's program, rank 0 first."""
+    found = [read_json(path) for path in _of_ranks(trial_dir / HOST_MEMORY, ".json")]
+    return [from_json(ResidentMemory, each).peak_rss_bytes for each in found]
 
 
 def _of_ranks(folder: Path, ending: str) -> list[Path]:

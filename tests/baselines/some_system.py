@@ -16,6 +16,7 @@ import json, os, signal, sys
 seed, steps, rank = int(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
 print("rank", rank, "of", os.environ["WORLD_SIZE"], "PYTHONPATH", os.environ.get("PYTHONPATH"), flush=True)
 print("waits at", os.environ["MASTER_ADDR"], bool(int(os.environ["MASTER_PORT"])), os.environ["OWN"], flush=True)
+held = b"x" * (800_000_000 if rank == 1 else 1)
 for step in range(steps if seed != 3 else 1):
     if rank == 0:
         print("UPSTREAM " + json.dumps({"step": step + 1, "seconds": 0.5 + step, "forward_seconds": 0.25}), flush=True)

@@ -105,6 +105,8 @@ def test_a_foreign_program_runs_as_ranks_of_the_launcher(
     assert record.measurement.chosen == {"kernel": "unknown (Some does not say)"}
     assert (record.measurement.device, record.measurement.gpus) == ("cpu", [])
     assert record.measurement.gpus_before == record.measurement.gpus_after == []
+    less, more = record.measurement.peak_rss_bytes  # the second rank's program holds 800 MB
+    assert 0 < less < 800e6 < more < 2e9
     for rank in (0, 1):
         said = (folder / "logs" / f"rank{rank}.log").read_text()
         assert f"rank {rank} of 2 PYTHONPATH None\n" in said
