@@ -120,17 +120,21 @@ class Zygote:
     def _fork(self, order: dict[str, Any]) -> bool:
         """Fork one rank; True in the child."""
         zygote = os.getpid()
+        # A SIGTERM right after the fork waits until the child has its own handlers: ours would swallow it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             os.setsid()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the line above took effect
                 os._exit(1)
             return True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self.pids[order["rank"]] = pid
         self.running.add(order["rank"])
         self._send(event="started", rank=order["rank"], pid=pid)
@@ -148,7 +152,10 @@ class Zygote:
     def _terminate(self) -> None:
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGTERM)
+                try:
+                    os.killpg(pid, signal.SIGTERM)
+                except ProcessLookupError:  # it was forked a moment ago and leads no group yet
+                    os.kill(pid, signal.SIGTERM)
 
     def _sweep(self) -> list[int]:
         """Kill and reap all descendants; returns the processes that did not end in time."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,22 @@ def test_cancelling_from_another_thread_interrupts_the_job(supervisor, tmp_path)
     outcome = supervisor.run(job(tmp_path, "hangs_deaf"))
     assert outcome.status == "interrupted"
     wait_for_end(pids(tmp_path))
+
+
+def test_a_rank_that_is_asked_to_stop_before_it_runs_ends_at_once(tmp_path: Path) -> None:
+    """The request is there already when the server forks the rank; it was lost, and a training run went on."""
+    for _ in range(3):
+        server = ForkServer(os.environ, ())
+        try:
+            server.start(0, ["sleep", "60"], {}, tmp_path / "rank0.log")
+            server.terminate()
+            codes: list[int] = []
+            give_up = time.monotonic() + scaled(20)
+            while not codes and time.monotonic() < give_up:
+                codes += [each["returncode"] for each in server.events(0.5) if each["event"] == "exited"]
+            assert codes == [-signal.SIGTERM]
+        finally:
+            server.close()
 
 
 @pytest.mark.parametrize(("grace", "saved"), [(AMPLE, 2), (None, 0)])
