@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from engine.attention.masks import parse_mask
 from engine.data.sequences import (
     PackedCounts,
     PackedRow,
@@ -118,6 +119,11 @@ class TrainingRun:
         self.notes = self._about_storage()  # sentences for the user about the start of the run
         if isinstance(data.training, PackedSequences):
             self.notes.insert(0, data.training.packing.words)
+        if parse_mask(config.settings.mask).shows_later_keys(config.settings.seq_len):
+            self.notes.append(
+                f"mask {config.settings.mask} shows tokens the ones that they are to predict, so that the loss says "
+                "little; leave mask at causal to train a language model"
+            )
         if config.settings.lora is None and (reason := not_exported_reason(config.settings.model)):
             self.notes.append(f"transformers has no such model, and `burst train export` will refuse it: {reason}")
         self.steps_done = 0

@@ -59,6 +59,14 @@ class Mask:
         check_length(self, seq_len)
         return int(region_areas(regions_of(self, seq_len), ShardSegments.of((Segment(0, seq_len),)))[0])
 
+    def shows_later_keys(self, seq_len: int) -> bool:
+        """Whether some query sees a key that comes after it, so that a model can read the token it is to predict."""
+        q_start, q_stop, k_start, k_stop, left, right = regions_of(self, seq_len).T
+        # A region shows pairs whose key is `least` to `most` tokens later than the query.
+        least = np.maximum(k_start - (q_stop - 1), -left)
+        most = np.minimum(k_stop - 1 - q_start, right)
+        return bool(((most >= 1) & (most >= least)).any())
+
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key.
 

@@ -101,6 +101,19 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
         assert nothing.startswith("there is no checkpoint to resume from (checkpoints/ holds none)")
 
 
+def notes_of(folder: str) -> list[list[str]]:
+    """The notes of runs under several masks."""
+    masks = ("causal", "sliding_window:4", "full", "sliding_window:4:1")
+    return [begin(Path(folder, str(n)), order(config(mask=mask))).notes for n, mask in enumerate(masks)]
+
+
+def test_a_mask_that_shows_tokens_what_they_are_to_predict_is_said(tmp_path: Path) -> None:
+    [(causal, window, full, both)] = run_on_ranks(1, notes_of, str(tmp_path))
+    assert not any("shows tokens" in note for note in (*causal, *window))
+    assert any(note.startswith("mask full shows tokens the ones that they are to predict") for note in full)
+    assert any(note.startswith("mask sliding_window:4:1 shows tokens") for note in both)
+
+
 def stop_requests(_: str) -> tuple[bool, bool, object]:
     request = StopRequest()
     before = request.asked

@@ -52,6 +52,14 @@ MASKS = (
 )
 
 
+@pytest.mark.parametrize("mask", [*MASKS, Full(), Causal(), SlidingWindow(3), SlidingWindow(0, 1)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, SEQ_LEN])
+def test_a_mask_says_whether_it_shows_later_keys(mask: masks.Mask, tokens: int) -> None:
+    if mask.unsupported_reason(tokens) is None:
+        seen = visibility(mask, tokens)
+        assert mask.shows_later_keys(tokens) == bool(seen.triu(1).any())
+
+
 def error(found, expected) -> float:
     """Largest difference; NaN anywhere, or an lse that is infinite in only one of the two, is an infinite one."""
     for f, e in zip(found, expected, strict=True):
