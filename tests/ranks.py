@@ -62,7 +62,8 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:

@@ -111,6 +111,26 @@ def in_unequal_groups(_: str) -> str:
     return "ran"
 
 
+def after_the_end(_: str) -> list[str]:
+    cp = ContextParallel()
+    q = torch.randn(1, 8, 2, 8)
+    burst_attention(q, q, q, cp=cp)
+    dist.destroy_process_group()
+    said = []
+    for call in (lambda: burst_attention(q, q, q, cp=cp), lambda: cp.unshard(q)):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_context_whose_process_group_was_destroyed_is_told() -> None:
+    for said in run_on_ranks(2, after_the_end, ""):
+        assert len(said) == 2
+        assert all(one.startswith("torch.distributed was ended since this ContextParallel was made") for one in said)
+
+
 def test_ranks_that_are_in_unequal_numbers_of_groups_are_told_and_do_not_wait_for_each_other() -> None:
     for said in run_on_ranks(2, in_unequal_groups, ""):
         assert "are in 1 to 2 process groups, so torch would name a group of theirs differently on each" in said
