@@ -124,7 +124,7 @@ def _below_places(out: Path, places: Sequence[Path]) -> bool:
 def _tables(arguments: argparse.Namespace) -> int:
     """The list of figures, the claims or the audit; with --out files and a page of everything."""
     from harness.metrics.hardware import hardware_named
-    from harness.reproduce.points import runs_in
+    from harness.reproduce.points import PLACES, runs_in
     from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
 
     with Progress("reading the records of all runs", quiet=arguments.json) as progress:
@@ -132,6 +132,11 @@ def _tables(arguments: argparse.Namespace) -> int:
         progress.stage("comparing them with the paper")
         predictor = predictor_words(hardware_named(PAPER_HARDWARE))
         tables, sentences = _asked_for(arguments.figure, runs, predictor)
+    if not runs:
+        say(
+            f"note: no records were found in {' or '.join(map(str, PLACES))} below this directory; ours are in the "
+            "project's own directory, so run this there"
+        )
     _say_bad(runs)
     if arguments.json:
         _print_json(tables)

@@ -86,6 +86,8 @@ def test_the_list_the_claims_and_the_audit_are_json_for_programs(tmp_path, monke
     assert set(found) == {"figures", "claims", "audit", "systems", "printed", "reproduction_e2e_main"}
     assert len(found["figures"]) == 15
     assert {one["verdict"] for one in found["claims"]} == {"reproduced", "not run"}, "there are no records here"
+    main(["reproduce", "claims"])
+    assert "note: no records were found in results/published or results/runs" in capsys.readouterr().err
     assert {one["verdict"] for one in found["figures"]} == {"reproduced", "not run"}
     assert not (tmp_path / "results").exists(), "printing leaves no files"
 
