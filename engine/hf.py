@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LENGTH = "max_position_embeddings"
 READABLE = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SHARD_BYTES = 5_000_000_000  # the hub's own tools long used this limit
 
@@ -215,6 +218,7 @@ def export_hugging_face(
     *,
     dtype: torch.dtype | None = None,
     max_positions: int | None = None,
+    origin: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write `config.json`, safetensors shards and their index; the folder appears whole or not at all.
@@ -226,16 +230,21 @@ def export_hugging_face(
         directory: a new or empty folder.
         dtype: of the saved tensors; None is fp32, which keeps master weights to the bit.
         max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
+        origin: folder of the model that training started from; ids of special tokens, a larger number of positions and
+            `generation_config.json` are kept as they are there.
         shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
-    Returns `directory`. Raises ValueError for a shape without a counterpart, a folder in use, and a state that lacks
-    parameters or has others; OSError when it cannot be written.
+    Returns `directory`. Raises ValueError for a shape without a counterpart, a folder in use, an `origin` without a
+    configuration, and a state that lacks parameters or has others; OSError when it cannot be written.
     """
     import torch
 
     _library("safetensors.torch")
     dtype = dtype or torch.float32
-    config = config_of(shape, str(dtype).removeprefix("torch."), max_positions)
+    before = {} if origin is None else _json_object(origin / "config.json")
+    lengths = [length for length in (max_positions, before.get(LENGTH)) if isinstance(length, int)]
+    config = config_of(shape, str(dtype).removeprefix("torch."), max(lengths, default=None))
+    config |= {key: before[key] for key in TOKEN_IDS if key in before}
     sizes = shape.parameter_sizes()
     stored = {each.name: each for each in architecture_named(shape.architecture).stored(shape)}
     held = {name: math.prod(each.size(sizes)) * dtype.itemsize for name, each in stored.items()}
@@ -244,6 +253,8 @@ def export_hugging_face(
 
     with _whole_folder(directory) as aside:
         _write_json(aside / "config.json", config)
+        if origin is not None and (origin / GENERATION).is_file():
+            shutil.copyfile(origin / GENERATION, aside / GENERATION)
         for number, tensors in _filled(_joined(_checked(state, sizes), stored, dtype), shards):
             _save(tensors, aside / files[number], aside / "config.json")
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}

@@ -318,7 +318,8 @@ def read_rope(
 def write_rope(base: float, text: str) -> dict[str, object]:
     """Keys of a Hugging Face configuration that describe this RoPE, as releases 4 and 5 both read them.
 
-    One form has `max_position_embeddings` among them.
+    Three forms have `max_position_embeddings` among them: `dynamic` reads it, and release 4 takes the factor of the
+    others from it, whatever `factor` says.
     """
     scaling = parse_rope(text)
     written: dict[str, Any] = {"rope_theta": base, "rope_scaling": None}
@@ -334,6 +335,8 @@ def write_rope(base: float, text: str) -> dict[str, object]:
             entry[field.name] = list(value) if isinstance(value, tuple) else value
     if scaling.rope_type == "dynamic":  # which is read from the configuration itself
         written["max_position_embeddings"] = entry.pop(ORIGINAL)
+    if scaling.rope_type in ("yarn", "longrope") and scaling.factor:
+        written["max_position_embeddings"] = round(scaling.factor * scaling.original_max_position_embeddings)
     if scaling.rope_type == "longrope":
         written[ORIGINAL] = entry[ORIGINAL]
     return written | {"rope_scaling": entry}

@@ -13,11 +13,12 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.attention.masks import Causal, Documents, DocumentsOfBatch, SlidingWindow, parse_mask
 from engine.rope import parse_rope, read_rope, write_rope
 from engine.shape import LARGEST_DIMENSION, ModelShape
 
@@ -38,6 +39,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None,),  # code that comes with the weights
 }
+DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")  # of all architectures here
 # Whole numbers of a shape that all configurations have besides the layers, by their keys.
 SIZES = {
     "hidden": "hidden_size",
@@ -290,6 +292,9 @@ def shape_of(content: Mapping[str, object], name: str) -> ModelShape:
     architecture_name, architecture = _architecture_of(content)
     for key, accepted in {**NEUTRAL, **architecture.neutral}.items():
         config.expect(key, *accepted)
+    for key in DROPOUT:
+        if content.get(key) not in (None, 0):
+            raise ValueError(f"{key} is {content[key]!r}, and nothing is dropped in training here; set it to 0")
     found: dict[str, Any] = {name: config.whole(key) for name, key in SIZES.items()}
     found["kv_heads"] = found["heads"]
     if content.get("num_key_value_heads") is not None:
@@ -363,6 +368,24 @@ def not_exported_reason(shape: ModelShape) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def shape_under(mask: str, shape: ModelShape) -> ModelShape | None:
+    """The shape with which transformers attends as a training run did under `mask`: this one, or it with a window in
+    every layer. None where the architecture has no such model."""
+    found = parse_mask(mask)
+    match found:
+        case Causal() | DocumentsOfBatch() | Documents(causal=True, spans=()):
+            left = getattr(found, "left", None)
+        case SlidingWindow(right=0, global_tokens=0):
+            left = found.left
+        case _:
+            return None
+    if left is None or (all(shape.windowed) and shape.window == left + 1):
+        return shape
+    # A window holds the token itself.
+    windowed = replace(shape, window=left + 1, layer_pattern=shape.layer_pattern.replace("f", "w"))
+    return None if any(shape.windowed) or not_exported_reason(windowed) else windowed
 
 
 def _architecture_of(content: Mapping[str, object]) -> tuple[str, Architecture]:

@@ -34,6 +34,7 @@ from harness.commands import (
 )
 
 if TYPE_CHECKING:
+    from engine.shape import ModelShape
     from harness.run.bounds import StopTime
     from harness.training.file import TrainingFile
     from harness.training.run import Start
@@ -276,7 +277,7 @@ class ExportCommand:
         make_writable(arguments.out.absolute().parent)
         while True:
             try:
-                print(_exported(arguments, checkpoint))
+                print("\n".join(_exported(arguments, checkpoint)))
                 return 0
             except ValueError as error:
                 if checkpoint.is_dir():
@@ -290,27 +291,58 @@ class ExportCommand:
             checkpoint = chosen_checkpoint(arguments.run, None)
 
 
-def _exported(arguments: argparse.Namespace, checkpoint: Path) -> str:
-    """Export a checkpoint; what was written, in words. Raises ValueError when it cannot be read."""
+def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
+    """Export a checkpoint; what was written, in words, and notes. Raises ValueError when it cannot be read."""
     with Progress(f"exporting {checkpoint}"):
         # torch is loaded for a checkpoint that exists, not for a typing mistake.
         import torch
 
         from engine.hf import export_adapters, export_hugging_face
+        from engine.models.architecture import architecture_named, shape_under
         from engine.training.state import whole_parameters
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
         manifest = read_manifest(checkpoint)
         shape, parameters = whole_parameters(checkpoint)
+        base: str = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"].get("init_from", "")
+        mask = cast(str, manifest.facts.get("mask", "causal"))
+        attends = shape_under(mask, shape)
+        notes: list[str] = []
         if manifest.lora is None:
+            origin, notes = _origin(base, shape)
             seq_len = cast(int, manifest.facts["seq_len"])
-            export_hugging_face(parameters, shape, arguments.out, dtype=dtype, max_positions=seq_len)
+            export_hugging_face(
+                parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin
+            )
         else:
-            base = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"]["init_from"]
             export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
+        if attends is None or (manifest.lora is not None and attends != shape):  # adapters have no configuration
+            notes.append(
+                f"note: the run trained with mask {mask}, and {architecture_named(shape.architecture).class_name} "
+                "attends causally; load it into a model that attends as the run did"
+            )
     what = shape.name if manifest.lora is None else f"adapters of {shape.name}"
     count = sum(parameter.numel() for parameter in parameters.values())
-    return f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}"
+    written = f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}"
+    return [written, *notes]
+
+
+def _origin(base: str, shape: ModelShape) -> tuple[Path | None, list[str]]:
+    """The folder `base` where it still holds the model that a run started from; else a note."""
+    from engine.hf import GENERATION, LENGTH, configured_shape
+    from engine.training.preflight import check_shape
+
+    if not base:
+        return None, []
+    try:
+        check_shape(Path(base), configured_shape(Path(base)), shape)
+        return Path(base), []
+    except ValueError as error:
+        found = str(error).partition(";")[0]
+        return None, [
+            f"note: {found}, so ids of special tokens, {LENGTH} and {GENERATION} of init_from are not kept; put its "
+            "folder back and export again, or set them yourself"
+        ]
 
 
 def chosen_checkpoint(run: Path, step: int | None) -> Path:

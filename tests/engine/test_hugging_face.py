@@ -119,6 +119,23 @@ def test_a_folder_is_looked_at_without_torch_and_without_reading_a_tensor(tmp_pa
     assert done.stdout == f"{LLAMA}\nFalse\n"
 
 
+def test_an_export_keeps_what_its_origin_says_beside_the_function(tmp_path: Path) -> None:
+    origin = exported(LLAMA, tmp_path / "origin", max_positions=4096)
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
+    change_config(origin, **ids, attention_dropout=0.0)
+    (origin / "generation_config.json").write_text('{"temperature": 0.6}\n')
+    for trained, longest in ((512, 4096), (8192, 8192)):
+        directory = exported(LLAMA, tmp_path / str(trained), max_positions=trained, origin=origin)
+        config = json.loads((directory / "config.json").read_text())
+        assert {key: config[key] for key in ids} == ids
+        assert config["max_position_embeddings"] == longest
+        assert (directory / "generation_config.json").read_bytes() == (origin / "generation_config.json").read_bytes()
+
+    yarn = replace(LLAMA, rope_scaling="yarn:factor=4,original=1024")
+    directory = exported(yarn, tmp_path / "yarn", max_positions=8192, origin=origin)
+    assert json.loads((directory / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
 def test_shards_stay_below_their_size_and_hold_every_tensor_once() -> None:
     sizes = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 10, "f": 1}
     assert shards_of(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
@@ -255,6 +272,8 @@ def change_config(directory: Path, **changes: Any) -> None:
         ({"rope_scaling": "default"}, "rope_scaling is 'default'; expected a dictionary"),
         ({"rope_parameters": {"rope_theta": 10000}}, r"rope_theta is given as \[10000.0, 500000.0\]; keep the one"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which this model does not have; expected 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and nothing is dropped in training here; set it to 0"),
+        ({"resid_pdrop": 0.5}, "resid_pdrop is 0.5, and nothing is dropped in training here; set it to 0"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', which this model does not have; expected False or True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which this model does not have; expected 'silu'"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
@@ -288,6 +307,7 @@ def test_a_configuration_this_model_cannot_compute_is_refused(
     "changes",
     [
         {"use_sliding_window": False},
+        {"attention_dropout": 0.0, "embd_pdrop": 0, "hidden_dropout": None},
         {"layer_types": ["full_attention"] * 3},
         {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 500_000}},  # release 5
         {"rope_scaling": {"type": "default"}},

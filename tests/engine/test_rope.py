@@ -92,6 +92,14 @@ def test_a_form_survives_its_text_and_its_configuration(name: str) -> None:
     assert read_rope(written) == (base, text)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("yarn", "longrope"))])
+def test_release_4_takes_the_same_factor_from_what_is_written(name: str) -> None:
+    base, text = read_rope(config_of(FORMS[name]))
+    written = write_rope(base, text)
+    original = written["rope_scaling"]["original_max_position_embeddings"]
+    assert written["max_position_embeddings"] / original == parse_rope(text).factor
+
+
 def test_texts_are_short_where_they_can_be() -> None:
     assert read_rope(config_of(FORMS["default"])) == (50_000.0, "none")
     assert read_rope({}) == (10_000.0, "none")

@@ -3,6 +3,7 @@ on one device and on several ranks. Both compute in float64, so a difference is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.masks import parse_mask
 from engine.hf import export_hugging_face, import_hugging_face
-from engine.models.decoder import Decoder
+from engine.models.architecture import shape_under
+from engine.models.decoder import Decoder, DenseAttention
+from harness.spec.models import named_model
 from tests.engine.models.architectures import CASES, EAGER, LABELS, TOKENS, oracle, tensors_in
 from tests.engine.models.float64 import in_float64
 
@@ -98,6 +102,39 @@ def test_transformers_loads_an_export_whole_with_the_same_logits(name: str, tmp_
     again, _tensors = import_hugging_face(directory)
     assert again.name == "ours"
     assert {**vars_of(again), "name": ""} == {**vars_of(model.shape), "name": ""}
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3, half of each head rotated"])
+def test_a_model_trained_under_a_window_is_exported_with_it(name: str, tmp_path: Path) -> None:
+    with in_float64():
+        oracle(name).save_pretrained(tmp_path / "theirs")
+    model = imported(tmp_path / "theirs")
+    model.shape = replace(model.shape, window=0)
+    for block in model.blocks:
+        block.attend = DenseAttention(parse_mask("sliding_window:3"))
+    shape = shape_under("sliding_window:3", model.shape)
+    assert shape is not None
+    directory = export_hugging_face(model.state_dict(), shape, tmp_path / "ours", dtype=torch.float64)
+    with in_float64():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, dtype=torch.float64, **EAGER
+        )
+        expected = loaded.eval()(TOKENS).logits
+    torch.testing.assert_close(logits(model, TOKENS), expected, **CLOSE)
+
+
+def test_masks_that_an_architecture_does_not_have_are_known() -> None:
+    llama, mistral, window = (
+        replace(named_model("tiny"), architecture=name, window=size)
+        for name, size in (("llama", 0), ("mistral", 0), ("mistral", 8))
+    )
+    for causal in ("causal", "documents", "documents:4,28", "documents:4,..."):
+        assert all(shape_under(causal, shape) == shape for shape in (llama, mistral, window))
+    for inside in ("sliding_window:7", "documents:left-7", "documents:16,16:left-7"):
+        assert [shape_under(inside, shape) for shape in (llama, mistral, window)] == [None, window, window]
+    other = ("full", "sliding_window:7:1", "sliding_window:7:0:2", "documents:16,16:full", "documents:32:spans-2-5")
+    for mask in (*other, "block_sparse:16:10/11:causal"):
+        assert shape_under(mask, mistral) is None, mask
 
 
 def vars_of(shape: object) -> dict[str, object]:

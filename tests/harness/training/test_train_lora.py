@@ -59,6 +59,12 @@ def test_the_example_trains_adapters_that_peft_loads(
 
     assert main(["train", "export", "run", "--out", "adapters"]) == 0
     assert capsys.readouterr().out == "adapters: adapters of tiny after step 2, 38,912 parameters, fp32\n"
+    manifest = Path("run/checkpoints/step-00000002/checkpoint.json")
+    written = manifest.read_text()
+    mask = json.loads(written)["facts"]["mask"]
+    manifest.write_text(written.replace(f'"mask": "{mask}"', '"mask": "sliding_window:7"'))
+    assert main(["train", "export", "run", "--out", "windowed"]) == 0
+    assert "trained with mask sliding_window:7, and LlamaForCausalLM attends causally" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained("base-model")
     tokens = torch.arange(8)[None]
     plain = base(tokens).logits
