@@ -38,12 +38,14 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         causal attention: it is a document of its own before the tokens of a row, which then begin with position 0, or
         comes after them.
 
-    Raises ValueError for a key it does not know, for shapes that differ, for padding between tokens, and for a first
-    token of a document that has a label.
+    Raises ValueError for a batch that is no mapping, for a key it does not know, for shapes that differ, for padding
+    between tokens, and for a first token of a document that has a label.
     """
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
-    if unknown := sorted(set(batch) - set(_KNOWN)):
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"the batch is a {type(batch).__name__}; give a dict with input_ids of [batch, tokens]")
+    if unknown := sorted(map(str, set(batch) - set(_KNOWN))):
         raise ValueError(f"the batch has {', '.join(unknown)}, which is not known how to cut; pass {', '.join(_KNOWN)}")
     if "input_ids" not in batch:
         raise ValueError(f"the batch has {', '.join(batch) or 'nothing'} and no input_ids; pass whole sequences")

@@ -10,13 +10,20 @@ from typing import TypeAlias, cast
 
 from engine.data.chat import Message
 from engine.data.records import Kind, values_of
-from engine.data.sources import PYTHON_DOCS, chunks_of, record_kind
+from engine.data.sources import PYTHON_DOCS, chunks_of, record_kind, text_unsupported_reason
 from engine.reader import read_json
 
 Text: TypeAlias = Iterable[bytes]  # UTF-8, cut anywhere
 Chat: TypeAlias = list[Message]
 
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"  # of a folder that `datasets` saved
+
+
+def is_text_alone(source: str) -> bool:
+    """Whether no file of a source has fields, by its first bytes and its name; not for one that cannot be read."""
+    return source == PYTHON_DOCS or all(
+        text_unsupported_reason(str(file)) is None and record_kind(file) is None for file in _files_of(Path(source))
+    )
 
 
 def documents_of(source: str, field: str | None) -> Iterator[tuple[str, Text | Chat]]:
@@ -32,14 +39,17 @@ def documents_of(source: str, field: str | None) -> Iterator[tuple[str, Text | C
     if source == PYTHON_DOCS:
         yield from ((PYTHON_DOCS, (topic,)) for topic in chunks_of(source))
         return
-    path = Path(source)
-    for file in _files_in(path) if os.path.isdir(path) else [path]:  # which no name is too long for
+    for file in _files_of(Path(source)):
         kind = record_kind(file) if field is not None and os.path.isfile(file) else None
         if kind is None:
             yield str(file), chunks_of(str(file))
             continue
         for place, value in values_of(file, cast(Kind, kind), cast(str, field)):
             yield place, (value.encode(),) if isinstance(value, str) else value
+
+
+def _files_of(source: Path) -> list[Path]:
+    return _files_in(source) if os.path.isdir(source) else [source]  # `os.path`: no name is too long for it
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -188,7 +188,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def chunks_of(source: str) -> Iterator[bytes]:
-    """The bytes of a text, checked to be UTF-8 while they are read.
+    """The bytes of a text, checked to be UTF-8 while they are read; without a byte order mark at its beginning.
 
     Args:
         source: `python_docs`, or the path of a text file.
@@ -240,5 +240,5 @@ def _utf8_file(path: Path) -> Iterator[bytes]:
                 ) from error
             if not chunk:
                 return
+            yield chunk if done else chunk.removeprefix(codecs.BOM_UTF8)
             done += len(chunk)
-            yield chunk

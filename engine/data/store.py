@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 import numpy as np
 
 from engine.atomic import cache_dir
-from engine.data.documents import documents_of
+from engine.data.documents import documents_of, is_text_alone
 from engine.data.sequences import Sequences
 from engine.data.sources import PYTHON_DOCS, name_of, text_unsupported_reason
 from engine.data.tokenizers import ByteTokenizer, Tokenizer
@@ -189,10 +189,17 @@ def build_store(
         field: of each record of files of records, its text or chat.
 
     Raises:
-        ValueError: a source is missing, empty, not UTF-8 or of another form, or too short for the fraction held out.
+        ValueError: a source is missing, empty, not UTF-8 or of another form, or too short for the fraction held out;
+            also for a field where all sources are texts.
         FileExistsError: `directory` exists, possibly since another process finished first.
         OSError: it cannot be written.
     """
+    if field is not None and all(map(is_text_alone, sources)):
+        others = ", as the others do" if len(sources) > 1 else ""
+        raise ValueError(
+            f"--field {field} is for files of records (JSON Lines, JSON lists, Parquet, Arrow), and data "
+            f"{sources[0]!r} holds text alone{others}; leave --field out"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     aside.chmod(0o755)  # mkdtemp's is for the user alone

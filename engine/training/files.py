@@ -10,10 +10,12 @@ RUN/attempts/<n>/            order.json, progress.jsonl, logs/ and errors/ of th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Required, TypedDict, cast
 
 from engine.atomic import write_atomic
+from engine.reader import from_json, parse_json
 
 if TYPE_CHECKING:
     from engine.training.trackers import Tracker
@@ -22,6 +24,17 @@ RUN_FILE = "training.json"
 ORDER_FILE = "order.json"
 METRICS_FILE = "metrics.jsonl"
 OUTCOME_FILE = "outcome.json"  # of an attempt that ended without an error: {"step", "finished"}
+
+
+class MetricLine(TypedDict, total=False):
+    """What is read again of a line of metrics, which may hold further figures."""
+
+    kind: Required[Literal["step", "evaluation"]]
+    step: Required[int]
+    loss: Required[float]
+    seconds: float
+    padding: float
+    peak_memory_gib: float
 
 
 def run_of(attempt: Path) -> Path:
@@ -43,7 +56,7 @@ class MetricsWriter:
     def __init__(self, run: Path, *, from_step: int, tracker: Tracker | None = None) -> None:
         """Removes lines after `from_step`, whose steps will be repeated. `tracker` gets the same figures."""
         self._path = run / METRICS_FILE
-        kept = [line for line in read_metrics(run) if float(line["step"]) <= from_step]
+        kept = [line for line in read_metrics(run) if line["step"] <= from_step]
         write_atomic(self._path, "".join(map(_line, kept)))
         self._tracker = tracker
 
@@ -65,14 +78,41 @@ class MetricsWriter:
             self._tracker.close()
 
 
-def read_metrics(run: Path) -> list[dict[str, float | str]]:
-    """Lines of metrics.jsonl; none where there is no file. An unfinished last line does not count."""
+def read_metrics(run: Path) -> list[MetricLine]:
+    """Lines of metrics.jsonl; none where there is no file. An unfinished last line and blank ones do not count.
+
+    Raises ValueError for a file that cannot be read, and for a line that is no metric.
+    """
     path = run / METRICS_FILE
-    if not path.exists():
+    try:
+        *whole, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); mend it or move it away, since no checkpoint needs it"
+        ) from error
+    found = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            if line.strip():
+                found.append(_metric(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} holds a line that is no metric (line {number}: {error}); remove that line, which no "
+                "checkpoint needs"
+            ) from error
+    return found
 
 
-def _line(values: dict[str, float | str]) -> str:
+def _metric(line: bytes) -> MetricLine:
+    try:
+        values = parse_json(line.decode())
+    except ValueError as error:  # whose words count lines within this one
+        raise ValueError("it is no JSON in UTF-8") from error
+    from_json(MetricLine, values)
+    return cast(MetricLine, values)
+
+
+def _line(values: Mapping[str, object]) -> str:
     return json.dumps(values, allow_nan=False) + "\n"

@@ -44,6 +44,7 @@ from engine.tasks.task import OnProgress, Refused, progress_to
 from engine.tasks.train import TrainTask
 from engine.training.config import Order, learning_rate
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, MetricsWriter, checkpoints_directory, run_of
+from engine.training.manifest import checkpoint_path
 from engine.training.preflight import (
     RunData,
     check_shape,
@@ -134,6 +135,9 @@ class TrainingRun:
             self.steps_done, skipped = self.checkpoints.restore()
             self.notes += skipped
             check_steps(config, self.steps_done)
+            if self.steps_done < config.steps:
+                source = checkpoint_path(checkpoints_directory(run), self.steps_done)
+                self.notes.append(f"going on after step {self.steps_done}, from {source}")
         self.writer = None
         if world.rank == 0:
             tracker = open_tracker(run, config, from_step=self.steps_done)

@@ -18,7 +18,7 @@ from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import vocabulary_unsupported_reason
 from engine.shape import ModelShape
 from engine.training.config import Order, TrainingConfig
-from engine.training.files import checkpoints_directory
+from engine.training.files import checkpoints_directory, read_metrics
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
 
 SAMPLES, SAMPLE_BYTES = 1024, 4096  # of a file of weights, to tell one model from another
@@ -44,8 +44,9 @@ def needs_weights(order: Order) -> bool:
 def check_resume(config: TrainingConfig, facts: dict[str, object], run: Path) -> int:
     """The step that the run resumes after, judged by manifests and sizes; 0 where all checkpoints are broken.
 
-    Raises ValueError when it can resume from none.
+    Raises ValueError when it can resume from none, and for metrics that the first rank could not carry on.
     """
+    read_metrics(run)
     found = checkpoints(checkpoints_directory(run))
     if not found:
         raise no_checkpoint(f"{checkpoints_directory(run).name}/ holds none")
@@ -84,8 +85,9 @@ def training_data(config: TrainingConfig) -> RunData:
         return RunData(store=store, training=sequences, held_out=held_out, held_out_rows=rows)
     if not training.sequences(settings.seq_len):
         raise ValueError(
-            f"seq_len is {settings.seq_len}, but the training tokens of {settings.data} hold no such sequence "
-            f"({store.header.count} tokens, held-out ones included); give more text or a shorter seq_len"
+            f"seq_len is {settings.seq_len}, but of the {store.header.count} tokens of {settings.data} "
+            f"{held_out.stop - held_out.start} are held out, and the {training.stop - training.start} to train on hold "
+            f"no such sequence, which takes {settings.seq_len + 1}; give more text or a shorter seq_len"
         )
     wanted, there = config.evaluate.sequences, held_out.sequences(settings.seq_len)
     if config.evaluate.every and there < wanted:

@@ -275,52 +275,60 @@ class ExportCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         checkpoint = chosen_checkpoint(arguments.run, arguments.step)
         make_writable(arguments.out.absolute().parent)
-        while True:
-            try:
-                print("\n".join(_exported(arguments, checkpoint)))
-                return 0
-            except ValueError as error:
-                if checkpoint.is_dir():
-                    raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
-            # The run goes on and has removed it meanwhile; there is a newer one.
-            if arguments.step is not None:
-                raise UsageError(
-                    f"{checkpoint} was removed by its run while it was exported; leave --step out, or train with a "
-                    "larger save.keep"
-                )
-            checkpoint = chosen_checkpoint(arguments.run, None)
+        with Progress(f"preparing the export of {arguments.run}") as progress:
+            # torch is loaded for a checkpoint that exists, not for a typing mistake. It takes seconds, in which a run
+            # that goes on may have removed that checkpoint: the newest one is chosen afterwards.
+            importlib.import_module("engine.training.state")
+            if arguments.step is None:
+                checkpoint = chosen_checkpoint(arguments.run, None)
+            while True:
+                progress.stage(f"exporting {checkpoint}")
+                try:
+                    written = _exported(arguments, checkpoint)
+                    break
+                except ValueError as error:
+                    if checkpoint.is_dir():
+                        raise UsageError(f"checkpoint {checkpoint.name} cannot be exported: {error}") from error
+                # The run goes on and has removed it meanwhile; there is a newer one.
+                if arguments.step is not None:
+                    raise UsageError(
+                        f"{checkpoint} was removed by its run while it was exported; leave --step out, or train with a "
+                        "larger save.keep"
+                    )
+                removed, checkpoint = checkpoint, chosen_checkpoint(arguments.run, None)
+                progress.say(f"{removed} was removed by its run while it was read; {checkpoint.name} is exported")
+        print("\n".join(written))
+        return 0
 
 
 def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
     """Export a checkpoint; what was written, in words, and notes. Raises ValueError when it cannot be read."""
-    with Progress(f"exporting {checkpoint}"):
-        # torch is loaded for a checkpoint that exists, not for a typing mistake.
-        import torch
+    import torch
 
-        from engine.hf import export_adapters, export_hugging_face
-        from engine.models.architecture import architecture_named, shape_under
-        from engine.training.state import whole_parameters
+    from engine.hf import export_adapters, export_hugging_face
+    from engine.models.architecture import architecture_named, shape_under
+    from engine.training.state import whole_parameters
 
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
-        manifest = read_manifest(checkpoint)
-        shape, parameters = whole_parameters(checkpoint)
-        base: str = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"].get("init_from", "")
-        mask = cast(str, manifest.facts.get("mask", "causal"))
-        attends = shape_under(mask, shape)
-        notes: list[str] = []
-        if manifest.lora is None:
-            origin, notes = _origin(base, shape)
-            seq_len = cast(int, manifest.facts["seq_len"])
-            export_hugging_face(
-                parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin
-            )
-        else:
-            export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
-        if attends is None or (manifest.lora is not None and attends != shape):  # adapters have no configuration
-            notes.append(
-                f"note: the run trained with mask {mask}, and {architecture_named(shape.architecture).class_name} "
-                "attends causally; load it into a model that attends as the run did"
-            )
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
+    manifest = read_manifest(checkpoint)
+    shape, parameters = whole_parameters(checkpoint)
+    base: str = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"].get("init_from", "")
+    mask = cast(str, manifest.facts.get("mask", "causal"))
+    attends = shape_under(mask, shape)
+    notes: list[str] = []
+    if manifest.lora is None:
+        origin, notes = _origin(base, shape)
+        seq_len = cast(int, manifest.facts["seq_len"])
+        export_hugging_face(
+            parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin
+        )
+    else:
+        export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
+    if attends is None or (manifest.lora is not None and attends != shape):  # adapters have no configuration
+        notes.append(
+            f"note: the run trained with mask {mask}, and {architecture_named(shape.architecture).class_name} "
+            "attends causally; load it into a model that attends as the run did"
+        )
     what = shape.name if manifest.lora is None else f"adapters of {shape.name}"
     count = sum(parameter.numel() for parameter in parameters.values())
     written = f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}"

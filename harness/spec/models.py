@@ -27,7 +27,7 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     if name.endswith((".yaml", ".yml")):
         return load_model(experiment_dir / name, node.place)
     if model_name(name, experiment_dir) not in _known(experiment_dir) and (
-        "/" in name or (experiment_dir / name).is_dir()
+        "/" in name or (experiment_dir / name).exists()
     ):
         return configured_model(experiment_dir / name, node.place)
     return named_model(name, experiment_dir, node.place)
@@ -35,9 +35,13 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
 
 def configured_model(folder: Path, place: str) -> ModelShape:
     """The shape that a folder's `config.json` describes, named after the folder. Raises UsageError with the key."""
+    if folder.is_file():
+        held = (folder.parent / "config.json").is_file()
+        remedy = f"did you mean {folder.parent}?" if held else "give one with config.json, or a name"
+        raise UsageError(f"{place}: the model {folder} is a file, where a folder is expected; {remedy}")
     if not folder.is_dir():
         raise UsageError(
-            f"{place}: the model folder {folder} does not exist; give a name, or a path relative to the experiment file"
+            f"{place}: the model folder {folder} does not exist; give a name, or a path relative to the YAML file"
         )
     try:
         return configured_shape(folder)
@@ -83,7 +87,7 @@ def load_model(path: Path, place: str = "") -> ModelShape:
     `parameters`, when given, is the published count: a shape that does not come to it raises UsageError.
     """
     if place and not path.exists():
-        raise UsageError(f"{place}: the model file {path} does not exist; give a path relative to the experiment file")
+        raise UsageError(f"{place}: the model file {path} does not exist; give a path relative to the YAML file")
     root = read_yaml(path, "model file")
     entries = dict(root.mapping("the model file"))
     published = entries.pop("parameters", None)

@@ -102,10 +102,15 @@ def _check_range(key: str, value: Any) -> None:
 def _check_data(value: str) -> None:
     """Raise ValueError for data that is neither a text nor a token store."""
     from engine.data.sources import text_unsupported_reason  # brings numpy, which planning does without
-    from engine.data.store import is_store
+    from engine.data.store import HEADER_FILE, is_store
 
     if is_store(Path(value)):
         return
+    if os.path.isdir(value):
+        raise ValueError(
+            f"data is {shown_value(repr(value))}, a directory that is no token store (no {HEADER_FILE} in it); make a "
+            "store with `burst train data TEXT --out DIR` and give its directory"
+        )
     if not os.path.isfile(value):
         raise ValueError(
             f"data is {shown_value(repr(value))}, which is no file here; give {_BUILT_IN}, the path of a text file, "

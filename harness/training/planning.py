@@ -69,8 +69,8 @@ def _shown_in(run: Path, settings: TrialSettings) -> Correction:
 def _peak_bytes(run: Path) -> int:
     """The largest peak in the run's metrics; 0 where there is none."""
     try:
-        peaks = [float(line.get("peak_memory_gib", 0)) for line in read_metrics(run)]
-    except (*_UNREADABLE, AttributeError):
+        peaks = [line.get("peak_memory_gib", 0.0) for line in read_metrics(run)]
+    except ValueError:
         return 0
     return int(max((peak for peak in peaks if math.isfinite(peak)), default=0.0) * GIB)
 

@@ -13,7 +13,6 @@ from cluster.files.errors import shown_value
 from cluster.files.progress import Progress
 from engine.reader import read_json
 from engine.training.files import (
-    METRICS_FILE,
     OUTCOME_FILE,
     RUN_FILE,
     attempt_directory,
@@ -116,11 +115,8 @@ def training_status(directory: Path) -> str:
     parts = [f"{directory.resolve().name} {_WORDS[_doing(directory)]}"]
     try:
         parts += _last_figures(directory, steps)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{directory / METRICS_FILE} holds a line that is no metric ({type(error).__name__}: {error}); remove that "
-            "line, which no checkpoint needs"
-        ) from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     saved = checkpoints(checkpoints_directory(directory))
     parts.append(f"saved after step {step_of(saved[0])}" if saved else "no checkpoint yet")
     parts.append(f"started {started}")
@@ -197,8 +193,10 @@ def _last_figures(directory: Path, steps: object) -> list[str]:
     last = {line["kind"]: line for line in lines}
     parts = []
     if step := last.get("step"):
-        parts.append(f"step {step['step']} of {steps}, loss {step['loss']:.4f}, {step['seconds']:.2f} s per step")
-        if padding := [float(line["padding"]) for line in lines if "padding" in line]:
+        parts.append(f"step {step['step']} of {steps}, loss {step['loss']:.4f}")
+        if "seconds" in step:
+            parts[-1] += f", {step['seconds']:.2f} s per step"
+        if padding := [line["padding"] for line in lines if "padding" in line]:
             parts[-1] += f", {sum(padding) / len(padding):.1%} of the rows padding"
     else:
         parts.append(f"no step of {steps} yet")

@@ -402,6 +402,14 @@ def test_batches_that_cannot_be_cut(changed: dict[str, torch.Tensor], sentence: 
         burst.shard_batch({"input_ids": torch.ones(1, 8, dtype=torch.long)} | changed, burst.ContextParallel.single())
 
 
+@pytest.mark.parametrize(("given", "name"), [(torch.ones(1, 8).long(), "Tensor"), ([1, 2], "list"), ("ab", "str")])
+def test_a_batch_that_is_no_dict_is_refused(given: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^the batch is a {name}; give a dict with input_ids of \[batch, tokens\]$"):
+        burst.shard_batch(given, burst.ContextParallel.single())
+    with pytest.raises(ValueError, match=r"^the batch has 1, which is not known how to cut; pass input_ids"):
+        burst.shard_batch({1: given}, burst.ContextParallel.single())  # type: ignore[dict-item]
+
+
 def test_labels_are_shifted_before_the_sequence_is_cut_and_padding_has_none() -> None:
     tokens = torch.arange(10, 18)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])

@@ -106,8 +106,11 @@ def assert_same_curve(found: dict, truth: dict, done: int) -> None:
 
 def test_a_resumed_run_repeats_the_loss_curve_and_the_parameters_bit_for_bit(two_ranks) -> None:
     whole, first, second = two_ranks
+    assert (whole["notes"], first["notes"]) == ([], [])
+    [note] = second["notes"]
+    assert re.fullmatch(r"going on after step 3, from /.*/checkpoints/step-00000003", note)
     assert (first["finished"], first["steps_done"]) == (False, 3)
-    assert (second["finished"], second["steps_done"], second["notes"]) == (True, 6, [])
+    assert (second["finished"], second["steps_done"]) == (True, 6)
     assert [line[0] for line in curve(whole)] == [1, 2, 3, 4, 5, 6]
     assert curve(second) == curve(whole)
     assert curve(second, "evaluation") == curve(whole, "evaluation")
@@ -188,7 +191,9 @@ def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
 )
 def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_sentence(two_ranks, one_rank, folder, case, problem):
     result = one_rank[case]
-    assert result["notes"] == [f"checkpoint step-00000006 is skipped because {problem}; it is now broken-step-00000006"]
+    skipped, going_on = result["notes"]
+    assert skipped == f"checkpoint step-00000006 is skipped because {problem}; it is now broken-step-00000006"
+    assert re.fullmatch(r"going on after step 4, from /.*/checkpoints/step-00000004", going_on)
     assert result["progress"][0]["note"] == result["notes"][0]
     assert_same_curve(result, two_ranks[0], done=4)
 

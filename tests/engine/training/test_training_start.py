@@ -95,7 +95,7 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
         assert f"has NaN or infinity in 3 of the {broken.numel()} weights of {name}; give" in not_finite
         assert layers.endswith("has 1; choose the model file of that shape")
         assert "holds a model with layers 2, but model odd" in layers
-        assert "hold no such sequence (16 tokens, held-out ones included); give more text" in short
+        assert "0 are held out, and the 16 to train on hold no such sequence" in short
         assert sequences.startswith("evaluate.sequences is 1000000, but the")
         assert "a vocabulary of 100" in vocabulary
         assert nothing.startswith("there is no checkpoint to resume from (checkpoints/ holds none)")

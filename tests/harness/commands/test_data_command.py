@@ -35,6 +35,16 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["a.txt", "--field", "text"],
+            "--field text is for files of records (JSON Lines, JSON lists, Parquet, Arrow), and",
+        ),
+        (
+            ["a.txt", "python_docs", "--field", "a"],
+            "and data 'a.txt' holds text alone, as the others do; leave --field",
+        ),
+        (["no.txt", "--field", "text"], "data 'no.txt' is no file; give python_docs"),
+        (["mark.txt"], "data 'mark.txt' is empty; give a text of at least one byte"),
         (["no.txt"], "data 'no.txt' is no file; give python_docs or the path of a UTF-8 text file"),
         (["a.txt", "empty.txt"], "data 'empty.txt' is empty; give a text of at least one byte"),
         (["a.txt", "binary.txt"], "data 'binary.txt' is not UTF-8 at byte 3; give a text file"),
@@ -62,6 +72,7 @@ def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, a
     if "--tokenizer" in arguments:
         pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
     Path("empty.txt").write_bytes(b"")
+    Path("mark.txt").write_bytes(b"\xef\xbb\xbf")
     Path("binary.txt").write_bytes(b"abc\xff")
     Path("my.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     Path("my.txt.gz").write_bytes(gzip.compress(b"a text"))

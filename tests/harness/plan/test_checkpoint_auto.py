@@ -282,7 +282,7 @@ def test_a_resumed_run_plans_with_what_its_earlier_starts_took(tmp_path: Path) -
     assert "start 1 of this run: out of memory" in after.words
     (attempt / "errors" / "rank0.json").write_text("{", encoding="utf-8")
     (tmp_path / "run" / "metrics.jsonl").write_text(
-        json.dumps({"kind": "step", "step": 1, "tokens": 1, "peak_memory_gib": 2 * forecast.allocated_bytes / GIB})
+        json.dumps({"kind": "step", "step": 1, "loss": 1, "peak_memory_gib": 2 * forecast.allocated_bytes / GIB})
         + "\n",
         encoding="utf-8",
     )

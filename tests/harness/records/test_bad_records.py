@@ -236,13 +236,24 @@ def test_all_bad_records_are_listed_at_once(command, finished, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["[]", "{", '{"kind": []}', '{"kind": "step", "step": 1, "loss": "low", "seconds": 1}', '{"kind": "step"}']
+    ("line", "why"),
+    [
+        (b"[]", "the whole is an empty list; expected a mapping"),
+        (b"5", "the whole is 5; expected a mapping"),
+        (b"{", "it is no JSON in UTF-8"),
+        (b"\xff\xfe", "it is no JSON in UTF-8"),
+        (b'{"kind": []}', "kind is an empty list"),
+        (b'{"kind": "step", "step": 1, "loss": "low", "seconds": 1}', "loss is 'low'; expected a number"),
+        (b'{"kind": "step"}', "the whole lacks step, loss; add what is missing"),
+    ],
 )
-def test_a_damaged_metric_of_a_training_run_is_one_sentence(line, tmp_path, capsys):
+def test_a_damaged_metric_of_a_training_run_is_one_sentence_with_its_line(line, why, tmp_path, capsys):
     (tmp_path / "training.json").write_text('{"config": {"steps": 4}, "started_at": "2026-01-02"}')
-    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1, "loss": 2.5}\n\n' + line + b"\n")
     assert main(["status", str(tmp_path)]) == 2
-    assert "metrics.jsonl holds a line that is no metric" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"metrics.jsonl holds a line that is no metric (line 3: {why}" in said
+    assert said.endswith("); remove that line, which no checkpoint needs\n")
 
 
 def test_a_report_sets_bad_records_aside_and_goes_on(finished, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,20 @@ def test_a_folder_that_is_not_there_or_holds_no_configuration_is_refused(tmp_pat
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"here: .*empty/config.json: cannot be read"):
         read_model(Node("empty", "here"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weights/config.json", "weights/model.safetensors", "config.json"])
+def test_a_file_in_a_model_folder_points_at_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "weights").mkdir()
+    for path in (tmp_path / name, tmp_path / name.replace("model.safetensors", "config.json")):
+        path.write_text("{}", encoding="utf-8")
+    expected = f"here: the model {tmp_path / name} is a file, where a folder is expected; did you mean "
+    with pytest.raises(UsageError, match=re.escape(f"{expected}{(tmp_path / name).parent}?")):
+        read_model(Node(name, "here"), tmp_path)
+    (tmp_path / "note").write_text("x", encoding="utf-8")
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    with pytest.raises(UsageError, match=r"note is a file, where a folder is expected; give one with config\.json, or"):
+        read_model(Node("./note", "here"), tmp_path)
 
 
 def test_every_shipped_experiment_loads_at_all_its_scales() -> None:

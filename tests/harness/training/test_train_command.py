@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -12,10 +13,12 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.files.progress import Progress
 from harness.cli import main
 from tests.patience import AMPLE, running, scaled, wait_until
 from tests.processes import all_pids, stat_of
@@ -130,12 +133,15 @@ def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: 
     more = ["--launcher", "local", "--out", "run", "--resume", "--set", f"steps={last + 2}"]
     code, said = burst(workplace, "train", "train.yaml", *more)
     assert (code, "Trained: run\n" in said) == (0, True), said
+    source = workplace / "run" / "checkpoints" / f"step-{last:08d}"
+    assert f"going on after step {last}, from {source}\n" in said
     lines = metrics(workplace / "run")
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, last + 3))
     losses = [line["loss"] for line in lines if line["kind"] == "evaluation"]
     assert losses[-1] < losses[0]
     code, said = burst(workplace, "train", "train.yaml", *more)
     assert (code, f"all {last + 2} steps of run are done already; raise steps to train on" in said) == (0, True), said
+    assert "going on after" not in said
 
     pytest.importorskip("safetensors", reason="the safetensors library is not installed")
     code, said = burst(workplace, "train", "export", "run", "--out", "model")
@@ -165,7 +171,15 @@ def test_a_checkpoint_that_its_run_removes_during_an_export_gives_way_to_the_new
             newer.rename(newer.with_name("step-00000002"))
         return read(path)
 
+    named = []
+
+    class Recorded(Progress):
+        def stage(self, stage: str) -> None:
+            named.append(stage)
+            super().stage(stage)
+
     monkeypatch.setattr(state, "whole_parameters", removed_meanwhile)
+    monkeypatch.setattr("harness.commands.train.Progress", Recorded)
     monkeypatch.chdir(workplace)
     for step, code in ([], 0), (["--step", "1"], 2):
         shutil.copytree("run", "going")
@@ -180,7 +194,31 @@ def test_a_checkpoint_that_its_run_removes_during_an_export_gives_way_to_the_new
             assert "step-00000001 was removed by its run while it was exported; leave --step out" in printed.err
         else:
             assert "after step 2, " in printed.out
+            assert [stage.rpartition("/")[2] for stage in named] == ["step-00000001", "step-00000002"]
+            assert "step-00000001 was removed by its run while it was read; step-00000002 is exported\n" in printed.err
         shutil.rmtree("going")
+
+
+def test_the_checkpoint_of_an_export_is_chosen_once_torch_is_loaded(
+    workplace: Path, stopped: tuple[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors", reason="the safetensors library is not installed")
+    shutil.copytree(workplace / "run", workplace / "saving")
+    first, *others = (workplace / "saving" / "checkpoints").glob("step-*")
+    for each in others:
+        shutil.rmtree(each)
+    load = importlib.import_module
+
+    def saved_meanwhile(name: str) -> Any:
+        first.rename(first.with_name("step-00099999"))
+        return load(name)
+
+    monkeypatch.setattr("harness.commands.train.importlib", SimpleNamespace(import_module=saved_meanwhile))
+    monkeypatch.chdir(workplace)
+    assert main(["train", "export", "saving", "--out", "saved"]) == 0
+    printed = capsys.readouterr()
+    assert "after step 99999, " in printed.out
+    assert "was removed" not in printed.err
 
 
 def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str) -> None:

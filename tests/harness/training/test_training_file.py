@@ -69,6 +69,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("seed: -1", ":4: seed is -1"),
         ("mask: spiral", ":4: "),
         ("data: no/such", ":4: data is 'no/such', which is no file here"),
+        ("data: /", r":4: data is '/', a directory that is no token store \(no header.json in it\); make a store with"),
         ("init_from: no/such", ":4: init_from is 'no/such', which is no directory here"),
         ("cp_size: 0", ":4: cp_size is 0"),
         ("lora: {rank: 8, alpha: 16, targets: [q]}", "lora trains adapters of a given model, found no init_from; name"),

@@ -22,7 +22,7 @@ from engine.models.architecture import architecture_named, config_of
 from engine.settings import TrialSettings
 from engine.shape import ModelShape
 from engine.training.config import Evaluation, TrainingConfig
-from engine.training.files import RUN_FILE, checkpoints_directory
+from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory
 from engine.training.manifest import Manifest, checkpoint_path, write_manifest
 from engine.training.preflight import facts_of
 from harness.base.errors import UsageError
@@ -195,7 +195,16 @@ def test_weights_that_fit_are_started_from(place: Path, tied: bool, tokens: int)
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
-        ("only a few words", {}, "hold no such sequence (16 tokens, held-out ones included); give more text"),
+        (
+            "only a few words",
+            {},
+            "text.txt 0 are held out, and the 16 to train on hold no such sequence, which takes 33",
+        ),
+        (
+            "text " * 200,
+            {"seq_len": 990},
+            "of the 1000 tokens of text.txt 10 are held out, and the 990 to train on",
+        ),
         ("text " * 100, {"evaluate": Evaluation(every=1)}, "evaluate.sequences is 8, but the 5 held-out tokens of"),
         ("", {}, "data 'text.txt' is empty; give a text of at least one byte"),
         ("x" * 70_000 + "\udcff", {}, "data 'text.txt' is not UTF-8 at byte 70000; give a text file"),
@@ -210,14 +219,28 @@ def test_data_that_cannot_be_learnt_from_is_refused_and_nothing_is_left(place, t
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "metrics", "words"),
     [
-        ({"seq_len": 64}, "checkpoint step-00000004 cannot be resumed from: it was made with seq_len 32, and the run"),
-        ({"model": replace(MODEL, layers=3)}, "it was made with model.layers 2, and the run now has 3"),
-        ({"steps": 3}, "steps is 3, but 4 steps of this run are done; give at least as many"),
+        (
+            {"seq_len": 64},
+            b"",
+            "checkpoint step-00000004 cannot be resumed from: it was made with seq_len 32, and the run",
+        ),
+        ({"model": replace(MODEL, layers=3)}, b"", "it was made with model.layers 2, and the run now has 3"),
+        ({"steps": 3}, b"", "steps is 3, but 4 steps of this run are done; give at least as many"),
+        (
+            {},
+            b'{"kind": "st\n',
+            "run/metrics.jsonl holds a line that is no metric (line 1: it is no JSON in UTF-8)",
+        ),
+        ({}, b"\n\xff\xfe\n", "run/metrics.jsonl holds a line that is no metric (line 2: it is no JSON in UTF-8)"),
+        ({}, b'{"kind": "step"}\n', "no metric (line 1: the whole lacks step, loss; add what is missing); remove that"),
+        ({}, b"5\n", "no metric (line 1: the whole is 5; expected a mapping of kind, step, loss"),
     ],
 )
-def test_a_run_that_cannot_go_on_is_refused_and_stays_what_it_was(place: Path, changes: Any, words: str) -> None:
+def test_a_run_that_cannot_go_on_is_refused_and_stays_what_it_was(
+    place: Path, changes: Any, metrics: bytes, words: str
+) -> None:
     made = order_of(config(), CPU, resume=False)
     header = open_tokens("text.txt").header
     facts = facts_of(made, header, spans(header, built=False)[1])
@@ -225,6 +248,8 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_what_it_was(place: Path, c
     checkpoint.mkdir(parents=True)
     write_manifest(checkpoint, Manifest(step=4, facts=facts, model=asdict(MODEL), files={}, software={}))
     Path("run", RUN_FILE).write_text("{}")
+    if metrics:
+        Path("run", METRICS_FILE).write_bytes(metrics)
     before = tree(place)
     assert words in refused(config(**changes), resume=True)
     assert [path for path in tree(place) if path.name != ".lock"] == before
