@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.attention.masks import Causal, Documents, DocumentsOfBatch, SlidingWindow, parse_mask
 from engine.rope import parse_rope, read_rope, write_rope
 from engine.shape import LARGEST_DIMENSION, ModelShape
 
@@ -373,6 +372,9 @@ def not_exported_reason(shape: ModelShape) -> str | None:
 def shape_under(mask: str, shape: ModelShape) -> ModelShape | None:
     """The shape with which transformers attends as a training run did under `mask`: this one, or it with a window in
     every layer. None where the architecture has no such model."""
+    # Masks load numpy, and commands that describe models do not wait for it.
+    from engine.attention.masks import Causal, Documents, DocumentsOfBatch, SlidingWindow, parse_mask
+
     found = parse_mask(mask)
     match found:
         case Causal() | DocumentsOfBatch() | Documents(causal=True, spans=()):

@@ -18,7 +18,6 @@ from engine.attention.comm.collectives import AllToAll, GroupAllToAll, GroupGath
 from engine.attention.comm.exchange import AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import MESSAGE_BYTES, across_gib_per_second
 from engine.attention.comm.p2p import (
-    BrokenContext,
     CallOrder,
     PeerLost,
     PointToPoint,
@@ -40,7 +39,6 @@ class Communicators:
 
     def __init__(self, group: dist.ProcessGroup | None, size: int, node_size: int) -> None:
         self.group, self.size, self.node_size = group, size, node_size
-        self._world = dist.group.WORLD  # another one, or none, once torch.distributed was ended
         self.traffic = Traffic()
         self._agreement: Agreement | None = None
         if group is not None and size > 1:
@@ -49,7 +47,7 @@ class Communicators:
         # Around steps that all ranks take together: raises BrokenContext when such steps have failed before. A single
         # rank's steps fail alone.
         self.collective: Callable[..., AbstractContextManager[None]] = order.kept if size > 1 else _alone
-        self._begin = order.begin
+        self.begin_call = order.begin  # the number of an attention call, the same one on every rank
         self._agreed: dict[int, int] = {}  # hashes of the calls that the ranks have agreed on, and their numbers
         self._rings: dict[tuple[Ring, tuple[int, ...], str], RingComms] = {}
         self._all_to_alls: dict[tuple[tuple[int, ...], str], AllToAll] = {}
@@ -58,19 +56,6 @@ class Communicators:
         self._across_gib: list[float] = []  # one number, once it was measured
         self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
 
-    def begin_call(self) -> int:
-        """The number of an attention call that begins, from 1, the same one on every rank. Raises BrokenContext when
-        the process group has been destroyed."""
-        self._check_group()
-        return self._begin()
-
-    def _check_group(self) -> None:
-        if self.size > 1 and dist.group.WORLD is not self._world:
-            raise BrokenContext(
-                "torch.distributed was ended since this ContextParallel was made, and its process group with it; make "
-                "a new ContextParallel after dist.init_process_group"
-            )
-
     def agree(self, key: Hashable, said: Mapping[str, object]) -> int:
         """The number of a call, from 1, after all ranks have said the same of it. Collective at its first use, then
         kept.
@@ -78,7 +63,6 @@ class Communicators:
         Raises ValueError on every rank where they do not, or some rank refuses it; PeerLost, on all that wait, when
         some rank does not come within the timeout; BrokenContext when the process group has been destroyed.
         """
-        self._check_group()
         # By hash, which keeps no mask alive; with the words, because those without fields have equal ones.
         found = hash((key, str(said)))
         if found not in self._agreed:

@@ -165,6 +165,12 @@ class PeerLost(RuntimeError):
     """Tensors of another rank did not come, or could not be sent to it."""
 
 
+_ENDED = (
+    "torch.distributed was ended since this ContextParallel was made, and its process group with it; make a new "
+    "ContextParallel after dist.init_process_group"
+)
+
+
 class CallOrder:
     """Shared by the collective calls of one context: after one of them fails, later ones are refused.
 
@@ -179,6 +185,7 @@ class CallOrder:
         self._failure: str | None = None
         self._traffic, self._agreement = traffic or Traffic(), agreement
         self._calls = 0
+        self._world = dist.group.WORLD  # another one, or none, once torch.distributed was ended
 
     def begin(self) -> int:
         """The number of an attention call that begins, from 1, the same one on every rank."""
@@ -194,6 +201,8 @@ class CallOrder:
             plan: the number of its plan, likewise.
             backward: the steps are those of its backward.
         """
+        if dist.group.WORLD is not self._world:
+            raise BrokenContext(_ENDED)
         if self._failure is not None:
             raise BrokenContext(
                 f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
