@@ -40,6 +40,7 @@ SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 # The widest head dim of each kernel for GPUs; these take multiples of 8.
 MAX_HEAD_DIM: dict[str, int] = {"fa4": 256, "cudnn": 128, "fa2": 256, "flex": 256}
+WIDEST_HEAD_DIM = max(MAX_HEAD_DIM.values())  # that any of them takes
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias
 
 from torch import Tensor
 
-from engine.settings import MAX_HEAD_DIM
+from engine.settings import WIDEST_HEAD_DIM
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]  # out_BLND, or with `return_lse` (out_BLND, lse_BNL)
 LAYOUTS = {  # by name, the dimensions of q
@@ -18,7 +18,6 @@ LAYOUTS = {  # by name, the dimensions of q
     "BHSD": "[batch, heads, tokens, head_dim]",
     "THD": "[tokens, heads, head_dim]",
 }
-WIDEST = max(MAX_HEAD_DIM.values())  # head dim that any kernel for GPUs takes
 
 
 def to_bshd(tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
@@ -49,7 +48,7 @@ def from_bshd(found: Result, layout: str) -> Result:
 def looks_transposed(q: Tensor) -> bool:
     """Whether a tensor given without a layout has fewer tokens than heads, or a head_dim that no GPU has a kernel for:
     rarely meant, and then said by name."""
-    return q.ndim != 4 or 0 < q.shape[1] < q.shape[2] or q.shape[3] > WIDEST
+    return q.ndim != 4 or 0 < q.shape[1] < q.shape[2] or q.shape[3] > WIDEST_HEAD_DIM
 
 
 def refuse_unnamed_layout(q: Tensor) -> NoReturn:

@@ -79,8 +79,7 @@ def asked_for(experiment: Experiment) -> list[TrialSettings]:
 def unused_exclusions(experiment: Experiment) -> list[str]:
     """A sentence for each entry of `exclude` that drops nothing, as one with a misspelt value does. For a file as it
     stands: a scale, and `--set`, may sweep less than the entries were written for."""
-    _check_count(experiment)
-    combinations = list(_combinations(experiment))
+    combinations = list(_combinations(experiment)) if experiment.exclude else []
     unused = [each for each in experiment.exclude if not any(_excluded(one, [each]) for one in combinations)]
     return [f"note: exclude drops nothing by {{{_entry_words(each)}}}; check its values" for each in unused]
 

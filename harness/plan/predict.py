@@ -13,7 +13,13 @@ from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from engine.measurement import Forecast
 from engine.method import method_unsupported_reason
-from engine.settings import MAX_HEAD_DIM, TrialSettings, head_dim_unsupported_reason, size_in_bytes
+from engine.settings import (
+    MAX_HEAD_DIM,
+    WIDEST_HEAD_DIM,
+    TrialSettings,
+    head_dim_unsupported_reason,
+    size_in_bytes,
+)
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB
@@ -119,7 +125,7 @@ def _kernel_unknown_reason(settings: TrialSettings) -> str:
         head_dim_unsupported_reason(kernel, model.head_dim, model.output_dim) for kernel in MAX_HEAD_DIM
     ):
         return (
-            f"kernels for GPUs take head dims up to {max(MAX_HEAD_DIM.values())} in multiples of 8, found "
+            f"kernels for GPUs take head dims up to {WIDEST_HEAD_DIM} in multiples of 8, found "
             f"{model.head_dim}; kernel reference would run, whose speed on GPUs is not known"
         )
     return ""

@@ -21,7 +21,7 @@ from engine.tasks import cuda_graph
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
-from harness.spec.methods import method_named
+from harness.spec.methods import is_native, method_named
 from harness.spec.table import missing_entry_reason
 
 MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
@@ -151,10 +151,14 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
-    model = settings.model
-    if reason := head_dim_unsupported_reason(settings.kernel, model.head_dim, model.output_dim):
-        return reason
-    return _gpu_unsupported_reason(settings, machine)
+    return _heads_unsupported_reason(settings) or _gpu_unsupported_reason(settings, machine)
+
+
+def _heads_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Heads that the engine's kernel does not take, where a trial attends; others' programs have kernels of theirs."""
+    if settings.task not in ("train", "attention") or not is_native(method_named(settings.method)):
+        return None
+    return head_dim_unsupported_reason(settings.kernel, settings.model.head_dim, settings.model.output_dim)
 
 
 def _gpu_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:

@@ -187,6 +187,9 @@ def test_head_dims_that_a_kernel_for_gpus_does_not_take_are_refused(tmp_path: Pa
     wide = "fixed.model.head_dim=192"
     reason = _only_unsupported_reason(tmp_path, wide, "fixed.kernel=cudnn", "fixed.dtype=bf16", machine=NODE)
     assert reason == "kernel cudnn takes head dims up to 128 in multiples of 8, found 192; choose kernel reference"
+    alone = _plan(tmp_path, wide, "task=lm_head", "fixed.method=burst", "fixed.kernel=cudnn", "fixed.dtype=bf16",
+                  machine=NODE)  # fmt: skip
+    assert all(trial.unsupported_reason is None for trial in alone)  # it attends to nothing
     for kernel in ("fa4", "auto", "reference"):
         again = _plan(tmp_path, wide, f"fixed.kernel={kernel}", "fixed.dtype=bf16", machine=NODE)
         assert all(trial.unsupported_reason is None for trial in again)
