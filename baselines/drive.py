@@ -94,7 +94,8 @@ def main(words: Sequence[str]) -> int:
         write_json(trial_dir / RAN_FILE, to_json(found))
     watch = GpuWatch(look) if look else None
     code, ended = _run(method, settings, rendered, given, trial_dir, rank, watch)
-    # Of its children that were waited for, the program is the largest; Linux counts KiB.
+    # Of its children that were waited for, the program is the largest; Linux counts KiB. What starts a program counts
+    # in the program's peak, so it is never below this process's own, half a GiB, which any program with torch exceeds.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     write_json(trial_dir / HOST_MEMORY / f"rank{rank}.json", to_json(ResidentMemory(peak_rss_bytes=peak)))
     if watch:

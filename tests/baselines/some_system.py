@@ -12,11 +12,16 @@ from engine.settings import TrialSettings
 
 # One rank's program: what it says is what it was started with, and its seed decides how it ends.
 PROGRAM = """
-import json, os, signal, sys
+import json, os, pathlib, signal, sys, time
 seed, steps, rank = int(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
 print("rank", rank, "of", os.environ["WORLD_SIZE"], "PYTHONPATH", os.environ.get("PYTHONPATH"), flush=True)
 print("waits at", os.environ["MASTER_ADDR"], bool(int(os.environ["MASTER_PORT"])), os.environ["OWN"], flush=True)
 held = b"x" * (800_000_000 if rank == 1 else 1)
+all_hold = pathlib.Path("all_hold")  # else rank 0 may end all before rank 1 has its memory
+if rank == 1:
+    all_hold.touch()
+while not all_hold.exists() and os.environ["WORLD_SIZE"] != "1":
+    time.sleep(0.01)
 for step in range(steps if seed != 3 else 1):
     if rank == 0:
         print("UPSTREAM " + json.dumps({"step": step + 1, "seconds": 0.5 + step, "forward_seconds": 0.25}), flush=True)
