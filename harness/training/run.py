@@ -13,7 +13,7 @@ from typing import cast
 
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
-from engine.measurement import Forecast, write_json
+from engine.measurement import write_json
 from engine.reader import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
@@ -122,32 +122,15 @@ def interruption(start: Start) -> str:
     return f"stopped; {next_step(start.run_dir, start.again)}"
 
 
-def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
-    """One sentence why a run cannot start on this machine, or None; `run` is the directory of one that is resumed."""
-    try:
-        if run is not None:
-            refuse_no_run(run, RUN_FILE)
-        _planned(config, machine, run)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
 def planned_order(config: TrainingConfig, machine: Machine, run: Path, *, resume: bool) -> Order:
-    """The order for the ranks, with what the planner chose. Raises UsageError when the run is impossible here."""
-    settings, forecast = _planned(config, machine, run if resume else None)
-    return replace(order_of(replace(config, settings=settings), machine, resume=resume), plan=forecast)
-
-
-def _planned(config: TrainingConfig, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
-    """See `planned_for`. Raises UsageError when the run is impossible here; for one that is resumed it names the
-    parallel sizes with which it goes on, where there are some."""
-    settings, forecast = planned_for(config.settings, machine, run)
+    """The order for the ranks, with what the planner chose (`planned_for`). Raises UsageError when the run is
+    impossible here; for one that is resumed it names the parallel sizes with which it goes on, where there are some."""
+    settings, forecast = planned_for(config.settings, machine, run if resume else None)
     if reason := unsupported_reason(settings, machine):
-        fitting = settings_that_fit(config, machine) if run is not None else None
+        fitting = settings_that_fit(config, machine) if resume else None
         values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
         raise UsageError(f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else ""))
-    return settings, forecast
+    return replace(order_of(replace(config, settings=settings), machine, resume=resume), plan=forecast)
 
 
 def describe_run(run_dir: Path, config: TrainingConfig, commit: str, command: Sequence[str]) -> None:

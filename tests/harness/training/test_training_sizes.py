@@ -9,13 +9,12 @@ import pytest
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from engine.training.config import TrainingConfig
-from engine.training.files import RUN_FILE
 from harness.base.errors import UsageError
 from harness.launch.torchrun import place_of
 from harness.machine.this_machine import Machine
 from harness.training.planning import settings_that_fit
 from harness.training.progress import resuming
-from harness.training.run import impossible
+from harness.training.run import planned_order
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=4, kv_heads=4, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(
@@ -55,18 +54,14 @@ def test_a_run_goes_on_with_as_many_ranks_as_keep_the_sequences_of_a_step(change
 
 
 def test_ranks_that_do_not_spread_over_the_hosts_are_refused_with_the_sizes_that_do(tmp_path) -> None:
-    (tmp_path / RUN_FILE).touch()
-    sentence = impossible(config(world_size=4), hosts(3, 1), tmp_path)
-    assert sentence is not None
+    with pytest.raises(UsageError) as refused:
+        planned_order(config(world_size=4), hosts(3, 1), tmp_path, resume=True)
+    sentence = str(refused.value)
     assert sentence.startswith("this run cannot start: 4 ranks do not spread evenly over the 3 nodes with 1 each")
     assert sentence.endswith("; here it goes on with --set world_size=2 --set cp_size=2")
-    assert "here it goes on" not in str(impossible(config(), hosts(3, 1), None))  # a new run is the user's to size
-
-
-def test_a_directory_without_a_run_is_refused_as_such_before_the_sizes_are(tmp_path) -> None:
-    sentence = impossible(config(world_size=4), hosts(3, 1), tmp_path)
-    assert sentence is not None
-    assert sentence.startswith(f"{tmp_path} holds no run to resume; leave out --resume")
+    with pytest.raises(UsageError) as new:  # whose sizes are the user's to choose
+        planned_order(config(world_size=4), hosts(3, 1), tmp_path, resume=False)
+    assert "here it goes on" not in str(new.value)
 
 
 def test_the_next_command_has_each_setting_once() -> None:
