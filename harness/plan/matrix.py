@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from harness.records.record import Record
 from harness.spec.experiment import Experiment
 from harness.spec.methods import is_native, method_named
 from harness.spec.table import EQUAL, origin_of, values_for
-from harness.spec.trial import Trial
+from harness.spec.trial import Trial, is_named
 
 MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
 
@@ -136,7 +135,7 @@ def named(trials: Sequence[Trial], names: Sequence[str], option: str = "--only")
     ids = [trial.id for trial in trials]
     found: set[str] = set()
     for name in names:
-        means = [each for each in ids if name and (each.startswith(name) or fnmatchcase(each, name))]
+        means = [each for each in ids if is_named(each, name)]
         if not means:
             near = difflib.get_close_matches(name, ids, n=1, cutoff=0.0)
             raise UsageError(
