@@ -95,3 +95,19 @@ def test_a_trial_that_only_the_plan_refused_mixes_nothing(run):
     run({}, [trial(32, "too long"), trial(64)], Resume(), commit="abc")
     records = {length: record.status for length, record in run.records().items()}
     assert records == {32: "refused", 64: "ok"}
+
+
+def test_other_environment_variables_than_those_of_the_records_that_stay_are_said(run):
+    """A ratio of two such trials is one of the variables too."""
+    trials, said = [trial(32), trial(64)], "measured with other values of {} than this run has; set them as before"
+    run({}, trials[:1], environment={"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "secret"})
+    for environment, names in (
+        ({"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "other"}, None),  # what no record shows is not compared
+        ({"OMP_NUM_THREADS": "1", "TORCH_TOKEN": "secret", "NCCL_ALGO": "Ring"}, "NCCL_ALGO, OMP_NUM_THREADS"),
+    ):
+        run.said.clear()
+        run({}, trials, Resume(again=frozenset([trials[1].id])), environment=environment)
+        assert [said.format(names) in one for one in run.said] == ([True] if names else [])
+    run.said.clear()
+    run({}, trials, Resume(), environment={})  # adds nothing
+    assert run.said == []
