@@ -20,7 +20,7 @@ from harness.base.interrupts import deferred, end_requested
 from harness.plan.matrix import at_length, nothing_can_run, planned_again
 from harness.records.provenance import redact, redacted_command
 from harness.records.record import RESULTS, Record, Status, write_record
-from harness.report.results import RunRecords
+from harness.report.results import RunRecords, standing_twice
 from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, environment_of, execute, now
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory, opened_for_writing
@@ -115,6 +115,8 @@ def run_experiment(
         # A record that cannot be used is reported now, not after hours of running.
         for bad, aside in records.read_usable(set_bad_aside=resume is not None and resume.set_aside_bad):
             say(f"{bad} cannot be used and is now {aside.name}")
+        for sentence in standing_twice([records]):
+            say(sentence)
 
         started_at = now()
         changed = directory.changed_trees() if resume is not None else []
@@ -147,8 +149,8 @@ def run_experiment(
             )
         if found:
             say(f"mixed as asked: {run_dir} holds {'; '.join(found)}")
-        if (sentence := run.other_variables()) is not None:
-            say(sentence)
+        if (unlike := run.other_variables()) is not None:
+            say(unlike)
         if run.adds and host.changes and host.changes not in changed:
             changed.append(host.changes)
         describe([*planned])

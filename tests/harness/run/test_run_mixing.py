@@ -1,6 +1,7 @@
 """A run that is resumed adds rows to others only where both are of one experiment, commit, GPU and driver."""
 
 import csv
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -111,3 +112,13 @@ def test_other_environment_variables_than_those_of_the_records_that_stay_are_sai
     run.said.clear()
     run({}, trials, Resume(), environment={})  # adds nothing
     assert run.said == []
+
+
+def test_a_copy_of_a_trials_directory_is_said_before_trials_are_added(run):
+    """Its row would stand twice in results.csv and in every table."""
+    run({}, [trial(32)])
+    place = run.run_dir / "trials" / trial(32).id
+    shutil.copytree(place, place.with_name("zcopy"))
+    run({}, [trial(32), trial(64)], Resume())
+    stands = f"stands twice, in {place}/record.json and {place.with_name('zcopy')}/record.json; leave one of them out"
+    assert run.said == [f"{trial(32).id} {stands}"]
