@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,14 +161,14 @@ def _attempt(
             }
             | ({"profile": True} if trial.profile else {}),
         )
+        began = time.monotonic()  # the clock of the day may be set back meanwhile
         try:
             outcome = host.launcher.run(job, view.step)
         except KeyboardInterrupt:
-            elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
                 reason=f"stopped by {bounds.out_of_time or 'the user'}; --resume runs it again",
-                wall_seconds=elapsed.total_seconds(),
+                wall_seconds=time.monotonic() - began,
                 hosts=[host.machine.hostname],
             )
         outcome, measurement = measured(outcome, method, trial_dir)
