@@ -160,8 +160,9 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
                 f"{needs} ranks need {needs} GPUs, but this machine has {found}; "
                 f"use more GPUs or a smaller {_what_asks_for_ranks(settings)}"
             )
+        processes = "one process" if holds == 1 else f"{holds} processes"
         return (
-            f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
+            f"{needs} ranks are more than the {processes} this machine without GPUs takes; "
             f"use GPUs or a {_what_asks_for_ranks(settings)} of at most {holds}"
         )
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
