@@ -104,7 +104,7 @@ def _for_trials(command: Sequence[str], wanted: Sequence[str]) -> list[str]:
     ended, and a command that goes on with it would run nothing."""
     kept, names, parts = list[str](), list[str](), iter(command)
     for part in parts:
-        option, equals, name = part.partition("=")
+        option, equals, name = _option(part)
         if option not in ("--only", "--again"):
             kept.append(part)
         else:
@@ -116,13 +116,28 @@ def resuming(command: Sequence[str], *more: str) -> str:
     """The command that goes on with a run that `command` started."""
     typed, parts = [], iter(command)
     for part in parts:
-        if part == "--stop-before":
-            next(parts, None)  # its time will be over
-        elif part.partition("=")[0] == "--again":
-            typed.append(f"--only{part.removeprefix('--again')}")  # what ran again already is not repeated once more
-        elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
+        option, equals, value = _option(part)
+        if option == "--stop-before":
+            if not equals:
+                next(parts, None)  # its time will be over
+        elif option == "--again":
+            typed.append(f"--only{equals}{value}")  # what ran again already is not repeated once more
+        elif option not in ("--resume", "--retry-failed", "--set-aside-bad"):
             typed.append(part)
     return shlex.join([*typed, "--resume", *more])
+
+
+# Options of `burst run` that are looked for in a command line, which may have abbreviated them, and two that begin one.
+_SOUGHT = ("--only", "--again", "--stop-before", "--resume", "--retry-failed", "--set-aside-bad")
+_WHOLE = ("--retry", "--set")
+
+
+def _option(part: str) -> tuple[str, str, str]:
+    """The name of the option that a word is, in full where it is one that is sought, `=` and the value behind it."""
+    name, equals, value = part.partition("=")
+    if name.startswith("--") and len(name) > len("--s") and name not in _WHOLE:
+        name = next((option for option in _SOUGHT if option.startswith(name)), name)
+    return name, equals, value
 
 
 def state_of(run_dir: Path) -> RunState:
