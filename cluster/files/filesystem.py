@@ -29,7 +29,7 @@ _KINDS = (
 
 
 def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
-    """A regular file of UTF-8 text. `what` names the file's role in errors.
+    """A regular file of UTF-8 text, without a byte order mark. `what` names the file's role in errors.
 
     Raises UsageError for anything else: reading an empty pipe or an endless device would never end.
     """
@@ -41,7 +41,7 @@ def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
     if len(content) > most_bytes:
         raise UsageError(f"{path}: the {what} is larger than {most_bytes >> 20} MiB; give a smaller one")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")  # a byte order mark, which editors put before it
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8; save the {what} as UTF-8 text") from error
 

@@ -251,9 +251,7 @@ class _StartingCluster:
             self._save([node, *rest])
             if self._on([node], lambda first: self._with_ray(first, head="")):
                 return [node, *rest]
-        raise NodeError(
-            f"no head could be started: {'; '.join(f'{name}: {why}' for name, why in self.left_out.items())}"
-        )
+        raise NodeError(f"no head could be started: {'; '.join(self.left_out.values())}")  # each names its node
 
     def _with_ray(self, node: StartedNode, *, head: str) -> StartedNode:
         """Start Ray on one node; `head` is the head's address, empty on the head itself. Its log is kept if that
@@ -375,7 +373,8 @@ def own_address(facts: Mapping[str, Any], of_name: Sequence[str], interface: str
         raise NodeError("has no IPv4 address, and Ray connects nodes over IPv4 here; give its interface one")
     else:
         known = [*of_name, facts["login_address"], facts["source_address"], *(others if len(others) == 1 else [])]
-        chosen = next((address for address in known if address in interfaces.values()), "")
+        # Not loopback, as of a node that is named localhost: there Ray takes the host's other address by itself.
+        chosen = next((address for address in known if address in others), "")
     if not chosen:
         found = ", ".join(f"{name} {address}" for name, address in interfaces.items()) or "none"
         raise NodeError(

@@ -97,7 +97,7 @@ class CompareCommand:
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
     """The comparison that was asked for. Raises UsageError where no trial of a pair has a number or is wrong."""
-    from harness.compare.pairs import compare, ever_kept, of_commit
+    from harness.compare.pairs import compare, ever_kept, of_commit, of_same_steps
 
     tolerance, directories, across = parse_tolerance(arguments.tolerance), arguments.directories, arguments.across
     if arguments.methods:
@@ -121,10 +121,10 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         sides = [_of_all([directory]) for directory in directories]
         labels = tuple(map(str, directories))
         hint = "name runs of one experiment"
-    shared = {member.place for member in sides[0]} & {member.place for member in sides[1]}
-    if labels[0] == labels[1] or len(shared) == len(sides[0]) == len(sides[1]):
+    places = {member.place for member in sides[0]} & {member.place for member in sides[1]}
+    if labels[0] == labels[1] or len(places) == len(sides[0]) == len(sides[1]):
         raise UsageError(f"A and B are both {labels[0]}; name two different things to compare")
-    if shared:
+    if shared := of_same_steps(*sides):
         records = "1 record" if len(shared) == 1 else f"{len(shared)} records"
         raise UsageError(f"A and B share {records}, which would be compared with themselves; name two separate runs")
     one_run = bool(arguments.methods) or (bool(across) and len(directories) == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.files.errors import shown
@@ -59,7 +60,11 @@ class ReportCommand:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
         if sites:
             refuse_foreign(out / INDEX_FILE, page_beginning())
-        elif arguments.out is not None:  # a run's own directory has no file of others
+            for path in runs_below(sites[0]):
+                _refuse_other_run(out / stored_run(path).report_dir.relative_to(sites[0]), [path])
+        else:
+            _refuse_other_run(out, runs)
+        if not sites and arguments.out is not None:  # a run's own directory has no file of others
             refuse_foreign(out / REPORT_FILE, page_beginning())
             refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
             if not (out / REPORT_FILE).is_file() and not (out / RESULTS_FILE).is_file():
@@ -88,6 +93,16 @@ class ReportCommand:
             say(f"burst: {problem}")
         print(shown(f"Report: {path}"))
         return 1 if problems else 0
+
+
+def _refuse_other_run(out: Path, runs: Sequence[Path]) -> None:
+    """Raise UsageError where a report would go into the directory of a run that it is not about: that run's own would
+    be lost, and the numbers there be those of other records."""
+    from harness.records.stored import is_run, resolved
+
+    if is_run(out) and resolved(out) not in map(resolved, runs):
+        others = ", ".join(map(str, runs))
+        raise UsageError(f"{out} is a run, whose report one of {others} would replace; give --out another directory")
 
 
 def _refuse_other_drawings(out: Path, formats: list[str]) -> None:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from harness.reproduce.points import MeasuredRun
 
 CLAIMS, AUDIT = "claims", "audit"
+# Options that the tables, which run nothing, would pass over.
+_OF_FIGURES = (
+    "scale", "hardware", "draw_only", "overrides", "launcher", "ray", "nodes", "only", "again", "limit", "max_hours",
+    "stop_before", "retry", "max_failures", "resume", "retry_failed", "set_aside_bad", "mix", "profile",
+)  # fmt: skip
 
 
 class ReproduceCommand:
@@ -58,7 +63,7 @@ class ReproduceCommand:
         from harness.spec.experiment import load_experiment
 
         if arguments.figure in (None, CLAIMS, AUDIT):
-            for option in ("scale", "hardware", "draw_only", "overrides"):
+            for option in _OF_FIGURES:
                 if getattr(arguments, option):
                     name = "--set" if option == "overrides" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"{name} belongs to a figure; name one (`burst reproduce` lists them)")

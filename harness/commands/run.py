@@ -92,9 +92,10 @@ class RunCommand:
                     say(sentence)
             if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
                 say(note)
-            chosen = named(trials, arguments.only) if arguments.only else None
+            search = experiment.search.until != "no"
+            chosen = named(trials, arguments.only, search=search) if arguments.only else None
             if resume is not None and arguments.again:
-                chosen = named(trials, arguments.again, "--again")
+                chosen = named(trials, arguments.again, "--again", search=search)
                 resume = dataclasses.replace(resume, again=frozenset(trial.id for trial in chosen))
             typed = redacted_command(command_line(arguments))
             code_commit = commit()

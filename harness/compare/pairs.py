@@ -100,6 +100,22 @@ def latest(members: Iterable[ComparedRecord]) -> ComparedRecord:
     return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.place)))
 
 
+def of_same_steps(reference: Sequence[ComparedRecord], candidate: Sequence[ComparedRecord]) -> list[ComparedRecord]:
+    """The candidates that hold a round of one of the references, wherever the two are stored: a copy of a run and its
+    packed file are the same measurement."""
+    known = {steps for member in reference for steps in _measured(member)}
+    return [member for member in candidate if not known.isdisjoint(_measured(member))]
+
+
+def _measured(member: ComparedRecord) -> set[tuple[str, str, str, tuple[float, ...]]]:
+    """What tells each round with figures from every other one: its trial, commit, start and steps."""
+    record = member.record
+    rounds = [(one.started_at, one.step_seconds) for one in record.rounds]
+    if not rounds:  # a record from before there were rounds
+        rounds = [(record.started_at, steps) for steps in record.step_seconds_by_round]
+    return {(record.trial_id, record.commit, started, tuple(steps)) for started, steps in rounds if steps}
+
+
 def _runs(directory: Path) -> list[StoredRun]:
     return [stored_run(path) for path in runs_below(directory) or [directory]]
 

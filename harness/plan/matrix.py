@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from harness.records.record import Record
 from harness.spec.experiment import Experiment
 from harness.spec.methods import is_native, method_named
 from harness.spec.table import EQUAL, origin_of, values_for
-from harness.spec.trial import Trial
+from harness.spec.trial import Trial, is_named
 
 MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
 
@@ -128,21 +127,23 @@ def _check_count(experiment: Experiment) -> None:
         )
 
 
-def named(trials: Sequence[Trial], names: Sequence[str], option: str = "--only") -> tuple[Trial, ...]:
+def named(
+    trials: Sequence[Trial], names: Sequence[str], option: str = "--only", *, search: bool = False
+) -> tuple[Trial, ...]:
     """The trials that any of `names` means, in the plan's order: an id, the beginning of ids, or a pattern with `*`.
 
-    Raises UsageError, with the nearest id, for one that means none.
+    Raises UsageError, with the nearest id, for one that means none. `search`: the run adds lengths, which no plan has.
     """
     ids = [trial.id for trial in trials]
     found: set[str] = set()
     for name in names:
-        means = [each for each in ids if name and (each.startswith(name) or fnmatchcase(each, name))]
+        means = [each for each in ids if is_named(each, name)]
         if not means:
             near = difflib.get_close_matches(name, ids, n=1, cutoff=0.0)
-            raise UsageError(
-                f"{option} {name!r} means none of the {len(ids)} trials; "
-                + (f"did you mean {near[0]}?" if near else "`burst plan --json` lists the ids")
-            )
+            step = f"did you mean {near[0]}?" if near else "`burst plan --json` lists the ids"
+            if search:
+                step = "a length that the search added can be named where it is put into sweep.seq_len"
+            raise UsageError(f"{option} {name!r} means none of the {len(ids)} trials; {step}")
         found.update(means)
     return tuple(trial for trial in trials if trial.id in found)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.files.errors import counted
-from engine.attention.geometry.layout import Layout, split_unsupported_reason
+from engine.attention.geometry.layout import LAYOUTS, Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.memory import memory_of
 from engine.lm_head import loss_kernel
-from engine.method import method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
+from engine.method import Method, method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.ops import FLOAT8_CAPABILITY
 from engine.settings import (
     BYTE_VOCABULARY,
@@ -18,6 +18,7 @@ from engine.settings import (
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
+from harness.base.errors import UsageError, one_of
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
@@ -43,7 +44,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         no_trial_reason(settings)
         or missing_entry_reason(settings.method, settings.settings)
         or _data_unsupported_reason(settings)
-        or method_unsupported_reason(method, settings)
+        or _refused_by(method, settings)
         or _layout_unsupported_reason(settings)
         or _schedule_unsupported_reason(settings, machine)
         or _head_unsupported_reason(settings, machine)
@@ -51,6 +52,17 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or cuda_graph.unsupported_reason(settings, machine.device)
         or _memory_unsupported_reason(settings, machine)
         or unavailable_reason(method, machine.device, settings.kernel)
+    )
+
+
+def _refused_by(method: Method, settings: TrialSettings) -> str | None:
+    """Raises UsageError for an answer that is no reason: a method may be a user's."""
+    reason: object = method_unsupported_reason(method, settings)
+    if reason is None or isinstance(reason, str):
+        return reason
+    raise UsageError(
+        f"refuse of method {method.name} returned {reason!r}; expected None, or one sentence that says why the trial "
+        "cannot run"
     )
 
 
@@ -97,6 +109,10 @@ def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods have a layout here; foreign programs check it themselves."""
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = None if layout_of is None else layout_of(settings)
+    if layout_of is not None and (isinstance(layout, str) or layout is None) and layout not in LAYOUTS:
+        raise UsageError(
+            f"layout of method {settings.method} returned {layout!r}; expected {one_of(LAYOUTS)}, or a Layout"
+        )
     whole = None if layout is None else split_unsupported_reason(layout, settings.row_tokens, settings.cp_size)
     return whole or _warm_up_unsupported_reason(settings, layout)
 
@@ -144,8 +160,9 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
                 f"{needs} ranks need {needs} GPUs, but this machine has {found}; "
                 f"use more GPUs or a smaller {_what_asks_for_ranks(settings)}"
             )
+        processes = "one process" if holds == 1 else f"{holds} processes"
         return (
-            f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
+            f"{needs} ranks are more than the {processes} this machine without GPUs takes; "
             f"use GPUs or a {_what_asks_for_ranks(settings)} of at most {holds}"
         )
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:

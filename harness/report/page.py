@@ -14,7 +14,7 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
-from harness.records.record import Record, RecordPlace, refuse_bad, set_aside
+from harness.records.record import Record, refuse_bad, set_aside
 from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
@@ -23,7 +23,7 @@ from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import Headline, headline_of, wrong_sentences
 from harness.report.html import Addresses, dots_of, grid_of, render_page
 from harness.report.rankings import sizes_table
-from harness.report.results import Row, RunRecords, grouped, write_results
+from harness.report.results import Row, RunRecords, grouped, standing_twice, write_results
 from harness.report.speedup import MARK, slow_baselines, slow_sentence
 from harness.report.tables.agreement import agreement_summary, agreement_table
 from harness.report.tables.comparison import comparison_table, known_baseline
@@ -188,7 +188,6 @@ def read_runs(
 def _gaps(runs: Sequence[RunRecords]) -> Iterator[str]:
     """Sentences about trials of a plan that have no record, and about records that stand twice, as in a copied
     directory."""
-    places: dict[tuple[str, str], RecordPlace] = {}
     for run in runs:
         placed, path, planned = run.placed(), run.stored.path, list[str]()
         with contextlib.suppress(ValueError):  # what a damaged plan names is not known
@@ -196,10 +195,7 @@ def _gaps(runs: Sequence[RunRecords]) -> Iterator[str]:
         if waiting := len(set(planned) - {record.trial_id for record, _ in placed}):
             having = f"{len(planned) - waiting} of {len(planned)} trials of {path} have a record"
             yield f"{having}; {shlex.join(['burst', 'status', str(path)])} names the others"
-        for record, place in placed:
-            first = places.setdefault((record.trial_id, record.started_at), place)
-            if first is not place:
-                yield f"{record.trial_id} stands twice, in {first} and {place}; leave one of them out"
+    yield from standing_twice(runs)
 
 
 def named_runs(run_dirs: Sequence[Path]) -> dict[str, Path]:

@@ -12,7 +12,7 @@ import io
 import json
 import shlex
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -394,3 +394,13 @@ class RunRecords:
         if at_once or time.monotonic() - self._written_at >= WRITE_SECONDS:
             write_results(path, self.rows())
             self._written_at = time.monotonic()
+
+
+def standing_twice(runs: Iterable[RunRecords]) -> Iterator[str]:
+    """A sentence about each record that stands twice, as in a copied directory: tables would count it twice."""
+    places: dict[tuple[str, str], RecordPlace] = {}
+    for run in runs:
+        for record, place in run.placed():
+            first = places.setdefault((record.trial_id, record.started_at), place)
+            if first is not place:
+                yield f"{record.trial_id} stands twice, in {first} and {place}; leave one of them out"

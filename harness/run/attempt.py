@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from engine.measurement import (
 from engine.method import Method
 from engine.profile.breakdown import Breakdown, breakdown_of
 from engine.reader import read_regular
-from engine.settings import to_json
+from engine.settings import TrialSettings, to_json
 from harness.launch.environment import render
 from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome, Passed, tells_start
 from harness.launch.ports import port_was_taken
@@ -160,14 +161,14 @@ def _attempt(
             }
             | ({"profile": True} if trial.profile else {}),
         )
+        began = time.monotonic()  # the clock of the day may be set back meanwhile
         try:
             outcome = host.launcher.run(job, view.step)
         except KeyboardInterrupt:
-            elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
                 reason=f"stopped by {bounds.out_of_time or 'the user'}; --resume runs it again",
-                wall_seconds=elapsed.total_seconds(),
+                wall_seconds=time.monotonic() - began,
                 hosts=[host.machine.hostname],
             )
         outcome, measurement = measured(outcome, method, trial_dir)
@@ -193,15 +194,7 @@ def _attempt(
 def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
     """The trial as a launcher executes it on this host."""
     settings = trial.settings
-    method = method_named(settings.method)
-    environment = render(
-        settings,
-        device=host.machine.device,
-        cores=host.machine.cores,
-        host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
-        user=host.environment,
-    )
-    command = method.command(trial_dir)
+    command = method_named(settings.method).command(trial_dir)
     own = tells_start(command)  # a foreign program tells nothing before its first step
     limits = limits_of(trial, host.machine)
     trial_seconds, start_seconds, hang_seconds = (limits[name].seconds for name in ("trial", "start", "hang"))
@@ -210,13 +203,24 @@ def job_of(trial: Trial, trial_dir: Path, host: RunContext) -> Job:
         trial_dir=trial_dir,
         command=command,
         ranks=settings.world_size,
-        environment=environment,
+        environment=environment_of(settings, host),
         deadline_seconds=trial_seconds + (0.0 if own else start_seconds),
         start_seconds=start_seconds if own else None,
         # Traces are written and read after the last step, and that may take long.
         hang_seconds=None if trial.profile else hang_seconds,
         limits_from={name: limit.origin for name, limit in limits.items()},
         emulate_nodes=settings.emulate_nodes,
+    )
+
+
+def environment_of(settings: TrialSettings, host: RunContext) -> dict[str, str]:
+    """The variables that each rank of a trial gets on this host."""
+    return render(
+        settings,
+        device=host.machine.device,
+        cores=host.machine.cores,
+        host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
+        user=host.environment,
     )
 
 

@@ -14,17 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.files.errors import counted
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred, end_requested
 from harness.plan.matrix import at_length, nothing_can_run, planned_again
-from harness.records.provenance import redacted_command
+from harness.records.provenance import redact, redacted_command
 from harness.records.record import RESULTS, Record, Status, write_record
-from harness.report.results import RunRecords
-from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, execute, now
+from harness.report.results import RunRecords, standing_twice
+from harness.run.attempt import UNBOUNDED, RoundPosition, RunContext, completed, environment_of, execute, now
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory, opened_for_writing
 from harness.run.progress import ProgressView
-from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, round_in, statuses_of
+from harness.run.rounds import Order, PendingRounds, Shuffle, alone, arranged, changed_names, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
 from harness.run.state import resuming
 from harness.spec.experiment import Search
@@ -114,6 +115,8 @@ def run_experiment(
         # A record that cannot be used is reported now, not after hours of running.
         for bad, aside in records.read_usable(set_bad_aside=resume is not None and resume.set_aside_bad):
             say(f"{bad} cannot be used and is now {aside.name}")
+        for sentence in standing_twice([records]):
+            say(sentence)
 
         started_at = now()
         changed = directory.changed_trees() if resume is not None else []
@@ -146,6 +149,8 @@ def run_experiment(
             )
         if found:
             say(f"mixed as asked: {run_dir} holds {'; '.join(found)}")
+        if (unlike := run.other_variables()) is not None:
+            say(unlike)
         if run.adds and host.changes and host.changes not in changed:
             changed.append(host.changes)
         describe([*planned])
@@ -257,6 +262,24 @@ class Execution:
             lambda record: record.trial_id in planned or self._search.has(record.settings),
             adds=self.adds,
             changed=changed,
+        )
+
+    def other_variables(self) -> str | None:
+        """One sentence where records that stay are of ranks with other environment variables than those of the run:
+        ratios between trials of the two contain that difference. None where the run adds none."""
+        names, count = set[str](), 0
+        for record in self._kept.values() if self.adds else ():
+            if only_planned(record) or not record.environment:
+                continue
+            ours = redact(environment_of(record.settings, self._host))
+            if apart := changed_names(record.environment, ours):
+                names |= set(apart)
+                count += 1
+        if not count:
+            return None
+        return (
+            f"{counted(count, 'record')} here {'was' if count == 1 else 'were'} measured with other values of "
+            f"{', '.join(sorted(names))} than this run has; set them as before if trials are to be compared"
         )
 
     def all_rounds(self) -> Stopped | None:

@@ -194,12 +194,12 @@ def _differences(before: Record, latest: Record) -> list[str]:
         found.append("on other GPUs than before")
     if latest.launcher != before.launcher:
         found.append(f"by launcher {latest.launcher}, not {before.launcher}")
-    if changed := _changed(before.environment, latest.environment):
+    if changed := changed_names(before.environment, latest.environment):
         found.append(f"with other values of {', '.join(changed)}")
-    for name in _changed(theirs.software, ours.software):
+    for name in changed_names(theirs.software, ours.software):
         if name in ours.software and name in theirs.software:  # a driver that could not be asked once is no other one
             found.append(f"{name} {ours.software[name]}, not {theirs.software[name]}")
-    for name in _changed(theirs.chosen, ours.chosen):
+    for name in changed_names(theirs.chosen, ours.chosen):
         found.append(f"{name} became {ours.chosen.get(name, 'nothing')}, not {theirs.chosen.get(name, 'nothing')}")
     if ours.data != theirs.data:
         found.append("on other tokens than before")
@@ -211,7 +211,8 @@ def _differences(before: Record, latest: Record) -> list[str]:
     return found + _other_errors(theirs.extra.get("error", {}), ours.extra.get("error", {}))
 
 
-def _changed(before: Mapping[str, str], latest: Mapping[str, str]) -> list[str]:
+def changed_names(before: Mapping[str, str], latest: Mapping[str, str]) -> list[str]:
+    """The keys that one side alone has, or that have two values."""
     return sorted(name for name in before.keys() | latest.keys() if before.get(name) != latest.get(name))
 
 

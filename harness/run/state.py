@@ -20,6 +20,7 @@ from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, Reco
 from harness.records.stored import EXPERIMENT_FILE, REPORT_FILE, RESULTS_FILE
 from harness.run.directory import TRIAL_FILE, RunDirectory, command_of, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
+from harness.spec.trial import is_named
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
 REPORT_SECONDS = 2.0  # by which a copy of a run may have been given the times of its files in another order
@@ -83,7 +84,7 @@ def next_step(state: RunState, run_dir: Path) -> str:
     if state.running:
         return ""
     typed = state.command or ["burst", "run", str(run_dir / EXPERIMENT_FILE), "--out", str(run_dir)]
-    command = command_of(run_dir, typed)
+    command = _for_trials(command_of(run_dir, typed), [trial.trial_id for trial in state.trials if _needs_run(trial)])
     flags = (["--retry-failed"] if state.failed > len(state.bad) else []) + (["--set-aside-bad"] if state.bad else [])
     if state.left or state.bad:
         return f"go on with: {resuming(command, *flags)}"
@@ -94,17 +95,49 @@ def next_step(state: RunState, run_dir: Path) -> str:
     return ""
 
 
+def _needs_run(trial: TrialState) -> bool:
+    return bool(_rounds_left(trial)) or trial.failed
+
+
+def _for_trials(command: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The command without `--only` and `--again` where these name none of the `wanted` trials: what they name has
+    ended, and a command that goes on with it would run nothing."""
+    kept, names, parts = list[str](), list[str](), iter(command)
+    for part in parts:
+        option, equals, name = _option(part)
+        if option not in ("--only", "--again"):
+            kept.append(part)
+        else:
+            names.append(name if equals else next(parts, ""))
+    return list(command) if any(is_named(each, name) for each in wanted for name in names) else kept
+
+
 def resuming(command: Sequence[str], *more: str) -> str:
     """The command that goes on with a run that `command` started."""
     typed, parts = [], iter(command)
     for part in parts:
-        if part == "--stop-before":
-            next(parts, None)  # its time will be over
-        elif part.partition("=")[0] == "--again":
-            typed.append(f"--only{part.removeprefix('--again')}")  # what ran again already is not repeated once more
-        elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
+        option, equals, value = _option(part)
+        if option == "--stop-before":
+            if not equals:
+                next(parts, None)  # its time will be over
+        elif option == "--again":
+            typed.append(f"--only{equals}{value}")  # what ran again already is not repeated once more
+        elif option not in ("--resume", "--retry-failed", "--set-aside-bad"):
             typed.append(part)
     return shlex.join([*typed, "--resume", *more])
+
+
+# Options of `burst run` that are looked for in a command line, which may have abbreviated them, and two that begin one.
+_SOUGHT = ("--only", "--again", "--stop-before", "--resume", "--retry-failed", "--set-aside-bad")
+_WHOLE = ("--retry", "--set")
+
+
+def _option(part: str) -> tuple[str, str, str]:
+    """The name of the option that a word is, in full where it is one that is sought, `=` and the value behind it."""
+    name, equals, value = part.partition("=")
+    if name.startswith("--") and len(name) > len("--s") and name not in _WHOLE:
+        name = next((option for option in _SOUGHT if option.startswith(name)), name)
+    return name, equals, value
 
 
 def state_of(run_dir: Path) -> RunState:

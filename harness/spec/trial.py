@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from engine.checkpoint.planning.memory_settings import PLANNABLE
@@ -35,6 +36,11 @@ class Trial:
     def id(self) -> str:
         """See `id_of`; the key of `--resume`."""
         return id_of(self.settings)
+
+
+def is_named(trial_id: str, name: str) -> bool:
+    """Whether a name that was typed means this trial: its id, the beginning of it, or a pattern with `*`."""
+    return bool(name) and (trial_id.startswith(name) or fnmatchcase(trial_id, name))
 
 
 # What the planner chooses since there were records: whether it was open is in no digest.

@@ -63,8 +63,7 @@ def pack_lines(path: Path, out: Path, *, replace: bool = False) -> Path:
     texts: list[tuple[str, str | None, str]] = []  # label, trial and text of what is packed
 
     def use(one: StoredRecord, record: Record) -> None:
-        if one.trial != record.trial_id:
-            raise ValueError(f"its trial_id is {record.trial_id[:200]}, which is not the name of its directory")
+        _refuse_other_name(one, record)
         records[one.trial] = one.data
         texts.append((str(one.place), one.trial, one.content.decode(errors="replace")))
 
@@ -89,6 +88,7 @@ def pack(path: Path, out: Path, *, logs: bool = False) -> Path:
     if os.path.lexists(out):
         raise UsageError(f"{out} exists and is not overwritten; give --out another name, or rename it")
     run = _run_at(path)
+    refuse_bad(read_all(run.records(), _refuse_other_name))
     stated = run.stated()
     make_writable(out.absolute().parent)
     with tempfile.TemporaryDirectory(prefix="burst-archive-") as temporary:
@@ -104,6 +104,12 @@ def pack(path: Path, out: Path, *, logs: bool = False) -> Path:
         _refuse_private(_texts(folder, path), stated)
         (folder / SUMS_FILE).write_text(sums_of(folder), encoding="utf-8")
         return write_atomic(out, _packed(folder))
+
+
+def _refuse_other_name(one: StoredRecord, record: Record) -> None:
+    """Raise ValueError for a record in another trial's directory, such as a copy of one: `burst verify` fails there."""
+    if one.trial != record.trial_id:
+        raise ValueError(f"its trial_id is {record.trial_id[:200]}, which is not the name of its directory")
 
 
 def _copy(run_dir: Path, folder: Path, *, logs: bool) -> None:

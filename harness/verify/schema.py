@@ -137,7 +137,12 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
     for part in ("step_seconds", "forward_seconds"):
         joined = [value for one in rounds for value in getattr(one, part)]
         whole: Sequence[float] = getattr(measured, part) if measured else []
-        if list(whole) != joined:
+        if len(whole) == len(joined) and list(whole) != joined:
+            first, ours, theirs = next(
+                (at, one, other) for at, (one, other) in enumerate(zip(whole, joined, strict=True), 1) if one != other
+            )
+            yield f"{ours:g} as number {first} of {part} in the measurement", f"{theirs:g}, as its rounds have it"
+        elif list(whole) != joined:
             yield f"{len(whole)} {part} in the measurement", f"those of its rounds one after another, {len(joined)}"
     if any(one.status == "ok" for one in rounds) != (record.status in MEASURED):
         yield f"status {record.status}", "ok or wrong exactly where a round gave a figure"

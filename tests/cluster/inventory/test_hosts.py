@@ -71,6 +71,12 @@ def test_a_hosts_file_holds_targets_ranges_and_comments(tmp_path: Path) -> None:
     assert [host.target for host in read_hosts(path)] == ["gpu01", "gpu02", "root@spare:2222"]
 
 
+def test_a_hosts_file_of_another_system_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfgpu01\r\ngpu02\r\n")  # a byte order mark and its ends of line
+    assert [host.target for host in read_hosts(path)] == ["gpu01", "gpu02"]
+
+
 def test_a_bad_line_of_a_hosts_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("gpu01\ngpu[3-1]\n")

@@ -45,6 +45,8 @@ def test_a_node_has_the_address_of_its_interface_else_of_its_name_login_or_route
     assert own_address(facts(**two, source="10.0.0.1"), [], None) == "10.0.0.1"
     assert own_address(facts(eth0="10.0.0.1"), [], None) == "10.0.0.1"
     assert own_address(facts(eth0="10.0.0.1"), [], "lo") == "127.0.0.1"
+    # Named localhost: Ray would take its other address, and a run find no node at the one that was recorded.
+    assert own_address(facts(eth0="10.0.0.1", login="127.0.0.1", source="127.0.0.1"), ["127.0.0.1"], None) == "10.0.0.1"
 
 
 def test_a_node_of_several_addresses_has_none_by_a_guess():

@@ -270,3 +270,12 @@ def test_a_lost_head_hinders_no_new_cluster_and_stays_recorded_until_it_answers(
         "gpu01 may still run its part of the cluster (gpu01 is silent); the next up or down ends it",
     ]
     assert [node.name for node in states.load().left] == ["gpu01"]
+
+
+def test_where_no_node_starts_each_is_named_once_with_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(up, "end_nodes", lambda nodes, connect, seconds: {})
+    monkeypatch.setattr(up, "unfit_nodes", lambda nodes, *_: {})
+    with pytest.raises(UsageError) as refused:
+        start_cluster(INVENTORY, StateDirectory(tmp_path), lambda _: None, connect=silent)
+    why = "no head could be started: gpu01: gpu01 is silent; gpu02: gpu02 is silent"
+    assert str(refused.value) == why

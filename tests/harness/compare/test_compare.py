@@ -41,6 +41,12 @@ def with_commit(trial: Record, commit: str, started_at: str = "2026-01-02T03:04:
     return replace(trial, commit=commit, started_at=started_at)
 
 
+def next_day(trial: Record) -> Record:
+    """The same figures from another run."""
+    rounds = [replace(one, started_at=one.started_at.replace("-02T", "-03T")) for one in trial.rounds]
+    return replace(trial, started_at=trial.started_at.replace("-02T", "-03T"), rounds=rounds)
+
+
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
@@ -272,7 +278,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run `a`, and `b` in which one trial is slower."""
     monkeypatch.chdir(tmp_path)
     run_of(Path("a"), [record(rounds=around(0.2)), record(method="ring", rounds=around(0.3))])
-    run_of(Path("b"), [record(rounds=around(0.2)), record(method="ring", rounds=around(0.4))])
+    run_of(Path("b"), [next_day(record(rounds=around(0.2))), next_day(record(method="ring", rounds=around(0.4)))])
     return tmp_path
 
 
@@ -407,6 +413,22 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(runs: Path, capsys, 
     assert message in captured.err
     assert captured.out == ""
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["copy", "packed", "copy with a further round"])
+def test_a_copy_of_a_run_is_not_compared_with_it(form: str, runs: Path, capsys) -> None:
+    """Its steps are equal because they are the same steps: "no regression" would say nothing."""
+    other = "c.jsonl" if form == "packed" else "c"
+    if form == "packed":
+        assert main(["verify", "pack", "a", "--out", other]) == 0
+    else:
+        run_of(Path("c"), [record(rounds=around(0.2, rounds=4 if "further" in form else 3))])
+    capsys.readouterr()
+    assert main(["compare", "a", other]) == 2
+    captured = capsys.readouterr()
+    count = "2 records" if form == "packed" else "1 record"
+    assert f"A and B share {count}, which would be compared with themselves; name two separate runs" in captured.err
+    assert captured.out == ""
 
 
 def test_runs_without_a_common_number_are_refused(tmp_path: Path, capsys) -> None:

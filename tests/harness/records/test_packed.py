@@ -188,7 +188,7 @@ def test_a_bad_line_is_not_set_aside(packed: Path, capsys: pytest.CaptureFixture
 
 def test_two_packed_runs_are_compared(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "later.jsonl"
-    write_record(tmp_path / "later" / "trials" / (one := record()).trial_id, one)
+    write_record(tmp_path / "later" / "trials" / (one := record(seconds=0.3)).trial_id, one)
     assert main(["verify", "pack", str(tmp_path / "later"), "--out", str(other)]) == 0
     assert main(["compare", str(packed), str(other), "--json"]) == 0
     [pair] = json.loads(capsys.readouterr().out.partition("\n")[2])["pairs"]

@@ -290,6 +290,34 @@ def test_a_report_overwrites_no_file_that_it_did_not_make(tmp_path: Path, capsys
             assert file.exists()
 
 
+def test_a_report_goes_into_the_directory_of_no_other_run(tmp_path: Path, capsys) -> None:
+    """The report there would be one of other records, such as those of the run before it went on."""
+    run, packed, other = tmp_path / "runs" / "run", tmp_path / "runs" / "run.jsonl", tmp_path / "other" / "run"
+    for folder, seconds in ((run, 0.2), (other, 0.3)):
+        write_record(folder / "trials" / record().trial_id, record(seconds=seconds))
+    assert main(["verify", "pack", str(run), "--out", str(packed)]) == 0
+    write_record(run / "trials" / record(seq_len=2048).trial_id, record(seq_len=2048))
+    for folder in (run, other):
+        assert main(["report", str(folder)]) == 0
+    before = [(folder / name).read_bytes() for folder in (run, other) for name in ("results.csv", "report.html")]
+    for command, kept in (
+        ([str(packed)], run),
+        ([str(packed), "--out", str(run)], run),
+        ([str(run), "--out", str(other)], other),
+    ):
+        capsys.readouterr()
+        assert main(["report", *command]) == 2
+        said = f"{kept} is a run, whose report one of {command[0]} would replace; give --out another directory"
+        assert said in capsys.readouterr().err
+    packed.unlink()
+    assert main(["report", str(run.parent), "--out", str(other.parent)]) == 2
+    assert f"{other} is a run, whose report one of {run} would replace" in capsys.readouterr().err
+    assert before == [
+        (folder / name).read_bytes() for folder in (run, other) for name in ("results.csv", "report.html")
+    ]
+    assert main(["report", str(run), str(other), "--out", str(run)]) == 0  # of both, as without --out
+
+
 def test_a_report_replaces_no_tables_and_figures_where_none_of_its_own_lies_beside_them(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     write_record(run / "trials" / record().trial_id, record())

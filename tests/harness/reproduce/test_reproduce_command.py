@@ -57,6 +57,8 @@ def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path, monkeypatch
         (["sparse", "--nodes", "lab.yaml"], "add --scale node or --scale paper"),
         (["--scale", "smoke"], "--scale belongs to a figure"),
         (["claims", "--draw-only"], "--draw-only belongs to a figure"),
+        (["claims", "--only", "train-"], "--only belongs to a figure"),
+        (["audit", "--retry-failed"], "--retry-failed belongs to a figure"),
     ],
 )
 def test_a_wrong_command_line_gives_one_sentence(tmp_path, monkeypatch, capsys, arguments, expected) -> None:

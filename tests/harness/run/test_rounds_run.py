@@ -379,6 +379,10 @@ def test_only_means_ids_beginnings_and_patterns_and_names_the_nearest(tmp_path, 
     assert main(["run", "exp.yaml", "--launcher", "local", "--only", "train-burts-s64-cp1"]) == 2
     said = capfd.readouterr().err
     assert "--only 'train-burts-s64-cp1' means none of the 4 trials; did you mean train-burst-s64-cp1-" in said
+    Path("search.yaml").write_text(f"{EXPERIMENT}\nsearch: {{until: oom, bisect: 64, at_most: 4k}}\n")
+    assert main(["run", "search.yaml", "--launcher", "local", "--only", "train-burst-s4096-"]) == 2
+    said = capfd.readouterr().err
+    assert "means none of the 4 trials; a length that the search added can be named where it is put into sweep" in said
     assert not Path("results").exists()
 
 

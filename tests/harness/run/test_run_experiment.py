@@ -21,6 +21,7 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
+from harness.run import attempt
 from harness.run.attempt import RunContext
 from harness.run.execution import ExecutionOptions, Resume, run_experiment
 from harness.run.progress import PlainView
@@ -213,6 +214,14 @@ def test_ctrl_c_records_the_running_trial_and_leaves_the_others_to_resume(run):
     assert code == 0
     assert [job.trial_id for job in launcher.jobs] == [trials[1].id, trials[2].id]
     assert run.records()[64].attempts == 2
+
+
+def test_a_trial_that_is_stopped_took_no_time_below_0_whatever_the_clock_says(run, monkeypatch):
+    """The clock may be set back while it runs; a negative time counts against that of the trials that are left."""
+    monkeypatch.setattr(attempt, "now", lambda: "2999-01-01T00:00:00+00:00")
+    run({64: "ctrl-c"}, [trial(64)])
+    [stopped] = run.records()[64].rounds
+    assert (stopped.started_at, stopped.wall_seconds >= 0) == ("2999-01-01T00:00:00+00:00", True)
 
 
 def test_resume_keeps_results_and_failures_and_retry_failed_only_results(run):

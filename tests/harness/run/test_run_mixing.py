@@ -1,6 +1,7 @@
 """A run that is resumed adds rows to others only where both are of one experiment, commit, GPU and driver."""
 
 import csv
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -95,3 +96,29 @@ def test_a_trial_that_only_the_plan_refused_mixes_nothing(run):
     run({}, [trial(32, "too long"), trial(64)], Resume(), commit="abc")
     records = {length: record.status for length, record in run.records().items()}
     assert records == {32: "refused", 64: "ok"}
+
+
+def test_other_environment_variables_than_those_of_the_records_that_stay_are_said(run):
+    """A ratio of two such trials is one of the variables too."""
+    trials, said = [trial(32), trial(64)], "measured with other values of {} than this run has; set them as before"
+    run({}, trials[:1], environment={"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "secret"})
+    for environment, names in (
+        ({"OMP_NUM_THREADS": "2", "TORCH_TOKEN": "other"}, None),  # what no record shows is not compared
+        ({"OMP_NUM_THREADS": "1", "TORCH_TOKEN": "secret", "NCCL_ALGO": "Ring"}, "NCCL_ALGO, OMP_NUM_THREADS"),
+    ):
+        run.said.clear()
+        run({}, trials, Resume(again=frozenset([trials[1].id])), environment=environment)
+        assert [said.format(names) in one for one in run.said] == ([True] if names else [])
+    run.said.clear()
+    run({}, trials, Resume(), environment={})  # adds nothing
+    assert run.said == []
+
+
+def test_a_copy_of_a_trials_directory_is_said_before_trials_are_added(run):
+    """Its row would stand twice in results.csv and in every table."""
+    run({}, [trial(32)])
+    place = run.run_dir / "trials" / trial(32).id
+    shutil.copytree(place, place.with_name("zcopy"))
+    run({}, [trial(32), trial(64)], Resume())
+    stands = f"stands twice, in {place}/record.json and {place.with_name('zcopy')}/record.json; leave one of them out"
+    assert run.said == [f"{trial(32).id} {stands}"]

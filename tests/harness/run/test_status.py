@@ -242,6 +242,28 @@ def test_a_run_that_was_renamed_goes_on_where_it_is_now(typed, next_words, name,
     assert next_of(moved, capsys) == f"go on with: {next_words.format(run=moved)}"
 
 
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        (["--only", "train-burst-s16-"], False),
+        (["--only=*-s16-*"], False),
+        (["--again", "train-burst-s16-"], False),
+        (["--aga", "train-burst-s16-", "--res"], False),
+        (["--stop-b", "06:50", "--retry-f"], False),
+        (["--only", "*-s64-*"], True),
+        (["--only", "*-s16-*", "--only", "train-burst-s32-"], True),
+    ],
+)
+def test_what_goes_on_with_a_run_names_trials_only_where_some_of_them_are_left(named, kept, run, capsys):
+    """`--only` of trials that have ended would run nothing, again and again."""
+    run({32: "failed", 64: "ctrl-c"}, [trial(16), trial(32), trial(64)])
+    path = run.run_dir / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"command": ["burst", "run", "exp.yaml", *named]}))
+    words = f"{shlex.join(named)} " if kept else ""
+    resumed = f"burst run exp.yaml {words}--out {run.run_dir} --resume --retry-failed"
+    assert next_of(run.run_dir, capsys) == f"go on with: {resumed}"
+
+
 def next_of(run_dir: Path, capsys) -> str:
     capsys.readouterr()
     assert main(["status", str(run_dir), "--json"]) == 0

@@ -97,6 +97,18 @@ def test_packing_changes_nothing_in_the_run_and_overwrites_no_file(run, packed, 
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.parametrize("name", ["copy.tar.gz", "copy.jsonl"])
+def test_a_copy_of_a_trials_directory_is_not_packed(name, run, tmp_path, capsys):
+    """`burst verify` would fail on it, on another machine."""
+    shutil.copytree(run, tmp_path / "demo")
+    trial = min((tmp_path / "demo" / "trials").iterdir())
+    shutil.copytree(trial, trial.with_name("before"))
+    assert main(["verify", "pack", str(tmp_path / "demo"), "--out", str(tmp_path / name)]) == 2
+    said = f"makes no sense (its trial_id is {trial.name}, which is not the name of its directory)"
+    assert f"before/record.json {said}" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("name", ["out.tar.gz", "out.jsonl"])
 def test_a_run_that_goes_on_is_not_packed_and_one_that_lacks_trials_says_so(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
