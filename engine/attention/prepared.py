@@ -108,7 +108,8 @@ def burst_attention(
         mask: visible (query, key) pairs, in global positions; causal when None.
         cu_seqlens: in place of a mask, the positions at which packed documents start and the last one ends, 0, ...,
             length of the whole sequence, in a tensor or a sequence, the same on every rank: a query sees the earlier
-            tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one.
+            tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one:
+            give other numbers in another tensor there, since what a collective writes into one is not noticed.
         max_seqlen: a length that no document exceeds, which is checked; kernels get the exact one.
         cp: the ranks that share the sequence; a group of one when None, with a warning where this process holds a
             context of several ranks.
