@@ -18,6 +18,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial, wraps
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -127,6 +128,18 @@ def refuse_layers(model: PreTrainedModel, *, router_logits: bool = False) -> Non
         raise ValueError(
             "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
         )
+    # A model around another one passes them on; that of Bart passes them to attention alone, and counts its own.
+    if not any(_takes_positions(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel)):
+        raise ValueError(
+            f"{name} takes no position_ids and would count positions from 0 on each rank; take a model that takes them"
+        )
+
+
+def _takes_positions(kind: type) -> bool:
+    """Whether a model of this class is given its positions: one of its `forward`s names them, since that of a user's
+    subclass may pass on all that it is given."""
+    forwards = [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)]
+    return any("position_ids" in signature(forward).parameters for forward in forwards)
 
 
 def _get_interface(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +214,7 @@ class _ShardedAttention:
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
                 attention_mask=attention_mask, **kwargs,
             )  # fmt: skip
+        self._seen = []  # another forward: what numpy, or a collective, wrote to its tensors has no new version
         parts = [] if mask_function is None else [made_by(part) for part in parts_of(mask_function, _COMPOSED)]
         if unknown := [part for part in parts if part not in _HAS]:
             raise ValueError(
