@@ -27,6 +27,7 @@ from engine.attention.geometry.layout import (
     rows_before,
     split_unsupported_reason,
 )
+from engine.attention.inputs import check_sent
 from engine.attention.masks import Documents, Mask
 from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
@@ -231,6 +232,8 @@ class ContextParallel:
         if self.size == 1:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
+        if not torch.compiler.is_compiling():
+            check_sent(tensor)
         facts = {"unshard": tuple(tensor.shape), "dim": dim % tensor.ndim, "dtype": str(tensor.dtype)}
         kind = self.agree(tuple(facts.items()), facts)
         whole: Tensor = _Unshard.apply(tensor, self, dim, gradient, kind)
