@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from burst.batch import CHECKSUM
+from burst.batch import CHECKSUM, SHIFTED
 from burst.rows import Rows, by_rows, lengths_from, made_by, mask_of_lengths, parts_of
 from engine.attention.context import ContextParallel
 from engine.attention.prepared import burst_attention
@@ -92,8 +92,8 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
 
 @cache
 def _guard_other_attention() -> None:
-    """Make all attention that is not of this module refuse sharded batches, and so models with other layers, once in a
-    process."""
+    """Make all attention that is not of this module refuse sharded batches, and so models with other layers and calls
+    with a part of such a batch that gives another loss, once in a process."""
     from transformers import AttentionInterface, PreTrainedModel
 
     replace(AttentionInterface, "get_interface", _get_interface)
@@ -104,6 +104,11 @@ def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         if CHECKSUM in kwargs:
             refuse_layers(model, router_logits=bool(kwargs.get("output_router_logits")))
+        if hasattr(kwargs.get("labels"), SHIFTED) and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "labels are those of shard_batch, shifted before, and the model shifts labels that come without "
+                "shift_labels once more; pass it all that shard_batch returns: model(**part)"
+            )
         return call(model, *args, **kwargs)
 
     return checked

@@ -300,6 +300,18 @@ def test_attention_of_one_rank_refuses_a_sharded_batch_and_computes_others(
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 
 
+def test_labels_of_a_sharded_batch_are_not_shifted_once_more() -> None:
+    alone = burst.ContextParallel.single()
+    burst.register(alone)
+    model, part = model_of("llama 3.1", "burst"), burst.shard_batch(batch(), alone)
+    part.pop("shift_labels")
+    with pytest.raises(ValueError, match=r"labels are those of shard_batch, shifted before, .* pass it all that"):
+        model(**part)
+    part.pop("labels")
+    assert model(**part).loss is None
+    assert model(**part, labels=batch()["labels"]).loss > 0
+
+
 def losses_of_a_buffer() -> list[list[float]]:
     """Losses of two batches whose positions are written into one tensor, and of the same in tensors of their own."""
     cp = burst.ContextParallel()
