@@ -78,9 +78,12 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
     def of_call() -> _ShardedAttention:
         return sharded(cp if isinstance(cp, ContextParallel) else cp())
 
+    # A compiled model breaks its graph here: documents are read on the host, and no tracing makes a mask of them.
+    @torch.compiler.disable
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return of_call().attend(*args, **kwargs)
 
+    @torch.compiler.disable
     def mask(*args: Any, **kwargs: Any) -> Any:
         return of_call().mask(*args, **kwargs)
 

@@ -312,6 +312,25 @@ def test_labels_of_a_sharded_batch_are_not_shifted_once_more() -> None:
     assert model(**part, labels=batch()["labels"]).loss > 0
 
 
+def test_a_compiled_model_gives_the_loss_and_gradients_of_an_eager_one() -> None:
+    alone = burst.ContextParallel.single()
+    burst.register(alone)
+    found = []
+    for compiles in (False, True):
+        model, losses = model_of("llama 3.1", "burst", num_hidden_layers=1), []
+        call = torch.compile(model, backend="eager") if compiles else model
+        for lengths in ((24,), (9, 10)):
+            whole = batch(lengths)
+            whole["position_ids"] = torch.stack((whole["position_ids"][0], torch.arange(sum(lengths))))  # rows differ
+            (loss := call(**burst.shard_batch(whole, alone)).loss).backward()
+            losses.append(loss.item())
+        found.append((losses, gradients(model)))
+    (eager_losses, expected), (losses, own) = found
+    assert losses == pytest.approx(eager_losses)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(own[name], gradient, msg=name)
+
+
 def losses_of_a_buffer() -> list[list[float]]:
     """Losses of two batches whose positions are written into one tensor, and of the same in tensors of their own."""
     cp = burst.ContextParallel()
