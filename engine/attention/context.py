@@ -198,12 +198,7 @@ class ContextParallel:
         Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
         over ranks is the gradient of the sum of their losses.
         """
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"tensor is {type(tensor).__name__}; pass a torch tensor of the whole sequence")
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise ValueError(
-                f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens"
-            )
+        _check_dim(tensor, dim, "the whole sequence")
         segments = self.segments(tensor.shape[dim])
         if self.size == 1:
             return tensor
@@ -225,12 +220,13 @@ class ContextParallel:
                 says that all ranks have one loss and one gradient: backward takes this rank's part of it and sends
                 nothing.
 
-        Raises ValueError when no shard has this length, or `gradient` is unknown.
+        Raises ValueError when no shard has this length, `dim` is none of the tensor's, or `gradient` is unknown.
         """
         if gradient not in ("sum", "same"):
             raise ValueError(f"gradient {gradient!r} is unknown; choose sum or same")
         if self.size == 1:
             return tensor
+        _check_dim(tensor, dim, "this rank's tokens")
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
         if not torch.compiler.is_compiling():
             check_sent(tensor)
@@ -339,6 +335,14 @@ class _Unshard(torch.autograd.Function):
         same = ctx.gradient == "same"
         found = ctx.cp.shard(dwhole, ctx.dim) if same else ctx.cp._summed_shard(dwhole, ctx.dim, ctx.kind)
         return found, None, None, None, None
+
+
+def _check_dim(tensor: object, dim: int, of: str) -> None:
+    """Raises ValueError unless a tensor has the dimension of its tokens."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"tensor is {type(tensor).__name__}; pass a torch tensor of {of}")
+    if not hasattr(dim, "__index__") or not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens")
 
 
 def _check_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -112,6 +113,13 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
             call(*tensors)
 
 
+def one_of_two() -> ContextParallel:
+    """A context that takes itself for one of two ranks, until it sends something."""
+    found = copy.copy(ContextParallel.single())
+    found.size = 2
+    return found
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -127,6 +135,10 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
         (lambda: ContextParallel([0, 1]), "group is a list; pass a process group"),
         (lambda: ContextParallel.single().positions(-8), "seq_len -8 is no length"),
         (lambda: ContextParallel.single().shard(Q, dim=4), "dim 4 is none of the 4 dimensions"),
+        (lambda: ContextParallel.single().shard(Q, dim=1.0), "dim 1.0 is none of the 4 dimensions"),
+        (lambda: one_of_two().unshard(Q, dim=9), "dim 9 is none of the 4 dimensions"),
+        (lambda: one_of_two().unshard(torch.zeros(())), "dim 1 is none of the 0 dimensions"),
+        (lambda: one_of_two().unshard([1, 2]), "tensor is list; pass a torch tensor of this rank's tokens"),
         (lambda: ContextParallel.single().shard([1, 2], dim=0), "tensor is list; pass a torch tensor"),
         (lambda: ContextParallel.single().positions("4k"), "seq_len '4k' is no length; give the number of tokens"),
         (lambda: choose_layout(Causal(), 64, 0), "seq_len 64 and cp_size 0 are not both counts above 0"),
