@@ -15,6 +15,7 @@ from engine.attention.context import ContextParallel
 from engine.lm_head.loss_kernel import IGNORE
 
 CHECKSUM = "batch_checksum"
+SHIFTED = "burst_shifted"  # attribute of labels that are those of next tokens: by it they are known in a model's call
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
@@ -82,10 +83,12 @@ def shard_batch(batch: Mapping[str, Tensor], cp: ContextParallel, *, pad_token_i
         next_BS = torch.nn.functional.pad(next_BS, (0, added), value=IGNORE)
         after_S = torch.arange(added, device=tokens_BS.device).expand(tokens_BS.shape[0], added)
         positions_BS = torch.cat((positions_BS, after_S), dim=1)
+    shifted_BL = cp.shard(next_BS)
+    setattr(shifted_BL, SHIFTED, True)
     part = {
         "input_ids": cp.shard(tokens_BS),
         "position_ids": cp.shard(positions_BS),
-        "labels": (shifted_BL := cp.shard(next_BS)),
+        "labels": shifted_BL,
         "shift_labels": shifted_BL,
         "num_items_in_batch": (next_BS != IGNORE).sum(),
     }

@@ -18,13 +18,14 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial, wraps
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from burst.batch import CHECKSUM
+from burst.batch import CHECKSUM, SHIFTED
 from burst.rows import Rows, by_rows, lengths_from, made_by, mask_of_lengths, parts_of
 from engine.attention.context import ContextParallel
 from engine.attention.prepared import burst_attention
@@ -77,9 +78,12 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
     def of_call() -> _ShardedAttention:
         return sharded(cp if isinstance(cp, ContextParallel) else cp())
 
+    # A compiled model breaks its graph here: documents are read on the host, and no tracing makes a mask of them.
+    @torch.compiler.disable
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return of_call().attend(*args, **kwargs)
 
+    @torch.compiler.disable
     def mask(*args: Any, **kwargs: Any) -> Any:
         return of_call().mask(*args, **kwargs)
 
@@ -91,8 +95,8 @@ def register(cp: ContextParallel | Callable[[], ContextParallel], *, name: str =
 
 @cache
 def _guard_other_attention() -> None:
-    """Make all attention that is not of this module refuse sharded batches, and so models with other layers, once in a
-    process."""
+    """Make all attention that is not of this module refuse sharded batches, and so models with other layers and calls
+    with a part of such a batch that gives another loss, once in a process."""
     from transformers import AttentionInterface, PreTrainedModel
 
     replace(AttentionInterface, "get_interface", _get_interface)
@@ -103,6 +107,11 @@ def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         if CHECKSUM in kwargs:
             refuse_layers(model, router_logits=bool(kwargs.get("output_router_logits")))
+        if hasattr(kwargs.get("labels"), SHIFTED) and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "labels are those of shard_batch, shifted before, and the model shifts labels that come without "
+                "shift_labels once more; pass it all that shard_batch returns: model(**part)"
+            )
         return call(model, *args, **kwargs)
 
     return checked
@@ -127,6 +136,18 @@ def refuse_layers(model: PreTrainedModel, *, router_logits: bool = False) -> Non
         raise ValueError(
             "output_router_logits is set, and the loss that balances experts is no sum over tokens; set it to False"
         )
+    # A model around another one passes them on; that of Bart passes them to attention alone, and counts its own.
+    if not any(_takes_positions(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel)):
+        raise ValueError(
+            f"{name} takes no position_ids and would count positions from 0 on each rank; take a model that takes them"
+        )
+
+
+def _takes_positions(kind: type) -> bool:
+    """Whether a model of this class is given its positions: one of its `forward`s names them, since that of a user's
+    subclass may pass on all that it is given."""
+    forwards = [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)]
+    return any("position_ids" in signature(forward).parameters for forward in forwards)
 
 
 def _get_interface(earlier: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +222,7 @@ class _ShardedAttention:
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
                 attention_mask=attention_mask, **kwargs,
             )  # fmt: skip
+        self._seen = []  # another forward: what numpy, or a collective, wrote to its tensors has no new version
         parts = [] if mask_function is None else [made_by(part) for part in parts_of(mask_function, _COMPOSED)]
         if unknown := [part for part in parts if part not in _HAS]:
             raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.communicators import Communicators, found_node_size
-from engine.attention.comm.p2p import peers_needed
+from engine.attention.comm.p2p import peers_needed, send_rows
 from engine.attention.geometry.balanced import Balanced
 from engine.attention.geometry.layout import (
     Layout,
@@ -27,6 +27,7 @@ from engine.attention.geometry.layout import (
     rows_before,
     split_unsupported_reason,
 )
+from engine.attention.inputs import check_sent
 from engine.attention.masks import Documents, Mask
 from engine.attention.problem import Division
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
@@ -197,12 +198,7 @@ class ContextParallel:
         Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
         over ranks is the gradient of the sum of their losses.
         """
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"tensor is {type(tensor).__name__}; pass a torch tensor of the whole sequence")
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise ValueError(
-                f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens"
-            )
+        _check_dim(tensor, dim, "the whole sequence")
         segments = self.segments(tensor.shape[dim])
         if self.size == 1:
             return tensor
@@ -224,33 +220,41 @@ class ContextParallel:
                 says that all ranks have one loss and one gradient: backward takes this rank's part of it and sends
                 nothing.
 
-        Raises ValueError when no shard has this length, or `gradient` is unknown.
+        Raises ValueError when no shard has this length, `dim` is none of the tensor's, or `gradient` is unknown.
         """
         if gradient not in ("sum", "same"):
             raise ValueError(f"gradient {gradient!r} is unknown; choose sum or same")
         if self.size == 1:
             return tensor
+        _check_dim(tensor, dim, "this rank's tokens")
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
+        if not torch.compiler.is_compiling():
+            check_sent(tensor)
         facts = {"unshard": tuple(tensor.shape), "dim": dim % tensor.ndim, "dtype": str(tensor.dtype)}
-        self.agree(tuple(facts.items()), facts)
-        whole: Tensor = _Unshard.apply(tensor, self, dim, gradient)
+        kind = self.agree(tuple(facts.items()), facts)
+        whole: Tensor = _Unshard.apply(tensor, self, dim, gradient, kind)
         return whole
 
-    def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
-        """All ranks' tokens in order of position. Collective."""
-        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+    def _gathered(self, tensor: Tensor, dim: int, kind: int) -> Tensor:
+        """All ranks' tokens in order of position. `kind`: the number of such calls. Collective."""
+        own = tensor.detach().contiguous()
+        shards = own.new_empty(self.size, *own.shape)
         assert self.group is not None, "several ranks have a group"
-        with self.comms.collective(), peers_needed(self.group, "all other ranks"):
-            dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
-        gathered = torch.cat(shards, dim)
+        with self.comms.collective(plan=kind), peers_needed(self.group, "all other ranks"):
+            if own.is_cuda:
+                dist.all_gather(list(shards), own, group=self.group)
+            else:  # gloo's collectives take a message of another size or dtype, and return garbage
+                for work in send_rows(own[None], shards, self.group, self.traffic.tag):
+                    work.wait()
+        gathered = torch.cat(tuple(shards), dim)
         return torch.empty_like(gathered).index_copy_(dim, self.rank_order(tensor.shape[dim], tensor.device), gathered)
 
     def rank_order(self, tokens: int, device: torch.device) -> Tensor:
         """Global positions of rank 0's tokens, rank 1's, ..."""
         return torch.cat([self._positions_of(rank, tokens * self.size) for rank in range(self.size)]).to(device)
 
-    def _summed_shard(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of the sum of all ranks' tensors. Collective.
+    def _summed_shard(self, whole: Tensor, dim: int, kind: int) -> Tensor:
+        """This rank's tokens of the sum of all ranks' tensors, `kind` as of `_gathered`. Collective.
 
         The sum is formed in rank order in the accumulation dtype: the same bits in every run.
         """
@@ -259,8 +263,12 @@ class ContextParallel:
         sent = torch.stack([part.contiguous() for part in by_rank])
         received = torch.empty_like(sent)
         assert self.group is not None, "several ranks have a group"
-        with self.comms.collective(), peers_needed(self.group, "all other ranks"):
-            dist.all_to_all_single(received, sent, group=self.group)
+        with self.comms.collective(plan=kind, backward=True), peers_needed(self.group, "all other ranks"):
+            if sent.is_cuda:
+                dist.all_to_all_single(received, sent, group=self.group)
+            else:
+                for work in send_rows(sent, received, self.group, self.traffic.tag):
+                    work.wait()
         return received.to(accumulation_dtype(whole.dtype)).sum(dim=0).to(whole.dtype)
 
 
@@ -317,15 +325,24 @@ class _Unshard(torch.autograd.Function):
     """All ranks' tokens in order of position; backward as `ContextParallel.unshard` says."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cp: ContextParallel, dim: int, gradient: str) -> Tensor:
-        ctx.cp, ctx.dim, ctx.gradient = cp, dim, gradient
-        return cp._gathered(tensor, dim)
+    def forward(ctx: Any, tensor: Tensor, cp: ContextParallel, dim: int, gradient: str, kind: int) -> Tensor:
+        ctx.cp, ctx.dim, ctx.gradient, ctx.kind = cp, dim, gradient, kind
+        return cp._gathered(tensor, dim, kind)
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("unshard")
-        shard = ctx.cp.shard if ctx.gradient == "same" else ctx.cp._summed_shard
-        return shard(dwhole, ctx.dim), None, None, None
+        same = ctx.gradient == "same"
+        found = ctx.cp.shard(dwhole, ctx.dim) if same else ctx.cp._summed_shard(dwhole, ctx.dim, ctx.kind)
+        return found, None, None, None, None
+
+
+def _check_dim(tensor: object, dim: int, of: str) -> None:
+    """Raises ValueError unless a tensor has the dimension of its tokens."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"tensor is {type(tensor).__name__}; pass a torch tensor of {of}")
+    if not hasattr(dim, "__index__") or not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens")
 
 
 def _check_alone() -> None:

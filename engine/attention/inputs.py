@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from engine.settings import WIDEST_HEAD_DIM
 
@@ -76,6 +79,22 @@ def check_tensors(*tensors: object) -> None:
     layouts = [str(tensor.layout) for tensor in tensors if isinstance(tensor, Tensor)]
     if set(layouts) != {"torch.strided"}:
         raise ValueError(f"{names} are {', '.join(layouts)}; pass dense tensors")
+
+
+def check_sent(*tensors: Tensor | None) -> None:
+    """Raise ValueError for tensors that other ranks cannot be sent: their memory is elsewhere, or a transform of torch
+    follows them, which does not see what ranks send."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if wrappers := sorted({type(tensor).__name__ for tensor in given if is_traceable_wrapper_subclass(tensor)}):
+        raise ValueError(
+            f"{', '.join(wrappers)} is a tensor around others, and ranks send plain ones; pass this rank's tokens by "
+            "to_local() of a DTensor, or wait() of an AsyncCollectiveTensor"
+        )
+    if any(is_functorch_wrapped_tensor(tensor) or unpack_dual(tensor).tangent is not None for tensor in given):
+        raise ValueError(
+            "a tensor is in a transform of torch.func or has a tangent of forward-mode differentiation, which do not "
+            "follow what ranks send; call attention outside of it, and differentiate by backward or torch.autograd.grad"
+        )
 
 
 def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, expand_NXC: Tensor | None = None) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import index
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -276,19 +276,35 @@ def _documents(bounds: tuple[int, ...]) -> Documents:
     return Documents.from_cu_seqlens(bounds)
 
 
-_known: dict[int, tuple[weakref.ref[Tensor], int, Documents]] = {}  # by the tensor's id, with its version
+class _Read(NamedTuple):
+    """What a tensor of cu_seqlens said, and how to tell that it still does."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    values: Tensor | None  # a copy, on CPUs: numpy, `data` and receiving collectives write without a new version
+    documents: Documents
+
+    def holds(self, cu_seqlens: Tensor) -> bool:
+        """Whether this is that tensor, and not written to since."""
+        version = int(cu_seqlens._version)
+        if self.tensor() is not cu_seqlens or self.version != version:
+            return False
+        return self.values is None or torch.equal(self.values, cu_seqlens)
+
+
+_known: dict[int, _Read] = {}  # by the tensor's id
 
 
 def _read(cu_seqlens: Tensor) -> Documents:
     """The documents of a tensor: known while it lives and is not written to, because layers of a model share one."""
     if cu_seqlens.is_inference():  # has no version
-        return _documents(tuple(cu_seqlens.tolist()))
-    version = int(cu_seqlens._version)
-    reference, read_version, documents = _known.get(id(cu_seqlens), (None, 0, None))
-    if documents is not None and reference is not None and reference() is cu_seqlens and read_version == version:
-        return documents
+        return _listed(cu_seqlens.tolist()) if cu_seqlens.ndim == 1 else Documents.from_cu_seqlens(cu_seqlens)
+    read = _known.get(id(cu_seqlens))
+    if read is not None and read.holds(cu_seqlens):
+        return read.documents
     found = Documents.from_cu_seqlens(cu_seqlens)
     while len(_known) >= MAX_READ:
         _known.pop(next(iter(_known)), None)
-    _known[id(cu_seqlens)] = (weakref.ref(cu_seqlens), version, found)
+    values = cu_seqlens.detach().clone() if cu_seqlens.device.type == "cpu" else None
+    _known[id(cu_seqlens)] = _Read(weakref.ref(cu_seqlens), int(cu_seqlens._version), values, found)
     return found

@@ -22,6 +22,7 @@ from engine.attention.context import ContextParallel, context_named, ranks_of_sh
 from engine.attention.inputs import (
     Result,
     check_inputs,
+    check_sent,
     check_sinks,
     check_tensors,
     from_bshd,
@@ -108,7 +109,8 @@ def burst_attention(
         mask: visible (query, key) pairs, in global positions; causal when None.
         cu_seqlens: in place of a mask, the positions at which packed documents start and the last one ends, 0, ...,
             length of the whole sequence, in a tensor or a sequence, the same on every rank: a query sees the earlier
-            tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one.
+            tokens of its document. The host waits for a tensor on a GPU, once for all layers that get the same one:
+            give other numbers in another tensor there, since what a collective writes into one is not noticed.
         max_seqlen: a length that no document exceeds, which is checked; kernels get the exact one.
         cp: the ranks that share the sequence; a group of one when None, with a warning where this process holds a
             context of several ranks.
@@ -187,6 +189,8 @@ def burst_attention(
             check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
         if sinks_N is not None:
             check_sinks(sinks_N, q_BLND)
+        if cp is not None and cp.size > 1 and not torch.compiler.is_compiling():
+            check_sent(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC)
         if (cu_seqlens is not None or max_seqlen is not None) and not torch.compiler.is_compiling():
             mask = mask_of(mask, cu_seqlens, max_seqlen)
     except (AttributeError, ValueError) as error:
@@ -312,6 +316,9 @@ class PreparedAttention:
             name = self._traced(id(self), _constant(mask), known, bounds is not None, max_seqlen)
             out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, sinks_N, name, saved, bounds, expand_NXC)
             return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
+        if self.cp.size > 1:
+            with self.cp.comms.refusals_told():
+                check_sent(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC)
         if cu_seqlens is not None or max_seqlen is not None:
             with self.cp.comms.refusals_told():
                 mask = mask_of(mask, cu_seqlens, max_seqlen)

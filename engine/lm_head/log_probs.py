@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.lm_head.loss import losses_and_dlogits, runs_with_labels, tile_tokens
-from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
+from engine.ops.autograd import accumulation_dtype, outside_autocast, refuse_second_derivative
 from engine.ops.products import add_product
 from engine.ops.runs import zeros_for_sum
 
@@ -30,8 +30,8 @@ def fused_log_probs(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, t
         labels_T: a word for each token, or -100.
         tiles: runs that the tokens are computed in; 0 takes as many as suit the device.
 
-    Differentiable in hidden states and weight. Raises ValueError for a label that is neither a word nor -100, and for
-    tensors that do not fit each other.
+    Differentiable in hidden states and weight, whose dtype alone decides the precision, also under autocast. Raises
+    ValueError for a label that is neither a word nor -100, and for tensors that do not fit each other.
     """
     _check(hidden_TE, weight_VE, labels_T)
     run = tile_tokens(weight_VE.shape[0], hidden_TE, tiles)
@@ -61,6 +61,7 @@ class _FusedLogProbs(torch.autograd.Function):
     """(hidden_TE, weight_VE, labels_T, tokens of a run) -> log_probs_T; backward computes the logits again."""
 
     @staticmethod
+    @outside_autocast
     def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, run: int) -> Tensor:
         log_probs_T = hidden_TE.new_zeros(labels_T.shape, dtype=accumulation_dtype(hidden_TE.dtype))
         ctx.of_tokens = runs_with_labels(labels_T, run, weight_VE.shape[0])
@@ -72,6 +73,7 @@ class _FusedLogProbs(torch.autograd.Function):
         return log_probs_T
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dlog_probs_T: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative("fused log-probabilities")
         hidden_TE, weight_VE, labels_T = ctx.saved_tensors

@@ -8,6 +8,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -297,6 +298,58 @@ def test_attention_of_one_rank_refuses_a_sharded_batch_and_computes_others(
 
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+
+
+def test_labels_of_a_sharded_batch_are_not_shifted_once_more() -> None:
+    alone = burst.ContextParallel.single()
+    burst.register(alone)
+    model, part = model_of("llama 3.1", "burst"), burst.shard_batch(batch(), alone)
+    part.pop("shift_labels")
+    with pytest.raises(ValueError, match=r"labels are those of shard_batch, shifted before, .* pass it all that"):
+        model(**part)
+    part.pop("labels")
+    assert model(**part).loss is None
+    assert model(**part, labels=batch()["labels"]).loss > 0
+
+
+def test_a_compiled_model_gives_the_loss_and_gradients_of_an_eager_one() -> None:
+    alone = burst.ContextParallel.single()
+    burst.register(alone)
+    found = []
+    for compiles in (False, True):
+        model, losses = model_of("llama 3.1", "burst", num_hidden_layers=1), []
+        call = torch.compile(model, backend="eager") if compiles else model
+        for lengths in ((24,), (9, 10)):
+            whole = batch(lengths)
+            whole["position_ids"] = torch.stack((whole["position_ids"][0], torch.arange(sum(lengths))))  # rows differ
+            (loss := call(**burst.shard_batch(whole, alone)).loss).backward()
+            losses.append(loss.item())
+        found.append((losses, gradients(model)))
+    (eager_losses, expected), (losses, own) = found
+    assert losses == pytest.approx(eager_losses)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(own[name], gradient, msg=name)
+
+
+def losses_of_a_buffer() -> list[list[float]]:
+    """Losses of two batches whose positions are written into one tensor, and of the same in tensors of their own."""
+    cp = burst.ContextParallel()
+    burst.register(cp)
+    model, buffer = model_of("llama 3.1", "burst"), torch.empty(2, 24 // cp.size, dtype=torch.int64)
+    parts = [burst.shard_batch(batch(lengths), cp) for lengths in ((24,), (9, 15))]
+    written = []
+    for part in parts:
+        np.copyto(buffer.numpy(), part["position_ids"].numpy())  # as by `dist.broadcast`, without a new version
+        written.append(model(**part | {"position_ids": buffer}).loss.item())
+    return [written, [model(**part).loss.item() for part in parts]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_positions_that_are_written_into_one_tensor_are_read_in_every_forward(ranks: int) -> None:
+    for written, own in run_on_ranks(ranks, losses_of_a_buffer):
+        assert written == own
+
+
 STATES = "which need tokens of all ranks; take a model of attention alone"
 
 
@@ -319,6 +372,11 @@ STATES = "which need tokens of all ranks; take a model of attention alone"
             "MixtralConfig",
             TINY | {"num_local_experts": 2, "output_router_logits": True},
             "output_router_logits is set, and the loss that balances experts is no sum over tokens",
+        ),
+        (
+            "BartConfig",
+            {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "dropout": 0.0},
+            "BartForCausalLM takes no position_ids and would count positions from 0 on each rank",
         ),
     ],
 )

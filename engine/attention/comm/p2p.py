@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from threading import RLock
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,11 @@ _ENDED = (
     "ContextParallel after dist.init_process_group"
 )
 
+_TWO_THREADS = (
+    "two threads of this rank were in calls of one ContextParallel at once, and ranks may pair them differently; let "
+    "threads take turns, in one order on all ranks, or give each a process group and a ContextParallel of its own"
+)
+
 
 class CallOrder:
     """Shared by the collective calls of one context: after one of them fails, later ones are refused.
@@ -183,6 +189,7 @@ class CallOrder:
     def __init__(self, traffic: Traffic | None = None, agreement: Agreement | None = None) -> None:
         """`agreement` is that of the context's group; without one, a failure names no other ranks."""
         self._failure: str | None = None
+        self._one_thread = RLock()
         self._traffic, self._agreement = traffic or Traffic(), agreement
         self._calls = 0
         self._world = dist.group.WORLD  # another one, or none, once torch.distributed was ended
@@ -204,14 +211,14 @@ class CallOrder:
         if dist.group.WORLD is not self._world:
             raise BrokenContext(_ENDED)
         if self._failure is not None:
-            raise BrokenContext(
-                f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
-                "no longer agree on the next message; end all ranks and start them again, or make a new process group "
-                "and a new ContextParallel on all of them"
-            )
+            raise self._broken()
+        if not self._one_thread.acquire(blocking=False):
+            self._refuse_second_thread()
         outer, self._traffic.tag = self._traffic.tag, _tag(call, plan, backward)
         try:
             yield
+            if self._failure is not None:
+                raise BrokenContext(_TWO_THREADS)
         except BaseException as error:
             if self._failure is not None:
                 raise
@@ -225,11 +232,28 @@ class CallOrder:
             raise
         finally:
             self._traffic.tag = outer
+            self._one_thread.release()
+
+    def _broken(self) -> BrokenContext:
+        return BrokenContext(
+            f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks no "
+            "longer agree on the next message; end all ranks and start them again, or make a new process group and a "
+            "new ContextParallel on all of them"
+        )
+
+    def _refuse_second_thread(self) -> NoReturn:
+        """Raise BrokenContext in a thread that begins a call while another one is in a call. That one fails too: ranks
+        may have paired it with this one."""
+        self._failure = _TWO_THREADS
+        if self._agreement is not None:
+            self._agreement.failed("a call of a second thread", _TWO_THREADS)
+        raise BrokenContext(_TWO_THREADS)
 
 
 def _tag(call: int, plan: int, backward: bool) -> int:
     """31 bits that differ between all calls which may be under way at one time on two ranks."""
-    return (call & 0x7FFF) << 16 | (plan & 0x7FFF) << 1 | backward
+    # Steps of no call take the highest number: their group is one of the program's, which may use small tags itself.
+    return ((call or -1) & 0x7FFF) << 16 | (plan & 0x7FFF) << 1 | backward
 
 
 @contextmanager

@@ -218,3 +218,14 @@ def test_log_probs_of_tensors_that_do_not_fit_are_refused(hidden, weight, labels
         fused_log_probs(torch.zeros(hidden), torch.zeros(weight), labels)
     with pytest.raises(ValueError, match="pass one floating-point dtype"):
         fused_log_probs(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(9, 8), torch.zeros(4, dtype=torch.long))
+
+
+def test_autocast_around_log_probabilities_changes_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(rows, 8, generator=generator).requires_grad_() for rows in (13, 11)]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            log_probs_T = fused_log_probs(*tensors, torch.arange(13) % 11)
+            found.append((log_probs_T, *torch.autograd.grad(log_probs_T.sum(), tensors)))
+    assert all(map(torch.equal, *found))

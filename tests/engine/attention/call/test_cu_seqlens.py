@@ -197,6 +197,29 @@ def test_a_tensor_is_read_once_until_it_is_written_to(monkeypatch) -> None:
     assert len(reads) == 2
 
 
+def test_what_is_written_without_a_new_version_is_read_too() -> None:
+    inputs = shards(ContextParallel.single())
+    bounds = torch.tensor(BOUNDS)
+    written = {
+        "numpy": lambda: bounds.numpy().__setitem__(3, 7),
+        "data": lambda: bounds.data.__setitem__(3, 9),
+        "a tensor that shares its memory": lambda: torch.from_numpy(bounds.numpy()).__setitem__(3, 11),
+    }
+    for who, write in written.items():
+        burst_attention(*inputs, cu_seqlens=bounds)
+        write()
+        found = burst_attention(*inputs, cu_seqlens=bounds)
+        assert torch.equal(found, burst_attention(*inputs, cu_seqlens=bounds.tolist())), who
+
+
+def test_boundaries_of_inference_mode_that_no_documents_have_are_refused_in_a_sentence() -> None:
+    inputs = shards(ContextParallel.single())
+    with torch.inference_mode():
+        for bounds, words in ((torch.tensor([BOUNDS]), "of shape"), (torch.tensor(BOUNDS).double(), "of float64")):
+            with pytest.raises(ValueError, match=f"cu_seqlens is {words}"):
+                burst_attention(*inputs, cu_seqlens=bounds)
+
+
 @pytest.mark.parametrize(
     ("spans", "words"),
     [

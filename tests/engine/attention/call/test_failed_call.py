@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -165,6 +167,18 @@ def other_lengths(cp: ContextParallel, schedule: str) -> None:
         attend(cp, schedule, 0, tokens)
 
 
+def gathered_otherwise(cp: ContextParallel, schedule: str) -> None:
+    floats, integers = (torch.ones(1, 4, 3, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    for each in (floats, integers, integers if dist.get_rank() == FAILING_RANK else floats):
+        cp.unshard(each)
+
+
+def gradients_gathered_otherwise(cp: ContextParallel, schedule: str) -> None:
+    wholes = [cp.unshard(torch.ones(1, 4, 4, requires_grad=True), dim=dim) for dim in (1, 2)]
+    for each in wholes if dist.get_rank() == FAILING_RANK else reversed(wholes):
+        each.sum().backward()
+
+
 def skipped(cp: ContextParallel, schedule: str) -> None:
     for tokens in (24, 12):
         attend(cp, schedule, 0, tokens)
@@ -292,6 +306,35 @@ def test_a_new_kind_of_call_on_some_ranks_alone_is_shown_to_all(world_size) -> N
                 assert f"{others} began a new kind of call that this rank did not {difference}" in words
             else:
                 assert f"rank {FAILING_RANK} did not come to this call {difference} within " in words
+
+
+def test_ranks_that_gather_different_tensors_end_with_a_sentence_and_not_with_garbage() -> None:
+    cases = (gathered_otherwise, gradients_gathered_otherwise)
+    for rank, found in enumerate(run_on_ranks(2, sentences_of, cases, "ring")):
+        for case, (error, words) in found.items():
+            assert error == "PeerLost", (case, words)
+            assert f"rank {rank} exchanged tensors with all other ranks and they did not come" in words
+
+
+def calls_of_threads() -> list[tuple[str, str]]:
+    """What each of two threads raises that call with one context at once."""
+    cp, both = ContextParallel(dist.new_group(timeout=short_timeout())), threading.Barrier(2)
+    attend(cp, "ring", 0)
+
+    def calls() -> tuple[str, str]:
+        both.wait()
+        return raised(lambda: [attend(cp, "ring", 0) for _ in range(200)])
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [each.result() for each in [pool.submit(calls) for _ in range(2)]]
+    dist.barrier()
+    return found
+
+
+def test_threads_that_call_at_once_all_end_with_an_error() -> None:
+    found = run_on_ranks(2, calls_of_threads)
+    assert {error for of_rank in found for error, _ in of_rank} <= {"BrokenContext", "PeerLost"}, found
+    assert any("two threads of this rank were in calls of one ContextParallel at once" in str(each) for each in found)
 
 
 def absent(cp: ContextParallel, schedule: str) -> None:

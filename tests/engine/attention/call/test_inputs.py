@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import math
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from engine import ContextParallel, burst_attention, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
@@ -107,6 +113,13 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
             call(*tensors)
 
 
+def one_of_two() -> ContextParallel:
+    """A context that takes itself for one of two ranks, until it sends something."""
+    found = copy.copy(ContextParallel.single())
+    found.size = 2
+    return found
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -122,6 +135,10 @@ def test_a_sparse_tensor_is_refused_after_dense_ones_of_its_shape(which) -> None
         (lambda: ContextParallel([0, 1]), "group is a list; pass a process group"),
         (lambda: ContextParallel.single().positions(-8), "seq_len -8 is no length"),
         (lambda: ContextParallel.single().shard(Q, dim=4), "dim 4 is none of the 4 dimensions"),
+        (lambda: ContextParallel.single().shard(Q, dim=1.0), "dim 1.0 is none of the 4 dimensions"),
+        (lambda: one_of_two().unshard(Q, dim=9), "dim 9 is none of the 4 dimensions"),
+        (lambda: one_of_two().unshard(torch.zeros(())), "dim 1 is none of the 0 dimensions"),
+        (lambda: one_of_two().unshard([1, 2]), "tensor is list; pass a torch tensor of this rank's tokens"),
         (lambda: ContextParallel.single().shard([1, 2], dim=0), "tensor is list; pass a torch tensor"),
         (lambda: ContextParallel.single().positions("4k"), "seq_len '4k' is no length; give the number of tokens"),
         (lambda: choose_layout(Causal(), 64, 0), "seq_len 64 and cp_size 0 are not both counts above 0"),
@@ -230,3 +247,55 @@ def test_a_context_refuses_what_it_cannot_do_on_every_rank() -> None:
             "seq_len 10 does not split into 2 x cp_size = 4 equal zigzag chunks",
             f"rank {rank} is not in the group it was given",
         ]
+
+
+def calls_with_tensors_that_are_not_sent() -> tuple[dict[str, str], bool]:
+    """What calls with wrapped and transformed tensors raise, and whether the last plain one has a result."""
+    cp, plain = ContextParallel(), torch.ones(1, 8, 2, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    prepared = prepare_attention(plain, plain, cp=cp, kernel="reference")
+    calls = {
+        "call": lambda q: burst_attention(q, plain, plain, cp=cp, kernel="reference"),
+        "prepared": lambda q: prepared(q, plain, plain),
+        "unshard": cp.unshard,
+    }
+
+    def dual(call):
+        with forward_ad.dual_level():
+            return call(forward_ad.make_dual(plain, plain))
+
+    ways = {
+        "DTensor": lambda call: call(DTensor.from_local(plain, mesh, [Replicate()])),
+        "AsyncCollectiveTensor": lambda call: call(all_reduce(plain, "sum", mesh.get_group())),
+        "grad": lambda call: torch.func.grad(lambda q: call(q).sum())(plain),
+        "vmap": lambda call: torch.func.vmap(call)(plain[None]),
+        "jvp": lambda call: torch.func.jvp(call, (plain,), (plain,)),
+        "tangent": dual,
+    }
+    found = {}
+    for (way, run), (name, call) in itertools.product(ways.items(), calls.items()):
+        try:
+            run(call)
+            found[f"{way}, {name}"] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            found[f"{way}, {name}"] = f"{type(error).__name__}: {error}"
+    return found, all(call(plain).isfinite().all() for call in calls.values())
+
+
+def test_tensors_that_cannot_be_sent_are_refused_on_several_ranks_before_any_message() -> None:
+    for found, works in run_on_ranks(2, calls_with_tensors_that_are_not_sent):
+        for case, words in found.items():
+            wrapper = case.split(",")[0] if "Tensor" in case else None
+            expected = f"{wrapper} is a tensor around others" if wrapper else "a tensor is in a transform of torch.func"
+            assert words.startswith(f"ValueError: {expected}"), (case, words)
+        assert works
+
+
+def test_one_rank_differentiates_forwards() -> None:
+    q = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with forward_ad.dual_level():
+        out = burst_attention(forward_ad.make_dual(q, torch.ones_like(q)), q, q, kernel="reference")
+        found = forward_ad.unpack_dual(out).tangent
+    step = 1e-6
+    ahead, behind = (burst_attention(q + sign * step, q, q, kernel="reference") for sign in (1, -1))
+    assert (found - (ahead - behind) / (2 * step)).abs().max() < 1e-8
