@@ -27,7 +27,7 @@ from engine.models.decoder import Decoder
 from engine.ops import adamw_8bit
 from engine.ops.autograd import kernels_for
 from engine.ops.copies import copy_of
-from engine.settings import STATES_BLOCK, AdamWSettings
+from engine.settings import STATES_BLOCK, AdamWSettings, has_moments_in_8_bits
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of a parameter whose moments have 8 bits: of each moment its codes, and the scales of blocks. Both have the
@@ -92,14 +92,16 @@ class PiecewiseAdamW(torch.optim.AdamW):
     parameters come first, so that it is exceeded by less than one parameter; the states of the others are on the
     device. Parameters and states are those of torch bit for bit.
 
-    With `eight_bit` the moments of matrices whose rows are whole blocks of STATES_BLOCK elements have 8 bits.
+    The moments of the matrices in `eight_bit`, whose rows are whole blocks of STATES_BLOCK elements, have 8 bits.
 
     A state of a DTensor is one with the same shards: `torch.distributed.checkpoint` saves and loads it like any other.
     """
 
-    def __init__(self, *args: object, offload: float = 1.0, eight_bit: bool = False, **options: object) -> None:
+    def __init__(
+        self, *args: object, offload: float = 1.0, eight_bit: Iterable[Tensor] = (), **options: object
+    ) -> None:
         super().__init__(*args, **options)
-        self._eight_bit = eight_bit
+        self._eight_bit = frozenset(eight_bit)
         parameters = sorted((each for group in self.param_groups for each in group["params"]), key=Tensor.numel)
         before = itertools.accumulate((each.numel() for each in parameters), initial=0)
         wanted = offload * sum(each.numel() for each in parameters)
@@ -199,7 +201,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of 0 where they live, and no step done."""
         hosted, zero = parameter in self._offloaded, {"step": torch.zeros(())}
-        if not (self._eight_bit and parameter.ndim > 1 and parameter.shape[-1] % STATES_BLOCK == 0):
+        if parameter not in self._eight_bit:
             return zero | {name: _zeros(parameter, 1, parameter.dtype, hosted) for name in MOMENTS}
         codes, scales = (1, torch.uint8), (STATES_BLOCK, torch.float32)
         return zero | {
@@ -328,7 +330,8 @@ def adamw(
 
     Matrices are decayed, norms are not. The states of the fraction `offload` live in host memory; parameters and states
     are bit for bit the same. `one_pass` is for parameters that are not sharded; with it they are the same to rounding.
-    With `eight_bit` moments of matrices are rounded to 8 bits; raises ValueError where the library is missing.
+    With `eight_bit` moments are rounded to 8 bits, of those parameters that `has_moments_in_8_bits` names; raises
+    ValueError where the library is missing.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
@@ -337,7 +340,9 @@ def adamw(
     if eight_bit:
         adamw_8bit.functions()
     if offload or eight_bit:
-        kind = partial(PiecewiseAdamW, offload=offload, eight_bit=eight_bit)
+        named = dict(model.named_parameters()) if eight_bit else {}
+        rounded = [each for name, each in named.items() if has_moments_in_8_bits(name, each.shape)]
+        kind = partial(PiecewiseAdamW, offload=offload, eight_bit=rounded)
     return kind(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -16,7 +17,7 @@ from engine.lora import Lora, adapter_parameters
 from engine.ops import FLOAT8_MULTIPLE
 from engine.reader import from_json as from_json
 from engine.reader import to_json as to_json
-from engine.shape import MAX_TOKENS, ModelShape
+from engine.shape import EMBEDDING, MAX_TOKENS, ModelShape
 
 Task = Literal["train", "attention", "lm_head", "linear"]
 Dtype = Literal["fp64", "fp32", "bf16"]
@@ -452,11 +453,18 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
     )
 
 
+def has_moments_in_8_bits(name: str, size: Sequence[int]) -> bool:
+    """Whether a parameter can have them: a matrix whose rows are whole blocks, but not the embedding. Its rows have
+    gradients of very different sizes, of which a block's scale rounds the small ones to 0 (section 2.3 of
+    arXiv:2110.02861)."""
+    return name != EMBEDDING and len(size) > 1 and size[-1] % STATES_BLOCK == 0
+
+
 @cache
-def share_in_blocks(model: ModelShape) -> float:
-    """Of all parameters, those whose moments can have 8 bits: of matrices whose rows are whole blocks."""
-    sizes = model.parameter_sizes().values()
-    return sum(math.prod(size) for size in sizes if len(size) > 1 and size[-1] % STATES_BLOCK == 0) / model.parameters
+def share_in_8_bits(model: ModelShape) -> float:
+    """Of all parameters, those whose moments can have 8 bits."""
+    sizes = model.parameter_sizes().items()
+    return sum(math.prod(size) for name, size in sizes if has_moments_in_8_bits(name, size)) / model.parameters
 
 
 def states_unsupported_reason(settings: TrialSettings) -> str | None:
@@ -469,7 +477,7 @@ def states_unsupported_reason(settings: TrialSettings) -> str | None:
         "lora is set, whose adapters have few states": settings.lora is not None,
         f"tp_size is {settings.tp_size}, which divides rows": settings.tp_size > 1,
         f"no matrix of model {settings.model.name} has rows of whole blocks of {STATES_BLOCK} elements":
-            not share_in_blocks(settings.model),
+            not share_in_8_bits(settings.model),
     }  # fmt: skip
     found = next((obstacle for obstacle, there in obstacles.items() if there), None)
     return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"

@@ -24,6 +24,8 @@ LinearKind = Literal["none", "gated_delta_net", "mamba2"]
 MAX_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
 
+EMBEDDING = "embedding.weight"  # the name of its table, which may also be the LM head
+
 
 @lru_cache(maxsize=64)  # a search of memory settings asks several hundred thousand times
 def _has(pattern: str, layers: int, letters: str) -> tuple[bool, ...]:
@@ -380,7 +382,7 @@ class ModelShape:
             for name, size in kinds[kind].items()
         }
         head = {} if self.tied else {"head.weight": table}
-        return {"embedding.weight": table} | layers | {"norm.weight": (self.hidden,)} | head
+        return {EMBEDDING: table} | layers | {"norm.weight": (self.hidden,)} | head
 
     def _of_layers(self, attention: float, linear: float) -> float:
         """The mean over all layers of a number of those with attention and one of linear ones."""

@@ -22,7 +22,7 @@ from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
 from engine.attention.masks.mask import FirstRows
 from engine.lora import MLP, PROJECTIONS, Lora, adapter_parameters, trained_weights
-from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, share_in_blocks
+from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, share_in_8_bits
 from engine.shape import ModelShape
 
 # Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
@@ -192,7 +192,7 @@ def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
 def moment_bytes(settings: TrialSettings) -> float:
     """Bytes of AdamW's two moments per trained parameter, on average."""
     wide = max(4, BYTES_OF[settings.dtype])
-    narrow = 0.0 if settings.optimizer_states is None else share_in_blocks(settings.model)
+    narrow = 0.0 if settings.optimizer_states is None else share_in_8_bits(settings.model)
     return 2 * (narrow * (1 + 4 / STATES_BLOCK) + (1 - narrow) * wide)
 
 

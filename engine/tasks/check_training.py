@@ -46,7 +46,7 @@ from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
 from engine.parallelize import frozen_dtype
 from engine.settings import Backward, ExchangeName, Kernel, Layout, Schedule, Steps, TrialSettings
-from engine.shape import ModelShape
+from engine.shape import EMBEDDING, ModelShape
 from engine.tasks.check_data import RandomTokens, check_data
 from engine.tasks.task import documents_of
 from engine.tasks.train import TrainTask
@@ -436,7 +436,7 @@ def _factors(shape: ModelShape) -> dict[str, float]:
     return {
         name: 1 / (STD * math.sqrt(parameter.shape[1]))
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and name != "embedding.weight" and not name.endswith(".conv.weight")
+        if parameter.ndim > 1 and name != EMBEDDING and not name.endswith(".conv.weight")
     }
 
 

@@ -60,7 +60,7 @@ UPDATES: dict[str, Callable[[torch.nn.Parameter], torch.optim.Optimizer]] = {
     "torch's": lambda parameter: OnePassAdamW([parameter], lr=0.5, fused=True),
     "torch's, in pieces": lambda parameter: PiecewiseAdamW([parameter], lr=0.5, fused=True),
     "the library's, of moments in 8 bits": lambda parameter: PiecewiseAdamW(
-        [parameter], lr=0.5, offload=0.0, eight_bit=True
+        [parameter], lr=0.5, offload=0.0, eight_bit=[parameter]
     ),
 }
 
