@@ -103,9 +103,9 @@ def test_what_leaves_the_gpu_is_on_the_host() -> None:
 
 
 def test_moments_in_8_bits_are_counted_by_hand_in_memory_and_in_time() -> None:
-    vectors = (2 * SHAPE.layers + 1) * SHAPE.hidden  # norms, in fp32
-    matrices = SHAPE.parameters - vectors
-    states = 2 * (matrices + 4 * matrices / 256 + 4 * vectors)
+    wide = ((2 * SHAPE.layers + 1) + SHAPE.vocab) * SHAPE.hidden  # norms and the embedding, in fp32
+    narrow_ones = SHAPE.parameters - wide
+    states = 2 * (narrow_ones + 4 * narrow_ones / 256 + 4 * wide)
     narrow = dataclasses.replace(LONG, optimizer_states="8bit")
     saved = memory_of(LONG).allocated - memory_of(narrow).allocated
     assert saved == pytest.approx((8 * SHAPE.parameters - states) / 4)
