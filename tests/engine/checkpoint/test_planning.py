@@ -183,7 +183,7 @@ def test_copies_back_are_waited_for_where_heads_go_in_groups() -> None:
         assert found == pytest.approx(ways * copied / link, rel=0.02)
 
 
-def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_a_quarter_of_the_time() -> None:
+def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_less_than_a_third_of_the_time() -> None:
     wide, narrow = (settings(seq_len=1 << 17, optimizer_states=states) for states in (None, "8bit"))
     (_, before), (_, found) = (planned(trial, Budget(gpu=20 * GIB)) for trial in (wide, narrow))
     assert "; moments in 8 bits; " in found.words
@@ -193,7 +193,7 @@ def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_a_quarter_of_the_t
     fast, slow = (
         cost.fixed(more) - cost.fixed(some) for cost in (CostModel(narrow, GpuSpeeds()), CostModel(wide, GpuSpeeds()))
     )
-    assert fast < 0.26 * slow
+    assert 0.25 * slow < fast < 0.3 * slow  # with the embedding in fp32
 
 
 def test_moments_on_the_host_cost_the_copies_of_gathering_where_one_rank_would_keep_its_parameters_whole() -> None:
