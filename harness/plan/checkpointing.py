@@ -64,7 +64,8 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
     asked = size_in_bytes(settings.memory, "memory") if settings.memory else None
     if machine.device == "cpu":
         # A budget counts whole; of the host's own memory, half does.
-        return Budget(gpu=None, host=2 * asked if asked else host, source="memory" if asked else "half of the host's")
+        own_half = "half of the host's" + (f", shared by {ranks} ranks" if ranks > 1 else "")
+        return Budget(gpu=None, host=2 * asked if asked else host, source="memory" if asked else own_half)
     if hardware is not None:
         own, source = hardware.memory_gib * GIB, "the GPU's own"
     elif machine.gpu_memory_gib:
