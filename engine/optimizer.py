@@ -337,11 +337,11 @@ def adamw(
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim == 1]
     kind: Callable[..., torch.optim.AdamW] = OnePassAdamW if one_pass else torch.optim.AdamW
+    rounded: list[Tensor] = []
     if eight_bit:
         adamw_8bit.functions()
+        rounded = [each for name, each in model.named_parameters() if has_moments_in_8_bits(name, each.shape)]
     if offload or eight_bit:
-        named = dict(model.named_parameters()) if eight_bit else {}
-        rounded = [each for name, each in named.items() if has_moments_in_8_bits(name, each.shape)]
         kind = partial(PiecewiseAdamW, offload=offload, eight_bit=rounded)
     return kind(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],

@@ -454,9 +454,9 @@ def linear_unsupported_reason(settings: TrialSettings) -> str | None:
 
 
 def has_moments_in_8_bits(name: str, size: Sequence[int]) -> bool:
-    """Whether a parameter can have them: a matrix whose rows are whole blocks, but not the embedding. Its rows have
-    gradients of very different sizes, of which a block's scale rounds the small ones to 0 (section 2.3 of
-    arXiv:2110.02861)."""
+    """Whether a parameter can have them: a matrix whose rows are whole blocks, but not the embedding, whose tokens are
+    of very different frequency. The library's `StableEmbedding` (arXiv:2110.02861) and transformers' Trainer keep its
+    moments in fp32 too."""
     return name != EMBEDDING and len(size) > 1 and size[-1] % STATES_BLOCK == 0
 
 

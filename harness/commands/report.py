@@ -64,11 +64,11 @@ class ReportCommand:
                 _refuse_other_run(out / stored_run(path).report_dir.relative_to(sites[0]), [path])
         else:
             _refuse_other_run(out, runs)
-        if not sites and arguments.out is not None:  # a run's own directory has no file of others
-            refuse_foreign(out / REPORT_FILE, page_beginning())
-            refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
-            if not (out / REPORT_FILE).is_file() and not (out / RESULTS_FILE).is_file():
-                _refuse_other_drawings(out, _formats(arguments.format, FORMATS))
+            if arguments.out is not None:  # a run's own directory has no file of others
+                refuse_foreign(out / REPORT_FILE, page_beginning())
+                refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
+                if not (out / REPORT_FILE).is_file() and not (out / RESULTS_FILE).is_file():
+                    _refuse_other_drawings(out, _formats(arguments.format, FORMATS))
         problems: list[str] = []
         aside, baseline, subject = arguments.set_aside_bad, arguments.baseline, arguments.subject
         labels = _labels(arguments.label)

@@ -127,15 +127,16 @@ def resuming(command: Sequence[str], *more: str) -> str:
     return shlex.join([*typed, "--resume", *more])
 
 
-# Options of `burst run` that are looked for in a command line, which may have abbreviated them, and two that begin one.
+# Options of `burst run` that are looked for in a command line, which may have abbreviated them, and words that stand
+# for themselves although one of these begins with them. Other beginnings of several options are refused when typed.
 _SOUGHT = ("--only", "--again", "--stop-before", "--resume", "--retry-failed", "--set-aside-bad")
-_WHOLE = ("--retry", "--set")
+_WHOLE = ("--", "--retry", "--set")
 
 
 def _option(part: str) -> tuple[str, str, str]:
     """The name of the option that a word is, in full where it is one that is sought, `=` and the value behind it."""
     name, equals, value = part.partition("=")
-    if name.startswith("--") and len(name) > len("--s") and name not in _WHOLE:
+    if name.startswith("--") and name not in _WHOLE:
         name = next((option for option in _SOUGHT if option.startswith(name)), name)
     return name, equals, value
 
