@@ -49,9 +49,9 @@ _RECURRENCE_PASSES = {"gated_delta_net": (10.3, 24.7), "mamba2": (5.3, 11.7)}
 # Bytes per parameter of a rank's shard and step. AdamW's update reads and writes the parameter and reads the gradient,
 # and both moments both ways; the norm reads the gradient before.
 _UPDATE_BYTES, _NORM_BYTES = 8 + 4, 4
-# Of the update of an element whose moments have 8 bits, moments included: as many bytes as the GPU could move meanwhile.
-# The library's kernel computes for seven times as long as it would move its own 16: 33.7 ms for 1.07e9 elements of the
-# 1b model in a trace of a step on one H200 (bitsandbytes 0.50.2).
+# The same of an element whose moments have 8 bits: as many bytes as the GPU could move while the library's kernel
+# computes, which moves 16 itself. It takes 33.7 ms for 1.07e9 elements of the 1b model in a trace of a step on one H200
+# (bitsandbytes 0.50.2).
 _UPDATE_IN_8_BITS = 111.5
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
@@ -114,6 +114,8 @@ def step_time(
     if settings.task == "lm_head":
         phases["LM head"] = work.all_head / ranks / (speeds.gemm_tflops * TERA)
         return StepTime(phases=phases, attention=attention, attention_forward=0.0)
+    if settings.task == "train" and speeds.tiles is not None:
+        speeds = replace(speeds, tiles=speeds.tiles.in_step())
     forward, backward = attention_passes(attention, speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
