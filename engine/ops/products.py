@@ -122,8 +122,10 @@ def linear(x: Tensor, matrices_OI: list[Tensor], biases_O: Sequence[Tensor] = ()
         return F.linear(x, matrices_OI[0] if len(matrices_OI) == 1 else torch.cat(matrices_OI), bias_O)
     values_OI = map(values_of, matrices_OI)
     out_TO = _Linear.apply(x.flatten(0, -2), products, len(matrices_OI), *matrices_OI, *values_OI)
-    out = out_TO.unflatten(0, x.shape[:-1])
-    return out if bias_O is None else out.add_(bias_O)
+    # Before there is a view of it: backward of what is added to a view in place copies gradients four times.
+    if bias_O is not None:
+        out_TO.add_(bias_O)
+    return out_TO if x.ndim == 2 else out_TO.unflatten(0, x.shape[:-1])
 
 
 class _Linear(torch.autograd.Function):

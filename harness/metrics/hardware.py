@@ -13,7 +13,7 @@ import itertools
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -54,13 +54,21 @@ class Tiles:
     tokens: tuple[Positive, ...]
     forward: tuple[Positive, ...]
     backward: tuple[Positive, ...]  # in the kernel convention: five products
+    # The same within a training step, whose products hold the GPU at its power limit; empty: as alone.
+    backward_in_step: tuple[Positive, ...] = ()
 
     def __post_init__(self) -> None:
         counts = {each.name: len(getattr(self, each.name)) for each in fields(self)}
+        if not self.backward_in_step:
+            del counts["backward_in_step"]
         if len(set(counts.values())) != 1 or not self.tokens:
             raise ValueError(f"it has {counts}; expected as many speeds as tokens, at least one")
         if list(self.tokens) != sorted(set(self.tokens)):
             raise ValueError("tokens do not rise; list each tile once, the shortest first")
+
+    def in_step(self) -> Tiles:
+        """Those within a training step."""
+        return replace(self, backward=self.backward_in_step or self.backward)
 
     def tflops(self, tokens: float, *, backward: bool) -> float:
         """Between two measured tiles by the logarithm of their tokens; outside of all, the nearest one's."""

@@ -16,7 +16,7 @@ from engine.attention.problem import Problem
 from engine.checkpoint.counts import added_weights, gathering_bytes, group_states, layers_run_again, moment_bytes
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
-from engine.settings import BYTES_OF, TrialSettings, keeps_whole
+from engine.settings import BYTES_OF, TrialSettings, keeps_whole, share_in_8_bits
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
 from harness.metrics.hardware import HardwareSpeeds
@@ -46,12 +46,19 @@ _MIXER_CHANNELS, _MIXER_VALUES = 4, {"gated_delta_net": 3, "mamba2": 20}
 # of a value head's key, value and share of the state that is kept for each chunk. Measured with flash-linear-attention
 # 0.6 at 128K and 256K tokens (results/published/h200x1/linear_layers).
 _RECURRENCE_PASSES = {"gated_delta_net": (10.3, 24.7), "mamba2": (5.3, 11.7)}
-# Bytes per parameter of a rank's shard and step, beside AdamW's moments, which are read and written. The update reads
-# and writes the parameter and reads the gradient, as its norm does before.
-_UPDATE_BYTES = 8 + 4 + 4
+# Bytes per parameter of a rank's shard and step. AdamW's update reads and writes the parameter and reads the gradient,
+# and both moments both ways; the norm reads the gradient before.
+_UPDATE_BYTES, _NORM_BYTES = 8 + 4, 4
+# The same of an element whose moments have 8 bits: as many bytes as the GPU could move while the library's kernel
+# computes, which moves 16 itself. It takes 33.7 ms for 1.07e9 elements of the 1b model in a trace of a step on one H200
+# (bitsandbytes 0.50.2).
+_UPDATE_IN_8_BITS = 111.5
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
+# Of the speed of copies to the host in one direction, that of each where both are busy: 44.0 of 51.5 GiB/s, of
+# page-locked memory on one H200. In a step that passed 51.6 GB of moments they came at 41.6 GiB/s and left at 47.9.
+_BOTH_WAYS = 0.855
 # Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.081 s for 16
 # layers of up to 4096 tokens, by host (results/published/h200x1: short_sequences, float8_launches). With casts to
 # float8 steps of 4096 and 8192 tokens took 0.120 to 0.139 s at the median (float8_launches, float8_loss), replayed as
@@ -107,6 +114,8 @@ def step_time(
     if settings.task == "lm_head":
         phases["LM head"] = work.all_head / ranks / (speeds.gemm_tflops * TERA)
         return StepTime(phases=phases, attention=attention, attention_forward=0.0)
+    if settings.task == "train" and speeds.tiles is not None:
+        speeds = replace(speeds, tiles=speeds.tiles.in_step())
     forward, backward = attention_passes(attention, speeds)
     calls = settings.gradient_accumulation if settings.task == "train" else 1
     if settings.task == "attention":
@@ -174,19 +183,21 @@ class Term:
     flops: float = 0.0  # of matrix products, over all ranks
     float8: float = 0.0  # share of them that is formed in float8
     memory_bytes: float = 0.0  # that a rank reads and writes in its GPU's memory
-    host_bytes: float = 0.0  # that a rank moves to its host or back, whichever is more
+    host_bytes: float = 0.0  # that a rank moves to its host and back at once, in each direction
+    meanwhile_bytes: float = 0.0  # that it reads and writes in its GPU's memory meanwhile
 
     def seconds(self, speeds: HardwareSpeeds, ranks: int) -> float:
         """On this many ranks."""
         products = self.flops / (TERA * ranks)
         products *= (1 - self.float8) / speeds.gemm_tflops + self.float8 / speeds.float8_tflops
-        return products + self.memory_bytes / (speeds.memory_gib * GIB) + self.host_bytes / (speeds.host_gib * GIB)
+        memory, link = speeds.memory_gib * GIB, _BOTH_WAYS * speeds.host_gib * GIB
+        return products + self.memory_bytes / memory + max(self.host_bytes / link, self.meanwhile_bytes / memory)
 
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
-    shard, moments = settings.trained_parameters / settings.world_size, moment_bytes(settings)
-    model = settings.model
+    model, shard = settings.model, settings.trained_parameters / settings.world_size
+    updated, hosted = _update_bytes(settings), float(settings.optimizer_offload)
     float8 = 0.0
     if settings.linear_dtype == "float8":
         float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)
@@ -199,10 +210,18 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
         Term(
             phase="optimizer",
-            memory_bytes=shard * (_UPDATE_BYTES + 2 * moments + _after_update_bytes(settings)),
-            host_bytes=shard * moments * settings.optimizer_offload,  # each way; both directions at once
+            memory_bytes=shard * (_NORM_BYTES + (1 - hosted) * updated + _after_update_bytes(settings)),
+            host_bytes=shard * hosted * moment_bytes(settings),
+            meanwhile_bytes=shard * hosted * updated,
         ),
     )
+
+
+def _update_bytes(settings: TrialSettings) -> float:
+    """Bytes per parameter of the update, on average."""
+    narrow = 0.0 if settings.optimizer_states is None else share_in_8_bits(settings.model)
+    wide = _UPDATE_BYTES + 4 * max(4, BYTES_OF[settings.dtype])
+    return (1 - narrow) * wide + narrow * _UPDATE_IN_8_BITS
 
 
 def _after_update_bytes(settings: TrialSettings) -> int:

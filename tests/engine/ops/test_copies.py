@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.lora import Lora
+from engine.models.matrices import Linear
 from engine.ops.copies import Copies, computed, copy_of, joined
 from engine.ops.products import linear
 
@@ -77,3 +79,20 @@ def test_a_second_derivative_through_copies_is_refused() -> None:
     x = torch.randn(3, 128).bfloat16().requires_grad_()
     with pytest.raises(ValueError, match="product with copies of parameters has no second derivative"):
         torch.autograd.grad(linear(x, parameters).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("added", ["adapters", "bias"])
+def test_backward_copies_no_gradient_of_what_is_added_in_place(added: str) -> None:
+    layer = Linear(128, 6, bias=added == "bias")
+    if added == "adapters":
+        layer.weight.requires_grad_(False)
+        layer.weight.data = layer.weight.bfloat16()
+        layer.adapt(Lora(rank=2, alpha=4.0, targets=("q",)), torch.float32)
+    Copies([each for each in layer.parameters() if each.requires_grad], torch.bfloat16).refresh()
+    node = layer(torch.randn(2, 5, 128).bfloat16()).grad_fn
+    names = []
+    while node is not None:  # the way back through what is added to
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert "_LinearBackward" in names
+    assert not [name for name in names if "CopySlices" in name or "AsStrided" in name]

@@ -107,6 +107,18 @@ def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(tmp_p
     assert {row[0][-1]: row[1] for row in table_rows()[1:]} == {"e": "yes", "s": "memory"}
 
 
+def test_of_records_of_adapters_whose_gradients_were_copied_memory_alone_is_judged(tmp_path, monkeypatch):
+    found = next(row.record for row in of_today() if row.settings.lora is not None)
+    for name, start in (("before", "2026-11-27T17:49:59+00:00"), ("after", "2026-11-27T17:50:00+00:00")):
+        folder = tmp_path / "h200x1" / "same_run" / "trials" / name
+        folder.mkdir(parents=True)
+        left = stored_named(found).data | {"trial_id": name, "started_at": start}
+        (folder / "record.json").write_text(json.dumps(left), encoding="utf-8")
+    monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
+    found_now = {Path(row.record).name: row.judged_in_words for row in compared_records()}
+    assert found_now == {"before": "memory", "after": "yes"}
+
+
 def test_the_committed_table_is_what_the_prediction_gives_today() -> None:
     with TABLE_FILE.open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == table_rows()
@@ -139,7 +151,7 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
     assert fast is not None
     assert slow.phases["waiting for launches"] == pytest.approx(slow.seconds - fast.seconds)
     assert slow.seconds == pytest.approx(casting.model.layers * _LAUNCH_SECONDS["float8"])
-    assert fast.seconds < 0.8 * slow.seconds
+    assert fast.seconds < 0.85 * slow.seconds
 
 
 def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:

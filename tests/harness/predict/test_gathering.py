@@ -108,6 +108,9 @@ def test_a_tile_has_the_speed_between_those_measured() -> None:
     assert tiles.tflops(2048, backward=False) == pytest.approx(200)
     assert tiles.tflops(2048, backward=True) == pytest.approx(70)
     assert tiles.tflops(1 << 20, backward=True) == 90
+    assert tiles.in_step() == tiles
+    slower = dataclasses.replace(tiles, backward_in_step=(40, 80)).in_step()
+    assert [slower.tflops(2048, backward=backward) for backward in (True, False)] == pytest.approx([60, 200])
 
 
 def test_short_tiles_of_a_ring_are_slower_where_the_hardware_file_says_so() -> None:
