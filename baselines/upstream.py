@@ -175,7 +175,7 @@ class Upstream:
             return f"{self.name} takes {forms} as checkpoint.upstream, found {words!r}; set it to what it takes"
         if settings.task == "train" and settings.checkpoint.offload != "none":
             return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"
-        for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold")):
+        for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold"), ("host_layers", 0)):
             if settings.task == "train" and (found := getattr(settings.checkpoint, name)) != default:
                 return f"{self.name} has no choice of checkpoint.{name}, found {found}; set it to {_word(default)}"
         if settings.steps.warmup_seq_len:

@@ -103,7 +103,8 @@ class Checkpoint:
     `tail` is the fraction of the global sequence, counted from its end, whose attention outputs are kept through
     recomputation (1: attention is never computed twice, 0: always).
 
-    `offload` moves what is kept to host memory: nothing, the layers' inputs, or attention outputs as well.
+    `offload` moves what is kept to host memory: nothing, the layers' inputs, or attention outputs as well. Of the
+    layers that are not computed again, `host_layers` have all that backward gets of them there.
 
     `replay` is how the inputs that are not kept follow: `hold` runs a group of k layers once and holds them all, with
     attention's outputs; `bisect` holds ceil(log2 k) of them at once and no outputs, and runs layers again more often.
@@ -123,6 +124,7 @@ class Checkpoint:
     mlp: float = 1.0
     plan: CheckpointPlan = "hand"
     upstream: str = "default"
+    host_layers: int = 0
 
     def reuses_attention(self, layers: int) -> bool:
         """Whether one of `layers` layers is computed again and then takes outputs of attention that were kept: the
@@ -145,6 +147,11 @@ class Checkpoint:
                 f"checkpoint.whole_layers is {self.whole_layers}; expected 0, or a number of layers that are not "
                 "computed again"
             )
+        if self.host_layers < 0:
+            raise ValueError(
+                f"checkpoint.host_layers is {self.host_layers}; expected 0, or a number of layers, of those that are "
+                "not computed again, whose saved tensors are in host memory"
+            )
         if not 0.0 <= self.mlp <= 1.0:
             raise ValueError(
                 f"checkpoint.mlp is {self.mlp}; expected a fraction from 0 (repeat the MLP's first products) to 1 "
@@ -154,6 +161,15 @@ class Checkpoint:
     def layers_again(self, layers: int) -> int:
         """Layers, of `layers`, that backward computes again: the first ones."""
         return max(0, layers - self.whole_layers) if self.every else 0
+
+    def hosted(self, layers: int) -> tuple[int, ...]:
+        """The layers, of `layers` and counted from 0, that are kept whole in host memory: evenly among those that are
+        not computed again, so that the layers between them hide copies too. Never the last one, with which backward
+        begins."""
+        again = self.layers_again(layers)
+        others = max(0, layers - again - 1)
+        count = min(self.host_layers, others)
+        return tuple(again + index * others // count for index in range(count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

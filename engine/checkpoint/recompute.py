@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
+from engine.checkpoint.hosted import HostedLayers
 from engine.linear.shard import Mixer
 from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
 from engine.models.decoder import Activations, Block, LayerFn, MixCall, Rotary, keep_all
@@ -285,16 +286,17 @@ def release(module: nn.Module) -> None:
 def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute | None:
     """Make the blocks of one model save the tensors of these settings.
 
-    Returns the stores of the saved tensors, or None when nothing is recomputed.
+    Returns the stores of the saved tensors, or None when nothing is recomputed and nothing is on the host.
     """
-    again = settings.layers_again(len(blocks))
+    again, hosted = settings.layers_again(len(blocks)), settings.hosted(len(blocks))
     for block in blocks[again:]:
         block.activations = keep_all
-    if not again:
+    if not again and not hosted:
         return None
     recompute = Recompute(settings, layers=again, with_attention=sum(not block.linear for block in blocks[:again]))
     for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
+    recompute.hosted.set_activations(blocks, hosted)
     return recompute
 
 
@@ -310,6 +312,7 @@ class Recompute:
         self._host = host = HostStore()
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
+        self.hosted = HostedLayers()
         self._settings, self._layers, self._with_attention = settings, layers, with_attention
         self._group: LayerGroup | None = None  # to which the running forward adds layers
 

@@ -133,10 +133,14 @@ class HostStore:
 
     One stream runs all copies of a device, in both directions. A reused buffer is therefore written only after every
     earlier copy from and to it, without a wait on the host.
+
+    Args:
+        leaving_puts: the most puts whose copies to the host may be under way at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaving_puts: int = LEAVING_PUTS) -> None:
         self.held_bytes = 0
+        self._leaving_puts = leaving_puts
         self._free: dict[tuple[str, int], list[Tensor]] = {}  # by kind of device and size
         self._leaving: deque[tuple[Tensors, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -177,7 +181,7 @@ class HostStore:
     def leaving(self, tensors: Tensors, copied: torch.cuda.Event) -> None:
         """Hold `tensors` until the current stream waits for their copy, at the event `copied`."""
         self._leaving.append((tensors, copied))
-        self.settle(LEAVING_PUTS)
+        self.settle(self._leaving_puts)
 
     def settle(self, still_leaving: int = 0) -> None:
         """Drop tensors whose copies are under way, but for the last few: later work may use their memory."""

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.attention.problem import Problem
-from engine.checkpoint.counts import added_weights, gathering_bytes, group_states, layers_run_again, moment_bytes
+from engine.checkpoint.counts import (
+    added_weights,
+    gathering_bytes,
+    group_states,
+    hosted_wait,
+    layers_run_again,
+    moment_bytes,
+)
+from engine.checkpoint.planning.cost import CONTENTION
+from engine.checkpoint.planning.memory import MemoryModel
+from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole, share_in_8_bits
@@ -151,6 +161,7 @@ def step_time(
     phases["host copies"] = layers * 2 * waits
     if settings.head_groups > 1:  # nothing hides copies back
         phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
+    phases["host copies"] += _hosted_seconds(settings, speeds, forward, backward, phases)
     if not_captured_reason(settings, "cuda") is not None:
         launching = layers * _LAUNCH_SECONDS[settings.linear_dtype]
         phases["waiting for launches"] = max(0.0, launching - sum(phases.values()))
@@ -341,6 +352,29 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
     nodes = -(-ranks // node_ranks)
     inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
     return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
+
+
+def _hosted_seconds(
+    settings: TrialSettings, speeds: HardwareSpeeds, forward: Pass, backward: Pass, phases: Mapping[str, float]
+) -> float:
+    """That a step takes longer for layers that are kept whole in host memory: what nothing hides, and of the rest what
+    other kernels take longer meanwhile."""
+    model, checkpoint = settings.model, settings.checkpoint
+    layers, calls = model.layers, settings.gradient_accumulation
+    if not (hosted := len(checkpoint.hosted(layers))):
+        return 0.0
+    copy = MemoryModel(settings).saved_of_layer(memory_settings_of(settings)) / (speeds.host_gib * GIB)
+    attending = model.attention_layers / layers
+    of_layer = (phases.get("matrix products", 0.0) + phases.get("elementwise", 0.0)) / 3 / layers / calls
+    projections = 2 * of_layer * model.projection_parameters / model.layer_matrices
+    waits = hosted_wait(
+        hosted=hosted,
+        spread=layers - checkpoint.layers_again(layers) - 1,
+        copy=copy,
+        layer=of_layer + attending * forward.seconds,
+        hiding=attending * backward.seconds + projections,
+    )
+    return calls * (waits + CONTENTION * max(0.0, 2 * hosted * copy - waits))
 
 
 def _offload_bytes(settings: TrialSettings) -> float:

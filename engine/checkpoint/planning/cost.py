@@ -11,20 +11,24 @@ from engine.checkpoint.counts import (
     group_starts,
     group_states,
     head_share,
+    hosted_wait,
     layer_pairs,
     layers_run_again,
     moment_bytes,
     repeated_attention,
     repeated_products,
 )
+from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
-# Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
-# tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
-CONTENTION = 0.12
+# Of the time of copies to the host and back, what a step grows by although computation hides them. On one H200 attention
+# of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7% longer
+# during copies back (docs/notes/2026-11-27-layers-on-the-host.md).
+CONTENTION = 0.02
+_ATTENTION_BACKWARD = 2.6  # of the time of its forward, with FlashAttention-4 there
 # The time of a layer that runs again, less that of its products and attention, as the number of hidden states that a
 # GPU reads or writes in that time. Fitted to three plans of the 1b model at 64K tokens on one H200
 # (results/published/h200x1/memory_budget, 40 GiB): its products alone account for half of the layer's time. A fit and
@@ -75,6 +79,10 @@ class CostModel:
         # Where one rank keeps its parameters whole, but not with moments on the host.
         whole = keeps_whole(settings, optimizer_offload=False)
         self._gathering = micro * gathering_bytes(settings) / speeds.memory if whole else 0.0
+        # What a copy back of a layer kept whole is hidden by: backward of attention, and of the projections before it.
+        projected = model.projection_parameters if model.attention_layers else 0
+        self._hiding = _ATTENTION_BACKWARD * self._attention + 4.0 * self._tokens * projected / speeds.gemm
+        self._memory = MemoryModel(settings)
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
         self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}
@@ -132,6 +140,7 @@ class CostModel:
         added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)
         added += (model.layers - again) * (1 - checkpoint.mlp) * self._passes_of_mlp
+        added += self._hosted(choice)
         if not again:
             return added
         if choice.head_groups > 1:
@@ -146,6 +155,16 @@ class CostModel:
         if choice.head_groups > 1:  # nothing hides copies back, which begin when their memory is free
             added += min(copies, hidden)  # the others are waited for anyway
         return added + 2 * (max(0.0, copies - hidden) + CONTENTION * min(copies, hidden))
+
+    def _hosted(self, choice: MemorySettings) -> float:
+        """Copies of the layers that are kept whole in host memory."""
+        layers = self._settings.model.layers
+        if not (hosted := len(choice.checkpoint.hosted(layers))):
+            return 0.0
+        copy = self._memory.saved_of_layer(choice) * self._settings.gradient_accumulation / self._speeds.host_link
+        spread = layers - choice.checkpoint.layers_again(layers) - 1
+        waits = hosted_wait(hosted, spread, copy, self._layer, self._hiding)
+        return waits + CONTENTION * max(0.0, 2 * hosted * copy - waits)
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:

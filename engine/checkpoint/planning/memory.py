@@ -168,6 +168,10 @@ class _Kind:
         """The places of its layers from `first` to before `end`."""
         return self.places[bisect_left(self.places, first) : bisect_left(self.places, end)]
 
+    def among(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """Of these places those of its layers."""
+        return tuple(place for place in places if place in self.places)
+
     def ends(self, first: int, end: int) -> dict[str, int]:
         """Of these the last one and the first one. Before the model's first layer no other one is gathered ahead, so
         that the second one's backward may hold more."""
@@ -299,15 +303,14 @@ class MemoryModel:
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=self._process + host + self._states * choice.optimizer_offload,
+            host=self._process + host + self._saved_on_host(choice) + self._states * choice.optimizer_offload,
         )
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
         """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
         without what leaves for the host."""
         inputs, attention, _ = self._kept(choice.checkpoint)
-        again = choice.checkpoint.layers_again(self._layers)
-        saved = sum(self._saved_whole(choice, kind) * len(kind.between(again, self._layers)) for kind in self._kinds)
+        saved = self._saved_on_device(choice)
         held = self._by_offload[bool(choice.optimizer_offload)]
         base = self._always(choice) + min(map(self._slots_of, _CALLS))
         needed = base + inputs + attention + saved + self._head(choice.head_tiles, held)
@@ -323,6 +326,21 @@ class MemoryModel:
         inputs, attention, _ = self._kept(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least=False)
         return {name: base + activations + gradients for name, activations, gradients in moments}
+
+    def saved_of_layer(self, choice: MemorySettings) -> float:
+        """What a layer kept whole saves, on average."""
+        parts = (self._saved_whole(choice, kind) * len(kind.places) for kind in self._kinds)
+        return sum(parts) / self._layers
+
+    def _saved_on_device(self, choice: MemorySettings) -> float:
+        """Of all layers that are kept whole there."""
+        again, hosted = choice.checkpoint.layers_again(self._layers), choice.checkpoint.hosted(self._layers)
+        counts = (len(kind.between(again, self._layers)) - len(kind.among(hosted)) for kind in self._kinds)
+        return sum(self._saved_whole(choice, kind) * count for kind, count in zip(self._kinds, counts, strict=True))
+
+    def _saved_on_host(self, choice: MemorySettings) -> float:
+        hosted = choice.checkpoint.hosted(self._layers)
+        return sum(self._saved_whole(choice, kind) * len(kind.among(hosted)) for kind in self._kinds) if hosted else 0.0
 
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
@@ -364,11 +382,23 @@ class MemoryModel:
         # back do. Those for groups of heads begin when the layer before is done.
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
         saved = [self._saved_whole(choice, kind) for kind in self._kinds]
+        hosted = checkpoint.hosted(layers)
 
         def saved_until(place: int) -> float:
-            """Of layers kept whole, up to this one."""
-            counts = (len(kind.between(again, place + 1)) for kind in self._kinds)
+            """Of layers kept whole on the device, up to this one, and of this one wherever it is."""
+            counts = (
+                len(kind.between(again, place + 1)) - sum(each < place for each in kind.among(hosted))
+                for kind in self._kinds
+            )
             return below + leaving + sum(map(operator.mul, saved, counts))
+
+        def back(place: int) -> float:
+            """What comes back of the layer before, beyond what the MLP of this one had saved, which is gone then."""
+            if place - 1 not in hosted:
+                return 0.0
+            before = next(each for kind, each in zip(self._kinds, saved, strict=True) if place - 1 in kind.places)
+            gone = next(self._saved_mlp(choice, kind) for kind in self._kinds if place in kind.places)
+            return max(0.0, before - gone)
 
         def kept_until(place: int) -> float:
             """Of layers that are computed again, up to this one."""
@@ -390,9 +420,18 @@ class MemoryModel:
                 name = f"backward of the {which} {kind.words}{'' if told else part}"
                 gathered = held.gathered if place else held.gathered_first
                 found.append((place, name, kept(place) + gathered + peak))
+        # The fullest layer with or beside tensors that come back is near either end.
+        near = {*hosted[:2], *hosted[-2:]}
+        for place in near | {each + 1 for each in near}:
+            kind = next(each for each in self._kinds if place in each.places)
+            peak = max(
+                self._whole_layer(choice, kind, held.mlp_sums, least), self._in_mixer(choice, kind) + back(place)
+            )
+            gathered = held.gathered if place else held.gathered_first
+            found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
         found.sort(key=lambda each: -each[0])
         return [
-            ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
+            ("LM head", below + leaving + self._saved_on_device(choice) + self._head(choice.head_tiles, held), 0.0),
             *((name, activations, self._gradients(place)) for place, name, activations in found),
             ("optimizer", 0.0, self._parameters),
         ]
@@ -424,8 +463,13 @@ class MemoryModel:
         """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values and
         attention's results, or those of a linear layer's mixer, and the kept products of the MLP's first matrices."""
         kept = self._state + (self._mixer.saved if kind.linear else self._saved_attention(choice))
+        return kept + self._saved_mlp(choice, kind)
+
+    def _saved_mlp(self, choice: MemorySettings, kind: _Kind) -> float:
+        """Of it, the MLP's."""
         if not kind.mlp:
-            return kept
+            return 0.0
+        kept = 0.0
         share, adapted = choice.checkpoint.mlp, self._adapted
         kept += self._state + share * self._between * len(adapted & set(MLP))
         if self._shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product

@@ -9,7 +9,7 @@ from typing import Any
 from engine.settings import Checkpoint, TrialSettings
 
 # Dotted names of the settings that the planner may choose.
-OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp", "host_layers")
 BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles", "head_groups")
 PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
 

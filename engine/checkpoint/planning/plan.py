@@ -41,7 +41,8 @@ _NEARLY = 1.02  # shares of a budget by `leanest` below which another choice may
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
 _CPU_SHARE = 0.5  # of the host's memory, where ranks compute on it: data, other processes and the file cache need some
 _HOST_SHARE = 0.9  # of the host's memory beside GPUs
-_ONLY_WITH_GPU = frozenset({"checkpoint.offload", "optimizer_offload"})  # on a CPU all is host memory
+# On a CPU all is host memory.
+_ONLY_WITH_GPU = frozenset({"checkpoint.offload", "checkpoint.host_layers", "optimizer_offload"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,7 @@ class SearchGrid:
     optimizer_offload: Sequence[bool | float] = (False, *(step / 20 for step in range(1, 20)), True)
     head_tiles: Sequence[int] = (0, 32, 128)
     head_groups: Sequence[int] = (1, 8)
+    host_layers: Sequence[int] = (0,)  # where it is open: of any choice that `hosts`, every number that a model has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,14 @@ class PlanningProblem:
         open_tiles = len(compared.mlp_tiles) > 1 and len(compared.projection_tiles) > 1
         return frame.head_groups == compared.head_groups[0] or tiled or not open_tiles
 
+    def hosts(self, frame: MemorySettings) -> bool:
+        """Whether layers in host memory are compared in a frame: where all layers are kept whole, in the first of the
+        frames that say this in several ways."""
+        compared, of = self.compared, frame.checkpoint
+        first = of.offload == compared.offload[0] and of.replay == compared.replay[0] and of.every == compared.every[0]
+        first = first and frame.head_groups == compared.head_groups[0]
+        return "checkpoint.host_layers" in self.open_names and first and self.layers in self.whole_layers(frame)
+
     def leanest_tails(self, frame: MemorySettings) -> Sequence[float]:
         """Tails one of which takes the least memory: the shortest, which keeps the least; the longest in a held group,
         of which it forms no output again; both and the one beside the shortest where chunks are received into slots, of
@@ -227,15 +237,19 @@ class PlanningProblem:
             return list(range(self.layers + 1))
         return [min(self.layers, self.start.checkpoint.whole_layers)]
 
-    def with_kept(self, frame: MemorySettings, whole: int, tail: float, mlp: float) -> MemorySettings:
-        """A frame with whole layers, tail and MLP."""
-        of = frame.checkpoint
+    def with_kept(
+        self, frame: MemorySettings, whole: int, tail: float, mlp: float, hosted: int | None = None
+    ) -> MemorySettings:
+        """A frame with whole layers, tail and MLP, and layers in host memory where they are compared."""
+        of, hosted = frame.checkpoint, self.compared.host_layers[0] if hosted is None else hosted
         every, offload, replay = of.every, of.offload, of.replay
         if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
             tail, offload, replay = self.compared.tail[0], self.compared.offload[0], self.compared.replay[0]
             frame = replace(frame, head_groups=self.compared.head_groups[0])
-        kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
+        kept = Checkpoint(
+            every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp, host_layers=hosted
+        )
         return replace(frame, checkpoint=kept)
 
 
@@ -282,6 +296,9 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     bound, tails, mlps = problem.cost.bound, problem.compared.tail, problem.compared.mlp
     # Without copies to the host, which a longer group of fewer whole layers may hide.
     no_copies = replace(frame, checkpoint=replace(frame.checkpoint, offload="none"))
+    for choice in _hosting(problem, frame, least) if problem.hosts(frame) else ():
+        if (seconds := problem.cost.seconds(choice)) < least:
+            best, least = choice, seconds
     for whole in reversed(_may_be_whole(problem, frame)):
         if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0])) >= least:
             if frame.head_groups == 1 or problem.memory.alike:
@@ -337,6 +354,30 @@ def _rivals(
                 break
 
 
+def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> Iterator[MemorySettings]:
+    """The choices of a frame with all layers whole, some in host memory, that fit and may add less than `least`: of
+    each share of the MLP that with the fewest there. Each more costs copies, and the LM head's moment falls with it."""
+    memory, layers, tail = problem.memory, problem.layers, problem.compared.tail[0]
+    numbers = range(1, layers)
+    for mlp in problem.compared.mlp:
+
+        def hosting(hosted: int, mlp: float = mlp) -> MemorySettings:
+            return problem.with_kept(frame, layers, tail, mlp, hosted)
+
+        def fits_at_head(hosted: int, choice: Callable[[int], MemorySettings] = hosting) -> bool:
+            return problem.share(replace(memory.at_head(choice(hosted)), host=0.0)) <= 1
+
+        if problem.cost.bound(hosting(0)) >= least:
+            return
+        for choice in map(hosting, numbers[bisect_left(numbers, True, key=fits_at_head) :]):
+            if problem.cost.bound(choice) >= least:
+                break
+            if problem.share(memory.of(choice)) <= 1:
+                yield choice
+                least = min(least, problem.cost.seconds(choice))
+                break
+
+
 def leanest(problem: PlanningProblem) -> MemorySettings:
     """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits.
 
@@ -351,7 +392,12 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
 
     def least(frame: MemorySettings, numbers: Iterable[int]) -> MemorySettings:
         kept = itertools.product(numbers, problem.leanest_tails(frame))
-        return min((problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept), key=share)
+        found = [problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept]
+        if problem.hosts(frame):
+            found += [
+                problem.with_kept(frame, problem.layers, 1.0, mlps[-1], each) for each in range(1, problem.layers)
+            ]
+        return min(found, key=share)
 
     def of_ends(frame: MemorySettings) -> float:
         numbers = problem.whole_layers(frame)
@@ -359,8 +405,11 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
 
     nearest = heapq.nsmallest(_NEAREST, problem.frames(), key=of_ends)
     found = min((least(frame, problem.whole_layers(frame)) for frame in nearest), key=share)
-    shares = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp)) for mlp in reversed(mlps))
-    return min(shares, key=share) if found.checkpoint.layers_again(problem.layers) < problem.layers else found
+    again = found.checkpoint.layers_again(problem.layers)
+    hosted = range(problem.layers) if not again and "checkpoint.host_layers" in problem.open_names else ()
+    kept = itertools.product(reversed(mlps), {found.checkpoint.host_layers, *hosted})
+    others = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp, host_layers=each)) for mlp, each in kept)
+    return min(others, key=share) if again < problem.layers else found
 
 
 def _mlps(
@@ -422,6 +471,7 @@ def kept_in_words(settings: TrialSettings) -> list[str]:
         mlp = checkpoint.mlp
         gates = "all" if mlp == 1 else "none" if mlp == 0 else f"{mlp:.0%}"
         words.append(f"{which} layers whole, with {gates} of the MLP's first products")
+        words += [f"{hosted} of them on the host" for hosted in [len(checkpoint.hosted(layers))] if hosted]
     if again:
         where = {"none": "", "inputs": ", inputs on the host", "all": ", both on the host"}[checkpoint.offload]
         inputs = "input" if checkpoint.every == 1 else f"input of every {checkpoint.every}th ({checkpoint.replay})"

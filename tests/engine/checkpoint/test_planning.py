@@ -75,15 +75,23 @@ def every_choice(given: PlanningProblem) -> list[MemorySettings]:
         whole = [given.start.checkpoint.whole_layers]
     choices = (
         MemorySettings(
-            checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
+            checkpoint=Checkpoint(
+                every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers, host_layers=hosted
+            ),
             **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
         )
         for tail, mlp, offload, replay, every, *beside in itertools.product(
             *(getattr(given.compared, name) for name in names)
         )
         for layers in whole
+        for hosted in range(given.layers)
     )
-    return [choice for choice in choices if given.compares(choice)]
+    return [
+        choice
+        for choice in choices
+        if given.compares(choice)
+        and (not choice.checkpoint.host_layers or not choice.checkpoint.layers_again(given.layers))
+    ]
 
 
 SHAPES = [
@@ -154,7 +162,7 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
 def test_a_part_of_the_moments_goes_to_the_host_where_a_part_is_enough() -> None:
     halves = SearchGrid(optimizer_offload=(False, True))
     for shape, tokens, gib in ((B1, 1 << 14, 18), (B1, 1 << 17, 24), (B1, 1 << 17, 20)):
-        trial = settings(shape, tokens, ("head_groups",))
+        trial = settings(shape, tokens, ("head_groups", "checkpoint.host_layers"))
         _, before = planned(trial, Budget(gpu=gib * GIB), grid=halves)
         chosen, found = planned(trial, Budget(gpu=gib * GIB))
         assert 0 < chosen.optimizer_offload < 1
