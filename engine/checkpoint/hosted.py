@@ -8,6 +8,7 @@ leaves room. The idea is vDNN's (arXiv:1602.08124), with the time of transformer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,14 +102,26 @@ class HostedLayers:
 
     def __init__(self) -> None:
         self.store = HostStore(leaving_puts=1)
+        self.places: Sequence[int] = ()
         self._before: HostedLayer | None = None  # the layer before, in the running forward, where it is one of them
 
     def set_activations(self, blocks: Sequence[Block], hosted: Sequence[int]) -> None:
         """Make the `hosted` of a model's blocks, each followed by another block, save their tensors in host memory."""
+        self.places = hosted
         for place in sorted({*hosted, *(each + 1 for each in hosted)}):
             follows, last = place - 1 in hosted, place - 1 == max(hosted)
             run = partial(self._run, blocks[place], follows) if place in hosted else None
             blocks[place].activations = run or partial(self._run_after, blocks[place], last)
+
+    def drop(self) -> None:
+        """Unlock the memory that no layer uses now."""
+        self.store.drop_free()
+
+    def lock(self) -> None:
+        """Lock memory for all layers, each as the one that has run alone since `drop`: one or two gigabytes a second,
+        which otherwise is the first forward's time."""
+        self._before = None  # whose memory is free now
+        self.store.reserve_as_free(len(self.places))
 
     def _run(
         self, block: Block, follows: bool, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
@@ -143,7 +156,7 @@ def _announced(block: Block, over_ranks: Attend | MixCall, before: HostedLayer |
     """The same, which starts copying the layer `before` whenever backward is about to pass it."""
     if before is None:
         return over_ranks
-    begins = before.prefetch
+    begins = partial(_prefetch, weakref.ref(before))  # its tensors go with the part of the graph that saved them
     if block.linear:
         return _AnnouncedMix(cast(MixCall, over_ranks), begins)
     attend = cast(Attend, over_ranks)
@@ -167,6 +180,11 @@ class _AnnouncedMix:
         branch_BLE = self._mix(mixer, x_BLE)
         _call_in_backward(branch_BLE, self._begins)
         return branch_BLE
+
+
+def _prefetch(layer: weakref.ref[HostedLayer]) -> None:
+    if (found := layer()) is not None:
+        found.prefetch()
 
 
 def _call_in_backward(tensor: Tensor, called: Callable[[], None]) -> None:

@@ -164,6 +164,17 @@ class HostStore:
             free = self._free[kind, nbytes]
             free += [host_buffer(nbytes, device) for _ in range(count - len(free))]
 
+    def reserve_as_free(self, times: int) -> None:
+        """Lock so many times the free buffers, and keep them free."""
+        for (kind, nbytes), free in self._free.items():
+            free += [host_buffer(nbytes, torch.device(kind)) for _ in range(len(free) * (times - 1))]
+
+    def drop_free(self) -> None:
+        """Unlock all free buffers."""
+        for stream in self._streams.values():
+            stream.synchronize()  # copies may still use them
+        self._free = {}
+
     def return_buffer(self, buffer: Tensor, device: torch.device) -> None:
         """Make `buffer` free for another `put`; copies under way may still use it."""
         self._free.setdefault((device.type, buffer.numel()), []).append(buffer)

@@ -68,7 +68,7 @@ from engine.tasks.task import (
     measured,
     read_gpus,
 )
-from engine.tasks.tuning import tune_linear_layers
+from engine.tasks.tuning import lock_hosted_layers, tune_linear_layers
 
 Result = TypeVar("Result")
 
@@ -225,6 +225,7 @@ class TrainTask:
             saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
             sizes = [one.nbytes for one in saved.tensors] if saved else []
             self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
+            lock_hosted_layers(self.model, x_BLE, self._recompute.hosted)
         self.world.barrier()  # a rank that was faster would wait for the others within its measured step
 
     def _query_bytes(self) -> int:

@@ -1,12 +1,15 @@
-"""What kernels of linear layers do once for each length of a sequence, done before a step that is measured."""
+"""What is done once for each length of a sequence, done before a step that is measured: kernels of linear layers tune
+themselves, and the memory of layers on the host is locked."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from engine.checkpoint.hosted import HostedLayers
 from engine.checkpoint.recompute import set_activations
-from engine.models.decoder import Decoder, keep_all
+from engine.models.decoder import Block, Decoder, keep_all
+from engine.ops.autograd import accumulation_dtype
 from engine.settings import Checkpoint
 
 
@@ -24,15 +27,33 @@ def tune_linear_layers(model: Decoder, like_BLE: Tensor) -> None:
     block = next((each for each in model.blocks if each.linear), None)
     if block is None:
         return
-    device, activations = next(block.parameters()).device, block.activations
-    x_BLE = torch.empty(like_BLE.shape, dtype=like_BLE.dtype, device=device)
-    x_BLE.normal_(generator=torch.Generator(device).manual_seed(0)).requires_grad_()
+    activations = block.activations
     if activations is not keep_all:
         set_activations(Checkpoint(every=1), [block])  # of this layer alone, and with nothing on the host
-    unread = x_BLE.new_empty(0)  # a linear layer rotates nothing
     try:
-        out_BLE = block(x_BLE, (unread, unread))
-        out_BLE.backward(out_BLE.detach())
+        _run(block, like_BLE, 0)  # a linear layer rotates nothing
     finally:
         block.activations = activations
+
+
+def lock_hosted_layers(model: Decoder, like_BLE: Tensor, hosted: HostedLayers) -> None:
+    """Lock the host memory of all layers that are kept whole there, of this rank's tokens: forward and backward of the
+    first of them say how much one takes. Nothing where there are none. Collective, and to be called as
+    `tune_linear_layers` is."""
+    if not hosted.places:
+        return
+    block = model.blocks[hosted.places[0]]
+    hosted.drop()
+    _run(block, like_BLE, 0 if block.linear else model.shape.rotated_dim // 2)
+    hosted.lock()
+
+
+def _run(block: Block, like_BLE: Tensor, angles: int) -> None:
+    """Forward and backward of a block, as in a step, on random hidden states; so many angles of rotation are 0."""
+    device = next(block.parameters()).device
+    x_BLE = torch.empty(like_BLE.shape, dtype=like_BLE.dtype, device=device)
+    x_BLE.normal_(generator=torch.Generator(device).manual_seed(0)).requires_grad_()
+    cos_LD = torch.ones(x_BLE.shape[1], angles, dtype=accumulation_dtype(x_BLE.dtype), device=device)
+    out_BLE = block(x_BLE, (cos_LD, torch.zeros_like(cos_LD)))
+    out_BLE.backward(out_BLE.detach())
     block.zero_grad()

@@ -19,6 +19,8 @@ from harness.records.forecasts import NO_CORRECTION, Correction
 
 # GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.
 _CONTEXT_GIB = 1.5
+# Of host memory per GPU, where a GPU is only asked about and no host is known: that of hosts with 2 TiB and eight GPUs.
+_HOST_GIB = 256
 
 
 # A search takes a tenth of a second, and a command may ask for the same one again: for a plan and for its forecasts.
@@ -60,7 +62,7 @@ def _plans(settings: TrialSettings) -> bool:
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:
     """Memory of one rank: the GPU's own or the setting's, and a rank's share of its host's."""
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
-    host = machine.memory_gib * GIB / ranks if machine.memory_gib else float("inf")
+    host = machine.memory_gib * GIB / ranks if machine.memory_gib else _HOST_GIB * GIB
     asked = size_in_bytes(settings.memory, "memory") if settings.memory else None
     if machine.device == "cpu":
         # A budget counts whole; of the host's own memory, half does.

@@ -130,8 +130,8 @@ def held_out_width(training: bool) -> float:
 
 
 def machine_of(hardware: Hardware) -> Machine:
-    """Any number of nodes of such GPUs. The planner gets no limit for the memory of the hosts, because no hardware file
-    states how much they have."""
+    """Any number of nodes of such GPUs. No hardware file states how much memory the hosts have; the planner assumes a
+    share for each GPU (`harness.plan.checkpointing`)."""
     return imagined(hardware.gpu_names[0], hardware.memory_gib, hardware.gpus_per_node)
 
 
@@ -141,7 +141,9 @@ def plan_words(settings: TrialSettings, plan: Forecast | None) -> str | None:
     if plan is None:
         return None
     moved = f"; a rank holds {plan.host_bytes / GIB:.0f} GiB of host memory"
-    return plan.words + (moved if settings.optimizer_offload or settings.checkpoint.offload != "none" else "")
+    checkpoint = settings.checkpoint
+    moves = settings.optimizer_offload or checkpoint.offload != "none" or checkpoint.host_layers
+    return plan.words + (moved if moves else "")
 
 
 def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None:

@@ -25,7 +25,7 @@ from engine.checkpoint.planning.cost import CONTENTION
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
-from engine.lora import adapter_passes
+from engine.lora import adapter_parameters, adapter_passes
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole, share_in_8_bits
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
@@ -365,8 +365,11 @@ def _hosted_seconds(
         return 0.0
     copy = MemoryModel(settings).saved_of_layer(memory_settings_of(settings)) / (speeds.host_gib * GIB)
     attending = model.attention_layers / layers
-    of_layer = (phases.get("matrix products", 0.0) + phases.get("elementwise", 0.0)) / 3 / layers / calls
-    projections = 2 * of_layer * model.projection_parameters / model.layer_matrices
+    tokens, speed = _tokens(settings) / calls, speeds.gemm_tflops * TERA
+    weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
+    of_layer = 2.0 * tokens * weights / speed + phases.get("elementwise", 0.0) / 3 / layers / calls
+    products = 2.0 if settings.lora is not None else 4.0  # frozen matrices have no gradients
+    projections = products * tokens * model.projection_parameters / speed
     waits = hosted_wait(
         hosted=hosted,
         spread=layers - checkpoint.layers_again(layers) - 1,

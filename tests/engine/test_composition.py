@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "inputs", "all"),
     "replay": ("hold", "bisect"),
     "whole_layers": (0, 1, 3),
+    "host_layers": (0, 2),
     "mlp": (1.0, 0.0, 0.4),
     "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
@@ -75,7 +76,7 @@ STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps tu
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
 
-CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "host_layers", "mlp")
 
 
 def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSettings:

@@ -24,9 +24,9 @@ from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
 from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 
-# Of the time of copies to the host and back, what a step grows by although computation hides them. On one H200 attention
-# of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7% longer
-# during copies back (docs/notes/2026-11-27-layers-on-the-host.md).
+# Of the time of copies to the host and back, what a step grows by although computation hides them. On one H200
+# attention of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7%
+# longer during copies back (docs/notes/2026-11-27-layers-on-the-host.md).
 CONTENTION = 0.02
 _ATTENTION_BACKWARD = 2.6  # of the time of its forward, with FlashAttention-4 there
 # The time of a layer that runs again, less that of its products and attention, as the number of hidden states that a
@@ -35,6 +35,7 @@ _ATTENTION_BACKWARD = 2.6  # of the time of its forward, with FlashAttention-4 t
 # no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
 # of that shape.
 PASSES_AGAIN = 75
+_FORWARD_PASSES = 25  # of a forward, by that count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +80,11 @@ class CostModel:
         # Where one rank keeps its parameters whole, but not with moments on the host.
         whole = keeps_whole(settings, optimizer_offload=False)
         self._gathering = micro * gathering_bytes(settings) / speeds.memory if whole else 0.0
-        # What a copy back of a layer kept whole is hidden by: backward of attention, and of the projections before it.
-        projected = model.projection_parameters if model.attention_layers else 0
-        self._hiding = _ATTENTION_BACKWARD * self._attention + 4.0 * self._tokens * projected / speeds.gemm
+        # What hides copies of a layer kept whole: a forward, or backward of attention and of projections before it.
+        self._forward = self._layer - self._passes * (1 - _FORWARD_PASSES / PASSES_AGAIN)
+        products = 2.0 if settings.lora is not None else 4.0  # frozen matrices have no gradients
+        projected = products * self._tokens * model.projection_parameters / speeds.gemm
+        self._hiding = _ATTENTION_BACKWARD * self._attention + projected
         self._memory = MemoryModel(settings)
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
@@ -163,7 +166,7 @@ class CostModel:
             return 0.0
         copy = self._memory.saved_of_layer(choice) * self._settings.gradient_accumulation / self._speeds.host_link
         spread = layers - choice.checkpoint.layers_again(layers) - 1
-        waits = hosted_wait(hosted, spread, copy, self._layer, self._hiding)
+        waits = hosted_wait(hosted, spread, copy, self._forward, self._hiding)
         return waits + CONTENTION * max(0.0, 2 * hosted * copy - waits)
 
     def _head_share(self, tail: float) -> float:

@@ -222,7 +222,7 @@ def test_a_record_keeps_the_plan_and_rows_show_it(tmp_path: Path) -> None:
     again = read_record(tmp_path / "trial" / "record.json")
     assert again == record
     row = row_of(again)
-    assert row["checkpoint.whole_layers"] == again.settings.checkpoint.whole_layers > 0
+    assert row["checkpoint.host_layers"] == again.settings.checkpoint.host_layers > 0
     assert "layers whole" in row["checkpoint_plan"]
     assert row["predicted_peak_gib"] < row["predicted_reserved_gib"] <= 40
     assert row["predicted_step_seconds"] > 2
@@ -234,7 +234,7 @@ def test_series_are_named_by_the_plan_and_not_by_what_it_chose(tmp_path: Path) -
     planned = [ran(trial, 1.0) for trial in trials(tmp_path, "sweep.seq_len=[64k, 128k, 256k]", "fixed.memory=80GiB")]
     rows = [row_of(record) for record in planned]
     assert varying_settings(rows) == []
-    assert len({row["checkpoint.whole_layers"] for row in rows}) > 1
+    assert len({row["checkpoint.host_layers"] for row in rows}) > 1
     [(name, members)] = series_of(rows)
     assert (name, len(members)) == ("burst", 3)
     by_hand = dataclasses.replace(
