@@ -235,14 +235,14 @@ def test_every_key_of_a_hardware_file_is_listed() -> None:
 def test_the_answer_that_the_page_of_planning_shows_is_the_one_of_its_command() -> None:
     page = (DOCS / "plan.md").read_text(encoding="utf-8")
     [command] = re.findall(r"^burst (plan --model .*?) +#", page, re.MULTILINE)
-    table = page.partition("cp_size  checkpoint.every")[2].partition("```")[0].splitlines()[1:]
+    table = page.partition("cp_size  checkpoint.mlp")[2].partition("```")[0].splitlines()[1:]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main([*command.split(), "--json"]) == 0
     found = [
         [
-            str(row["cp_size"]), str(row["checkpoint.every"]), str(row["checkpoint.whole_layers"]),
-            str(row["optimizer_offload"]), *(f"{row[name]:.3g}" for name in ("predicted_seconds", "predicted_gpu_gib")),
+            str(row["cp_size"]), f"{row['checkpoint.mlp']:#.3g}", str(row["checkpoint.host_layers"]),
+            f"{row['optimizer_offload']:#.3g}" if row["optimizer_offload"] else "False", *(f"{row[name]:.3g}" for name in ("predicted_seconds", "predicted_gpu_gib")),
         ]
         for row in json.loads(out.getvalue())
     ]  # fmt: skip

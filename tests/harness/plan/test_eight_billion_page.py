@@ -58,13 +58,13 @@ def test_predictions_of_the_page_are_those_of_the_plan(tmp_path: Path) -> None:
 
 def test_what_the_page_on_plans_prints_for_this_model_is_the_plan(tmp_path: Path) -> None:
     page = (DOCS / "plan.md").read_text(encoding="utf-8")
-    table = page.partition("cp_size  checkpoint.every")[2].partition("```")[0]
+    table = page.partition("cp_size  checkpoint.mlp")[2].partition("```")[0]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert [row[0] for row in rows] == ["1", "2", "4"]
-    for gpus, every, whole, offload, *shown, _ in rows:
+    for gpus, mlp, hosted, offload, *shown, _ in rows:
         trial, found = planned(tmp_path, BLOCKS[1].replace("cp_size: [2]", f"cp_size: [{gpus}]"), [])
         checkpoint = trial.settings.checkpoint
-        assert (every, whole) == (str(checkpoint.every), str(checkpoint.whole_layers))
-        assert offload == str(trial.settings.optimizer_offload)
+        assert (float(mlp), int(hosted)) == (checkpoint.mlp, checkpoint.host_layers)
+        assert float(offload.replace("False", "0")) == trial.settings.optimizer_offload
         predicted = [found.time.seconds, found.gpu_gib, found.host_gib]
         assert [float(each) for each in shown] == pytest.approx(predicted, rel=0.005)
