@@ -171,6 +171,12 @@ class Checkpoint:
         count = min(self.host_layers, others)
         return tuple(again + index * others // count for index in range(count))
 
+    def settled(self, layers: int) -> int:
+        """The layer after whose forward the last of these has to be in host memory: its copy has had the time of as
+        many layers as lie between two of them."""
+        hosted = self.hosted(layers)
+        return min(layers - 1, hosted[-1] + (layers - self.layers_again(layers) - 1) // len(hosted))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:

@@ -40,24 +40,33 @@ class HostedLayer:
     Args:
         store: the host memory.
         staying: addresses of the memory that stays on the device, such as that of parameters.
+        device: of what leaves it.
     """
 
-    def __init__(self, store: HostStore, staying: frozenset[int]) -> None:
-        self._store, self._staying = store, staying
+    def __init__(self, store: HostStore, staying: frozenset[int], device: torch.device) -> None:
+        self._store, self._staying, self._device = store, staying, device
         self._leaving: list[Tensor] = []  # until the layer has been computed
-        self._places: dict[tuple[Any, ...], int] = {}  # of them, by what they are
+        self._versions: list[int] = []  # of them, when they were saved
+        self._places: dict[tuple[Any, ...], int] = {}  # by what they are
         self._uses: list[int] = []  # how often autograd saved each
         self._saved: SavedTensors | None = None
         self._back: list[Tensor | None] = []  # on the device again, until their last use
         self._left: list[int] = []  # uses until then
 
     def run(self, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall) -> Tensor:
-        """The layer, whose saved tensors go to the host."""
-        with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
-            out_BLE = layer(x_BLE, rotary, over_ranks)
-        if self._leaving:
-            self._saved = self._store.put(tuple(self._leaving))
-        self._leaving, self._places = [], {}
+        """The layer, whose saved tensors go to the host. Raises RuntimeError where it changed one of them since."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+                out_BLE = layer(x_BLE, rotary, over_ranks)
+            # Autograd itself compares only what it holds.
+            if any(tensor._version != version for tensor, version in zip(self._leaving, self._versions, strict=True)):
+                raise RuntimeError(
+                    "a tensor that backward needs was changed in place after its layer had saved it; change a copy"
+                )
+            if self._leaving:
+                self._saved = self._store.put(tuple(self._leaving))
+        finally:
+            self._leaving, self._versions, self._places = [], [], {}
         return out_BLE
 
     def prefetch(self) -> None:
@@ -68,7 +77,7 @@ class HostedLayer:
     def _packed(self, tensor: Tensor) -> Tensor | _Place:
         # Detached, since autograd would hold the node of an output by itself.
         tensor = tensor.detach()
-        stays = tensor.untyped_storage().data_ptr() in self._staying
+        stays = tensor.untyped_storage().data_ptr() in self._staying or tensor.device != self._device
         if stays or tensor.numel() < 2 or not tensor.is_floating_point():
             return tensor
         flat = tensor.is_contiguous()  # the same tensor in another shape needs no other copy
@@ -76,6 +85,7 @@ class HostedLayer:
         place = self._places.setdefault(key, len(self._leaving))
         if place == len(self._leaving):
             self._leaving.append(tensor)
+            self._versions.append(tensor._version)
             self._uses.append(0)
         self._uses[place] += 1
         return _Place(self, place, tensor.shape)
@@ -84,11 +94,11 @@ class HostedLayer:
         return saved if isinstance(saved, Tensor) else saved.layer._taken(saved.place).view(saved.shape)
 
     def _taken(self, place: int) -> Tensor:
-        if not self._back:
+        if not self._back or self._back[place] is None:  # not yet, or a backward before took some of them
             assert self._saved is not None, "a layer's backward follows its forward"
             self._back, self._left = list(self._saved.fetch()), list(self._uses)
         tensor = self._back[place]
-        assert tensor is not None, "each use is counted"
+        assert tensor is not None
         self._left[place] -= 1
         if not self._left[place]:
             self._back[place] = None
@@ -105,23 +115,24 @@ class HostedLayers:
         self.places: Sequence[int] = ()
         self._before: HostedLayer | None = None  # the layer before, in the running forward, where it is one of them
 
-    def set_activations(self, blocks: Sequence[Block], hosted: Sequence[int]) -> None:
-        """Make the `hosted` of a model's blocks, each followed by another block, save their tensors in host memory."""
+    def set_activations(self, blocks: Sequence[Block], hosted: Sequence[int], settled: int) -> None:
+        """Make the `hosted` of a model's blocks, each followed by another block, save their tensors in host memory.
+        Their copies have to be there after the block `settled`."""
         self.places = hosted
-        for place in sorted({*hosted, *(each + 1 for each in hosted)}):
-            follows, last = place - 1 in hosted, place - 1 == max(hosted)
-            run = partial(self._run, blocks[place], follows) if place in hosted else None
-            blocks[place].activations = run or partial(self._run_after, blocks[place], last)
+        after = {each + 1 for each in hosted} | {settled}
+        for place in after.difference(hosted):
+            blocks[place].activations = partial(self._run_after, blocks[place], place == settled)
+        for place in hosted:
+            blocks[place].activations = partial(self._run, blocks[place], place - 1 in hosted)
+
+    def forget(self) -> None:
+        """Let go of the layer that ran last, where no other one followed it."""
+        self._before = None
 
     def drop(self) -> None:
         """Unlock the memory that no layer uses now."""
+        self.forget()
         self.store.drop_free()
-
-    def lock(self) -> None:
-        """Lock memory for all layers, each as the one that has run alone since `drop`: one or two gigabytes a second,
-        which otherwise is the first forward's time."""
-        self._before = None  # whose memory is free now
-        self.store.reserve_as_free(len(self.places))
 
     def _run(
         self, block: Block, follows: bool, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
@@ -129,17 +140,20 @@ class HostedLayers:
         """One of them; whether it `follows` another one."""
         if not torch.is_grad_enabled():
             return layer(x_BLE, rotary, over_ranks)
-        before, self._before = self._before if follows else None, HostedLayer(self.store, _staying(block, rotary))
+        before, self._before = (
+            self._before if follows else None,
+            HostedLayer(self.store, _staying(block, rotary), x_BLE.device),
+        )
         return self._before.run(layer, x_BLE, rotary, _announced(block, over_ranks, before))
 
     def _run_after(
-        self, block: Block, last: bool, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
+        self, block: Block, settles: bool, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
     ) -> Tensor:
-        """A layer that follows one of them, perhaps the `last`, and saves on the device."""
+        """A layer that saves on the device: one that follows one of them, or after which all copies have to end."""
         before, self._before = self._before, None
         out_BLE = layer(x_BLE, rotary, _announced(block, over_ranks, before))
-        if last:
-            self.store.settle()  # its copies have had the time of this layer
+        if settles:
+            self.store.settle()
         return out_BLE
 
 

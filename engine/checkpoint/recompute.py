@@ -296,7 +296,8 @@ def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute 
     recompute = Recompute(settings, layers=again, with_attention=sum(not block.linear for block in blocks[:again]))
     for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
-    recompute.hosted.set_activations(blocks, hosted)
+    if hosted:
+        recompute.hosted.set_activations(blocks, hosted, settled=settings.settled(len(blocks)))
     return recompute
 
 
@@ -324,7 +325,7 @@ class Recompute:
         a length locks it, at one or two gigabytes per second, within its own time.
         """
         counts: Counter[int] = Counter()
-        if isinstance(self.inputs, HostStore):
+        if self._layers and isinstance(self.inputs, HostStore):
             # At most `kept_at_once` too many, where the last group is a shorter one.
             counts[input_bytes] += inputs_in_store(self._settings, self._layers)
         if isinstance(self.attention, HostStore):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -164,10 +164,9 @@ class HostStore:
             free = self._free[kind, nbytes]
             free += [host_buffer(nbytes, device) for _ in range(count - len(free))]
 
-    def reserve_as_free(self, times: int) -> None:
-        """Lock so many times the free buffers, and keep them free."""
-        for (kind, nbytes), free in self._free.items():
-            free += [host_buffer(nbytes, torch.device(kind)) for _ in range(len(free) * (times - 1))]
+    def free_buffers(self) -> Counter[int]:
+        """How many free buffers there are of each size in bytes."""
+        return Counter({nbytes: len(free) for (_, nbytes), free in self._free.items()})
 
     def drop_free(self) -> None:
         """Unlock all free buffers."""

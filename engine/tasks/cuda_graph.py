@@ -48,7 +48,7 @@ def obstacle(settings: TrialSettings, device_type: str) -> str | None:
         return f"the kernel of optimizer_states {settings.optimizer_states} takes the learning rate from the host"
     if checkpoint.offload != "none":
         return f"saved tensors go to host memory (checkpoint.offload: {checkpoint.offload})"
-    if checkpoint.host_layers:
+    if checkpoint.hosted(settings.model.layers):
         return f"saved tensors go to host memory (checkpoint.host_layers: {checkpoint.host_layers})"
     if settings.dtype == "fp64":
         return "no kernel updates parameters of dtype fp64 at a learning rate on the device"

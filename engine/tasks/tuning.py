@@ -3,6 +3,8 @@ themselves, and the memory of layers on the host is locked."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -38,14 +40,20 @@ def tune_linear_layers(model: Decoder, like_BLE: Tensor) -> None:
 
 def lock_hosted_layers(model: Decoder, like_BLE: Tensor, hosted: HostedLayers) -> None:
     """Lock the host memory of all layers that are kept whole there, of this rank's tokens: forward and backward of the
-    first of them say how much one takes. Nothing where there are none. Collective, and to be called as
+    first of each kind say how much one takes. Nothing where there are none. Collective, and to be called as
     `tune_linear_layers` is."""
-    if not hosted.places:
-        return
-    block = model.blocks[hosted.places[0]]
-    hosted.drop()
-    _run(block, like_BLE, 0 if block.linear else model.shape.rotated_dim // 2)
-    hosted.lock()
+    buffers: Counter[int] = Counter()
+    kinds: dict[tuple[bool, bool], list[Block]] = {}
+    for block in (model.blocks[place] for place in hosted.places):
+        kinds.setdefault((block.linear, block.mlp is None), []).append(block)
+    for (linear, _), blocks in kinds.items():
+        hosted.drop()
+        _run(blocks[0], like_BLE, 0 if linear else model.shape.rotated_dim // 2)
+        hosted.forget()
+        for nbytes, count in hosted.store.free_buffers().items():
+            buffers[nbytes] += count * len(blocks)
+    if buffers:
+        hosted.store.reserve(buffers, next(model.parameters()).device)
 
 
 def _run(block: Block, like_BLE: Tensor, angles: int) -> None:

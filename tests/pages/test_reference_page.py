@@ -242,7 +242,8 @@ def test_the_answer_that_the_page_of_planning_shows_is_the_one_of_its_command() 
     found = [
         [
             str(row["cp_size"]), f"{row['checkpoint.mlp']:#.3g}", str(row["checkpoint.host_layers"]),
-            f"{row['optimizer_offload']:#.3g}" if row["optimizer_offload"] else "False", *(f"{row[name]:.3g}" for name in ("predicted_seconds", "predicted_gpu_gib")),
+            f"{row['optimizer_offload']:#.3g}" if row["optimizer_offload"] else "False",
+            *(f"{row[name]:.3g}" for name in ("predicted_seconds", "predicted_gpu_gib")),
         ]
         for row in json.loads(out.getvalue())
     ]  # fmt: skip

@@ -95,6 +95,7 @@ class _OfParameters:
     copies: float  # all the time
     gathered: float  # while a layer's backward runs, with the layer before gathered ahead
     gathered_first: float  # the same of the first layer
+    gathered_forward: float  # while a layer's forward runs, with the next one gathered ahead
     head: float  # in the LM head: weight and its gradients
     head_weight: float  # of these, what is there before the gradients are
     mlp_sums: float  # of weight gradients over several runs
@@ -232,6 +233,7 @@ class MemoryModel:
             copies=0.0,
             gathered=2 * item * layer + (item + wide) * trained + tied,
             gathered_first=item * layer + (item + wide) * trained + tied,
+            gathered_forward=2 * item * layer + tied,
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
             mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
@@ -242,6 +244,7 @@ class MemoryModel:
             copies=item * settings.trained_parameters if item < wide else 0.0,
             gathered=wide * trained,
             gathered_first=wide * trained,
+            gathered_forward=0.0,
             head=learns * (item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
@@ -396,8 +399,7 @@ class MemoryModel:
             """What comes back of the layer before, beyond what the MLP of this one had saved, which is gone then."""
             if place - 1 not in hosted:
                 return 0.0
-            before = next(each for kind, each in zip(self._kinds, saved, strict=True) if place - 1 in kind.places)
-            gone = next(self._saved_mlp(choice, kind) for kind in self._kinds if place in kind.places)
+            before, gone = self._saved_whole(choice, self._kind(place - 1)), self._saved_mlp(choice, self._kind(place))
             return max(0.0, before - gone)
 
         def kept_until(place: int) -> float:
@@ -420,18 +422,26 @@ class MemoryModel:
                 name = f"backward of the {which} {kind.words}{'' if told else part}"
                 gathered = held.gathered if place else held.gathered_first
                 found.append((place, name, kept(place) + gathered + peak))
-        # The fullest layer with or beside tensors that come back is near either end.
+        # The fullest layer with or beside tensors that come back is near either end, where layers are alike.
         near = {*hosted[:2], *hosted[-2:]}
-        for place in near | {each + 1 for each in near}:
-            kind = next(each for each in self._kinds if place in each.places)
+        near |= {each + 1 for each in near}
+        for place in near if self.alike else range(again, layers) if hosted else ():
+            kind = self._kind(place)
             peak = max(
                 self._whole_layer(choice, kind, held.mlp_sums, least), self._in_mixer(choice, kind) + back(place)
             )
             gathered = held.gathered if place else held.gathered_first
             found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
         found.sort(key=lambda each: -each[0])
+        forward: list[tuple[str, float, float]] = []
+        for place in (hosted[-1], checkpoint.settled(layers)) if hosted else ():
+            going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
+            before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
+            computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
+            forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, 0.0))
         return [
             ("LM head", below + leaving + self._saved_on_device(choice) + self._head(choice.head_tiles, held), 0.0),
+            *forward,
             *((name, activations, self._gradients(place)) for place, name, activations in found),
             ("optimizer", 0.0, self._parameters),
         ]
@@ -495,6 +505,16 @@ class MemoryModel:
         kept += self._gated
         kept += self._between * len(self._adapted & {"output", *(PROJECTIONS if choice.projection_tiles == 1 else ())})
         return kept
+
+    def _kind(self, place: int) -> _Kind:
+        """That of the layer at this place."""
+        return next(kind for kind in self._kinds if place in kind.places)
+
+    def _whole_forward(self, choice: MemorySettings, kind: _Kind, least: bool) -> float:
+        """The forward of such a layer beyond its saved tensors: a run of its MLP, the branch and the output."""
+        run, mlp = 1 / choice.mlp_tiles, choice.checkpoint.mlp
+        formed = max((1 + self._gates) * min(run, 1 - mlp), min(run, mlp))
+        return (0.0 if least or not kind.mlp else formed * self._mlp_state) + 2 * self._state
 
     def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's."""

@@ -161,7 +161,7 @@ class SearchGrid:
     optimizer_offload: Sequence[bool | float] = (False, *(step / 20 for step in range(1, 20)), True)
     head_tiles: Sequence[int] = (0, 32, 128)
     head_groups: Sequence[int] = (1, 8)
-    host_layers: Sequence[int] = (0,)  # where it is open: of any choice that `hosts`, every number that a model has
+    host_layers: Sequence[int] = (0,)  # where it is open: and every other number, in frames that `hosts` names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,13 @@ class PlanningProblem:
         compared, of = self.compared, frame.checkpoint
         first = of.offload == compared.offload[0] and of.replay == compared.replay[0] and of.every == compared.every[0]
         first = first and frame.head_groups == compared.head_groups[0]
-        return "checkpoint.host_layers" in self.open_names and first and self.layers in self.whole_layers(frame)
+        return bool(self.numbers_hosted) and first and self.layers in self.whole_layers(frame)
+
+    @property
+    def numbers_hosted(self) -> Sequence[int]:
+        """Numbers of layers in host memory to compare there, ascending, beside none where that is open."""
+        own = self.compared.host_layers[0]
+        return range(1, self.layers) if "checkpoint.host_layers" in self.open_names else (own,) if own else ()
 
     def leanest_tails(self, frame: MemorySettings) -> Sequence[float]:
         """Tails one of which takes the least memory: the shortest, which keeps the least; the longest in a held group,
@@ -299,8 +305,10 @@ def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) 
     for choice in _hosting(problem, frame, least) if problem.hosts(frame) else ():
         if (seconds := problem.cost.seconds(choice)) < least:
             best, least = choice, seconds
+    if problem.compared.host_layers[0] and problem.layers in problem.whole_layers(frame):
+        return best  # set by hand: not beside layers that are computed again, if all can be whole
     for whole in reversed(_may_be_whole(problem, frame)):
-        if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0])) >= least:
+        if bound(problem.with_kept(no_copies, whole, tails[0], mlps[0], 0)) >= least:
             if frame.head_groups == 1 or problem.memory.alike:
                 break  # fewer whole layers repeat more; with groups, which layers of a held group attend again decides
             continue
@@ -358,7 +366,7 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
     """The choices of a frame with all layers whole, some in host memory, that fit and may add less than `least`: of
     each share of the MLP that with the fewest there. Each more costs copies, and the LM head's moment falls with it."""
     memory, layers, tail = problem.memory, problem.layers, problem.compared.tail[0]
-    numbers = range(1, layers)
+    numbers = problem.numbers_hosted
     for mlp in problem.compared.mlp:
 
         def hosting(hosted: int, mlp: float = mlp) -> MemorySettings:
@@ -394,9 +402,7 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
         kept = itertools.product(numbers, problem.leanest_tails(frame))
         found = [problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept]
         if problem.hosts(frame):
-            found += [
-                problem.with_kept(frame, problem.layers, 1.0, mlps[-1], each) for each in range(1, problem.layers)
-            ]
+            found += [problem.with_kept(frame, problem.layers, 1.0, mlps[-1], each) for each in problem.numbers_hosted]
         return min(found, key=share)
 
     def of_ends(frame: MemorySettings) -> float:
@@ -406,7 +412,7 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
     nearest = heapq.nsmallest(_NEAREST, problem.frames(), key=of_ends)
     found = min((least(frame, problem.whole_layers(frame)) for frame in nearest), key=share)
     again = found.checkpoint.layers_again(problem.layers)
-    hosted = range(problem.layers) if not again and "checkpoint.host_layers" in problem.open_names else ()
+    hosted = problem.numbers_hosted if not again else ()
     kept = itertools.product(reversed(mlps), {found.checkpoint.host_layers, *hosted})
     others = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp, host_layers=each)) for mlp, each in kept)
     return min(others, key=share) if again < problem.layers else found

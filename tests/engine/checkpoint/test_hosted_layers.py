@@ -14,6 +14,7 @@ from torch import Tensor
 import engine.memory.offload
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
+from engine.checkpoint.hosted import HostedLayer
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.recompute import Recompute
@@ -177,6 +178,31 @@ def test_a_layer_comes_back_when_the_next_ones_backward_reaches_attention(monkey
     assert events.count("prefetch") == events.count("fetch") == 3
 
 
+def test_a_backward_that_takes_a_part_of_a_layer_may_be_followed_by_another() -> None:
+    settings = settings_of(CHOICES[1])
+    model, _ = model_with(settings)
+    loss = loss_of(model)
+    weight = model.blocks[1].mlp.down.weight
+    [part] = torch.autograd.grad(loss, [weight], retain_graph=True)
+    loss.backward()
+    assert_those_of_keeping_everything(model, settings)
+    torch.testing.assert_close(part, weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_layer_that_changes_what_it_saved_is_refused() -> None:
+    def layer(x_BLE: Tensor, *_: Any) -> Tensor:
+        doubled = x_BLE * 2
+        squared = doubled * doubled
+        doubled.add_(1.0)
+        return squared
+
+    kept = HostedLayer(engine.memory.offload.HostStore(), frozenset(), torch.device("cpu"))
+    x_BLE = torch.ones(1, 4, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="changed in place after its layer had saved it; change a copy"):
+        kept.run(layer, x_BLE, (x_BLE, x_BLE), None)
+    assert not kept._leaving
+
+
 def test_layers_are_spread_evenly_and_the_last_one_stays() -> None:
     assert Checkpoint(every=0, host_layers=3).hosted(7) == (0, 2, 4)
     assert Checkpoint(every=1, whole_layers=5, host_layers=2).hosted(16) == (11, 13)
@@ -209,15 +235,26 @@ def locked_by_a_run(settings: TrialSettings) -> tuple[list[float], int, int]:
     return figures.loss, len(taken), len(taken) - before[-1]
 
 
-def test_after_a_shorter_warm_up_the_host_memory_of_a_full_step_is_locked() -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "shape"),
+    [
+        (Checkpoint(every=0, host_layers=4, mlp=0.3), SHAPE),
+        (Checkpoint(every=0, host_layers=2, offload="all"), SHAPE),
+        (Checkpoint(every=0, host_layers=5), HYBRID),
+    ],
+    ids=["parts", "offload", "hybrid"],
+)
+def test_after_a_shorter_warm_up_the_host_memory_of_a_full_step_is_locked(
+    checkpoint: Checkpoint, shape: ModelShape
+) -> None:
     settings = dataclasses.replace(
-        settings_of(Checkpoint(every=0, host_layers=4, mlp=0.3)),
-        model=dataclasses.replace(SHAPE, vocab=256),
+        settings_of(checkpoint),
+        model=dataclasses.replace(shape, vocab=256),
         dtype="fp32",
         steps=Steps(warmup=1, measured=1, warmup_seq_len=8),
     )
     [(loss, made, within)] = run_on_ranks(1, locked_by_a_run, settings)
     [(plain, *_)] = run_on_ranks(1, locked_by_a_run, dataclasses.replace(settings, checkpoint=Checkpoint(every=0)))
-    assert made > 2 * 4
+    assert made > 2 * len(checkpoint.hosted(LAYERS))
     assert within == 0
     assert loss == pytest.approx(plain, rel=1e-5)

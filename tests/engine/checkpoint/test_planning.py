@@ -45,7 +45,7 @@ SMALL_GRID = SearchGrid(
 def settings(
     shape: ModelShape = B1, seq_len: int = 1 << 16, given: tuple[str, ...] = (), **changes: Any
 ) -> TrialSettings:
-    own = {key: changes.pop(key) for key in ("tail", "every", "offload") if key in changes}
+    own = {key: changes.pop(key) for key in ("tail", "every", "offload", "host_layers") if key in changes}
     checkpoint = Checkpoint(plan="auto", **own)
     trial = TrialSettings(task="train", method="burst", model=shape, seq_len=seq_len, checkpoint=checkpoint, **changes)
     return left_open(trial, given)
@@ -157,6 +157,33 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
         assert found is not None
         assert given.share(given.memory.of(found)) <= 1
         assert given.cost.seconds(found) == pytest.approx(min(map(given.cost.seconds, fitting)), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("number", [2, 99])
+@pytest.mark.parametrize("seq_len", [1 << 14, 1 << 17])
+def test_layers_on_the_host_by_hand_are_planned_beside_as_the_best_of_all_choices_with_whole_layers(
+    number: int, seq_len: int
+) -> None:
+    shape = dataclasses.replace(B1, layers=6, vocab=8000)
+    trial = settings(shape, seq_len, ("checkpoint.host_layers",), host_layers=number)
+    given = problem(trial, float("inf"), grid=SMALL_GRID)
+    kept = itertools.product(given.compared.mlp, *(getattr(given.compared, name) for name in BESIDE_CHECKPOINT))
+    choices = [
+        MemorySettings(
+            checkpoint=Checkpoint(every=0, mlp=mlp, host_layers=number),
+            **dict(zip(BESIDE_CHECKPOINT, beside, strict=True)),
+        )
+        for mlp, *beside in kept
+    ]
+    shares = sorted(given.memory.of(choice).reserved for choice in choices)
+    for part in (0.02, 0.3, 0.6, 1.02):
+        given = problem(trial, shares[0] + part * (shares[-1] - shares[0]), grid=SMALL_GRID)
+        found = cheapest(given)
+        fitting = [choice for choice in choices if given.share(given.memory.of(choice)) <= 1]
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert found.checkpoint.host_layers == number
+            assert given.cost.seconds(found) == pytest.approx(min(map(given.cost.seconds, fitting)), rel=1e-12)
 
 
 def test_a_part_of_the_moments_goes_to_the_host_where_a_part_is_enough() -> None:
