@@ -337,13 +337,16 @@ class MemoryModel:
 
     def _saved_on_device(self, choice: MemorySettings) -> float:
         """Of all layers that are kept whole there."""
-        again, hosted = choice.checkpoint.layers_again(self._layers), choice.checkpoint.hosted(self._layers)
-        counts = (len(kind.between(again, self._layers)) - len(kind.among(hosted)) for kind in self._kinds)
-        return sum(self._saved_whole(choice, kind) * count for kind, count in zip(self._kinds, counts, strict=True))
+        again = choice.checkpoint.layers_again(self._layers)
+        whole = sum(self._saved_whole(choice, kind) * len(kind.between(again, self._layers)) for kind in self._kinds)
+        return whole - (self._saved_on_host(choice) if choice.checkpoint.host_layers else 0.0)
 
     def _saved_on_host(self, choice: MemorySettings) -> float:
+        """The same in host memory."""
+        if not choice.checkpoint.host_layers:
+            return 0.0
         hosted = choice.checkpoint.hosted(self._layers)
-        return sum(self._saved_whole(choice, kind) * len(kind.among(hosted)) for kind in self._kinds) if hosted else 0.0
+        return sum(self._saved_whole(choice, kind) * len(kind.among(hosted)) for kind in self._kinds)
 
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
@@ -385,14 +388,14 @@ class MemoryModel:
         # back do. Those for groups of heads begin when the layer before is done.
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
         saved = [self._saved_whole(choice, kind) for kind in self._kinds]
-        hosted = checkpoint.hosted(layers)
+        hosted = checkpoint.hosted(layers) if checkpoint.host_layers else ()
 
         def saved_until(place: int) -> float:
             """Of layers kept whole on the device, up to this one, and of this one wherever it is."""
-            counts = (
-                len(kind.between(again, place + 1)) - sum(each < place for each in kind.among(hosted))
-                for kind in self._kinds
-            )
+            counts = [len(kind.between(again, place + 1)) for kind in self._kinds]
+            if hosted:
+                away = (sum(each < place for each in kind.among(hosted)) for kind in self._kinds)
+                counts = list(map(operator.sub, counts, away))
             return below + leaving + sum(map(operator.mul, saved, counts))
 
         def back(place: int) -> float:
@@ -440,7 +443,7 @@ class MemoryModel:
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, 0.0))
         return [
-            ("LM head", below + leaving + self._saved_on_device(choice) + self._head(choice.head_tiles, held), 0.0),
+            ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
             *forward,
             *((name, activations, self._gradients(place)) for place, name, activations in found),
             ("optimizer", 0.0, self._parameters),

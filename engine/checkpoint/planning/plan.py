@@ -36,6 +36,7 @@ from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_gro
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.10
 NOTHING_FITS = "nothing fits"  # the words of such a plan begin so
 
+_HOSTED_TRIED = 8  # numbers of layers in host memory that `leanest` compares, about
 _NEAREST = 4  # frames that `leanest` compares with every number of whole layers
 _NEARLY = 1.02  # shares of a budget by `leanest` below which another choice may fit
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
@@ -121,10 +122,21 @@ def fits_somehow(settings: TrialSettings, budget: Budget) -> bool:
 
 def _least_share(settings: TrialSettings, budget: Budget) -> float:
     """The smallest part of the budget that values of the open settings take."""
+
+    def least(budget: Budget, grid: SearchGrid | None = None) -> float:
+        problem = _problem(settings, budget, grid=grid)
+        return problem.share(problem.memory.of(leanest(problem)))
+
     # A part of the moments on the host leaves less room on the GPU than all, and may be all that the host holds.
-    grid = SearchGrid(optimizer_offload=(False, True)) if budget.host == float("inf") else None
-    problem = _problem(settings, budget, grid=grid)
-    return problem.share(problem.memory.of(leanest(problem)))
+    ends = SearchGrid(optimizer_offload=(False, True))
+    if budget.host == float("inf"):
+        return least(budget, ends)
+    if budget.gpu is not None:
+        if (of_gpu := least(replace(budget, host=float("inf")), ends)) > 1:
+            return of_gpu
+        if (of_both := least(budget, ends)) <= 1:
+            return of_both
+    return least(budget)
 
 
 def _problem(
@@ -402,7 +414,9 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
         kept = itertools.product(numbers, problem.leanest_tails(frame))
         found = [problem.with_kept(frame, whole, tail, mlps[-1]) for whole, tail in kept]
         if problem.hosts(frame):
-            found += [problem.with_kept(frame, problem.layers, 1.0, mlps[-1], each) for each in problem.numbers_hosted]
+            found += [
+                problem.with_kept(frame, problem.layers, 1.0, mlps[-1], each) for each in problem.numbers_hosted[-1:]
+            ]
         return min(found, key=share)
 
     def of_ends(frame: MemorySettings) -> float:
@@ -412,7 +426,7 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
     nearest = heapq.nsmallest(_NEAREST, problem.frames(), key=of_ends)
     found = min((least(frame, problem.whole_layers(frame)) for frame in nearest), key=share)
     again = found.checkpoint.layers_again(problem.layers)
-    hosted = problem.numbers_hosted if not again else ()
+    hosted = () if again else problem.numbers_hosted[:: max(1, problem.layers // _HOSTED_TRIED)]
     kept = itertools.product(reversed(mlps), {found.checkpoint.host_layers, *hosted})
     others = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp, host_layers=each)) for mlp, each in kept)
     return min(others, key=share) if again < problem.layers else found

@@ -73,7 +73,8 @@ def test_every_command_module_is_found_by_its_name():
         (
             ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
             "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload, "
-            "checkpoint.replay, checkpoint.whole_layers, checkpoint.mlp, checkpoint.plan or checkpoint.upstream",
+            "checkpoint.replay, checkpoint.whole_layers, checkpoint.mlp, checkpoint.plan, checkpoint.upstream or "
+            "checkpoint.host_layers",
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),

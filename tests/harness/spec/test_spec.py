@@ -162,7 +162,8 @@ WRONG = [
         "batch_size: 1",
         "checkpoint: 1",
         r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail, checkpoint\.offload, "
-        r"checkpoint\.replay, checkpoint\.whole_layers, checkpoint\.mlp, checkpoint\.plan or checkpoint\.upstream",
+        r"checkpoint\.replay, checkpoint\.whole_layers, checkpoint\.mlp, checkpoint\.plan, checkpoint\.upstream or "
+        r"checkpoint\.host_layers",
     ),
     ("batch_size: 1", "checkpoint: {replay: halve}", r":7: checkpoint.replay is 'halve'; expected hold or bisect"),
     ("batch_size: 1", "data: no/such/file.txt", r":7: data is 'no/such/file.txt', which is no file here"),
