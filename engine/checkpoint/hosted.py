@@ -140,10 +140,8 @@ class HostedLayers:
         """One of them; whether it `follows` another one."""
         if not torch.is_grad_enabled():
             return layer(x_BLE, rotary, over_ranks)
-        before, self._before = (
-            self._before if follows else None,
-            HostedLayer(self.store, _staying(block, rotary), x_BLE.device),
-        )
+        before = self._before if follows else None
+        self._before = HostedLayer(self.store, _staying(block, rotary), x_BLE.device)
         return self._before.run(layer, x_BLE, rotary, _announced(block, over_ranks, before))
 
     def _run_after(
