@@ -189,14 +189,6 @@ def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
     return layers_recomputed(checkpoint, again) if again else 0
 
 
-def hosted_wait(hosted: int, spread: int, copy: float, layer: float, hiding: float) -> float:
-    """Seconds that a step waits for copies of `hosted` layers kept whole in host memory, which `copy` seconds take of
-    one, to the host or back. They are spread over `spread` layers, whose forwards take `layer` seconds each and hide
-    copies to the host; a copy back is hidden by the next layer's backward of attention and of the projections before
-    it, `hiding` seconds."""
-    return max(0.0, hosted * copy - spread * layer) + hosted * max(0.0, copy - hiding)
-
-
 def moment_bytes(settings: TrialSettings) -> float:
     """Bytes of AdamW's two moments per trained parameter, on average."""
     wide = max(4, BYTES_OF[settings.dtype])

@@ -129,11 +129,6 @@ class HostedLayers:
         """Let go of the layer that ran last, where no other one followed it."""
         self._before = None
 
-    def drop(self) -> None:
-        """Unlock the memory that no layer uses now."""
-        self.forget()
-        self.store.drop_free()
-
     def _run(
         self, block: Block, follows: bool, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
     ) -> Tensor:

@@ -168,12 +168,6 @@ class HostStore:
         """How many free buffers there are of each size in bytes."""
         return Counter({nbytes: len(free) for (_, nbytes), free in self._free.items()})
 
-    def drop_free(self) -> None:
-        """Unlock all free buffers."""
-        for stream in self._streams.values():
-            stream.synchronize()  # copies may still use them
-        self._free = {}
-
     def return_buffer(self, buffer: Tensor, device: torch.device) -> None:
         """Make `buffer` free for another `put`; copies under way may still use it."""
         self._free.setdefault((device.type, buffer.numel()), []).append(buffer)

@@ -42,18 +42,19 @@ def lock_hosted_layers(model: Decoder, like_BLE: Tensor, hosted: HostedLayers) -
     """Lock the host memory of all layers that are kept whole there, of this rank's tokens: forward and backward of the
     first of each kind say how much one takes. Nothing where there are none. Collective, and to be called as
     `tune_linear_layers` is."""
+    device = next(model.parameters()).device
     buffers: Counter[int] = Counter()
     kinds: dict[tuple[bool, bool], list[Block]] = {}
     for block in (model.blocks[place] for place in hosted.places):
         kinds.setdefault((block.linear, block.mlp is None), []).append(block)
     for (linear, _), blocks in kinds.items():
-        hosted.drop()
+        hosted.store.reserve({}, device)  # what is free afterwards is this layer's
         _run(blocks[0], like_BLE, 0 if linear else model.shape.rotated_dim // 2)
         hosted.forget()
         for nbytes, count in hosted.store.free_buffers().items():
             buffers[nbytes] += count * len(blocks)
     if buffers:
-        hosted.store.reserve(buffers, next(model.parameters()).device)
+        hosted.store.reserve(buffers, device)
 
 
 def _run(block: Block, like_BLE: Tensor, angles: int) -> None:

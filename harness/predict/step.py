@@ -17,11 +17,10 @@ from engine.checkpoint.counts import (
     added_weights,
     gathering_bytes,
     group_states,
-    hosted_wait,
     layers_run_again,
     moment_bytes,
 )
-from engine.checkpoint.planning.cost import CONTENTION
+from engine.checkpoint.planning.cost import hosted_seconds
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
@@ -357,8 +356,7 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
 def _hosted_seconds(
     settings: TrialSettings, speeds: HardwareSpeeds, forward: Pass, backward: Pass, phases: Mapping[str, float]
 ) -> float:
-    """That a step takes longer for layers that are kept whole in host memory: what nothing hides, and of the rest what
-    other kernels take longer meanwhile."""
+    """That a step takes longer for layers that are kept whole in host memory."""
     model, checkpoint = settings.model, settings.checkpoint
     layers, calls = model.layers, settings.gradient_accumulation
     if not (hosted := len(checkpoint.hosted(layers))):
@@ -370,14 +368,13 @@ def _hosted_seconds(
     of_layer = 2.0 * tokens * weights / speed + phases.get("elementwise", 0.0) / 3 / layers / calls
     products = 2.0 if settings.lora is not None else 4.0  # frozen matrices have no gradients
     projections = products * tokens * model.projection_parameters / speed
-    waits = hosted_wait(
+    return calls * hosted_seconds(
         hosted=hosted,
         spread=layers - checkpoint.layers_again(layers) - 1,
         copy=copy,
         layer=of_layer + attending * forward.seconds,
         hiding=attending * backward.seconds + projections,
     )
-    return calls * (waits + CONTENTION * max(0.0, 2 * hosted * copy - waits))
 
 
 def _offload_bytes(settings: TrialSettings) -> float:

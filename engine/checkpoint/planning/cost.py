@@ -11,7 +11,6 @@ from engine.checkpoint.counts import (
     group_starts,
     group_states,
     head_share,
-    hosted_wait,
     layer_pairs,
     layers_run_again,
     moment_bytes,
@@ -166,10 +165,20 @@ class CostModel:
             return 0.0
         copy = self._memory.saved_of_layer(choice) * self._settings.gradient_accumulation / self._speeds.host_link
         spread = layers - choice.checkpoint.layers_again(layers) - 1
-        waits = hosted_wait(hosted, spread, copy, self._forward, self._hiding)
-        return waits + CONTENTION * max(0.0, 2 * hosted * copy - waits)
+        return hosted_seconds(hosted, spread, copy, self._forward, self._hiding)
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:
             self._heads[tail] = head_share(self._settings, tail)
         return self._heads[tail]
+
+
+def hosted_seconds(hosted: int, spread: int, copy: float, layer: float, hiding: float) -> float:
+    """Seconds that a step takes longer for `hosted` layers kept whole in host memory, of each of which a copy takes
+    `copy` seconds, there or back: what is waited for, and of the rest what computation takes longer meanwhile.
+
+    They are spread over `spread` layers, whose forwards take `layer` seconds each and hide copies to the host; a copy
+    back is hidden by the next layer's backward of attention and of the projections before it, `hiding` seconds.
+    """
+    waits = max(0.0, hosted * copy - spread * layer) + hosted * max(0.0, copy - hiding)
+    return waits + CONTENTION * max(0.0, 2 * hosted * copy - waits)
