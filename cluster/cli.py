@@ -87,7 +87,7 @@ def _check(
     except KeyboardInterrupt:
         print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)
         return EXIT_CODES["unknown"]
-    compared = {} if "drift" in unwanted else {name: report.verdicts for name, report in reports.items()}
+    compared = {} if "drift" in unwanted else {node.name: reports[node.name].verdicts for node in nodes}
     for name, verdict in version_drift(compared).items():
         reports[name] = reports[name].also("drift", verdict)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}

@@ -13,6 +13,7 @@ from cluster.files.errors import counted
 from cluster.probing.verdict import Action, Level, Verdict, merge
 
 _VERSIONS = "gpu_versions"  # the check whose facts name the GPUs of a node
+_GPUS = "gpus"  # the check whose facts have their UUIDs
 # Check, its fact, the fact's name in a sentence, and the verdict on a difference.
 _COMPARED: tuple[tuple[str, str, str, Level, Action], ...] = (
     (_VERSIONS, "driver", "driver", "warn", "monitor"),
@@ -25,7 +26,7 @@ _COMPARED: tuple[tuple[str, str, str, Level, Action], ...] = (
     ("interface", "mtu", "MTU of the interface", "warn", "monitor"),
     ("pkey", "pkeys", "partition keys", "warn", "monitor"),
 )
-READS = tuple(dict.fromkeys(check for check, *_ in _COMPARED))  # the checks that must have run
+READS = tuple(dict.fromkeys([*(check for check, *_ in _COMPARED), _GPUS]))  # the checks that must have run
 _MAX_NAMES = 6
 
 
@@ -42,6 +43,7 @@ def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Ver
     """A verdict by node name, from the verdicts of every node by check; nodes with the same GPU models are compared.
 
     The value most nodes have is right, and nodes with another one are reported; without a majority all of them are.
+    A node that has GPUs of an earlier one fails: it is the same host.
     """
     verdicts: dict[str, Verdict] = {}
     for gpus, group in _same_gpus(checked):
@@ -50,7 +52,24 @@ def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Ver
             like = f"as {counted(len(group) - 1, 'other node')} {gpus}"
             found = [verdict[node] for verdict in compared if node in verdict]
             verdicts[node] = merge(found) if found else Verdict(level="ok", summary=like)
-    return verdicts
+    return verdicts | named_twice(checked)
+
+
+def named_twice(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Verdict]:
+    """A failure for every node that has GPUs of an earlier one, from the verdicts of every node by check.
+
+    The UUIDs of GPUs tell, because containers of one host have names and addresses of their own.
+    """
+    owner: dict[str, str] = {}
+    found: dict[str, Verdict] = {}
+    for node, verdicts in checked.items():
+        gpus = verdicts[_GPUS].facts.get("uuids") if _GPUS in verdicts else None
+        uuids = gpus if isinstance(gpus, list) else []
+        if first := next((owner[uuid] for uuid in uuids if uuid in owner), None):
+            summary = f"has the same GPUs as {first}, so both are one host; name it once"
+            found[node] = Verdict(level="fail", summary=summary, action="isolate")
+        owner |= {uuid: node for uuid in uuids if uuid not in owner}
+    return found
 
 
 def network_drift(nodes: Sequence[NodeNetwork]) -> list[str]:

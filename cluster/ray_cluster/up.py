@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import checks
+from cluster.discovery.drift import named_twice
 from cluster.files.errors import UsageError
 from cluster.health.nodes import SOFTWARE, check_nodes
 from cluster.inventory import checkout
@@ -348,11 +349,14 @@ _PROGRAM = Path(checkout.__file__).read_text(encoding="utf-8")
 def unfit_nodes(nodes: Sequence[InventoryNode], connect: Connect, seconds: float, say: Say) -> dict[str, str]:
     """One sentence for every node that no run may use, by name. `say` gets one for what is not known of the others."""
     unfit: dict[str, str] = {}
-    for report in check_nodes(nodes, connect, checks.discover(), seconds):
-        name = report.host.name
+    reports = {report.host.name: report for report in check_nodes(nodes, connect, checks.discover(), seconds)}
+    same = named_twice({node.name: reports[node.name].verdicts for node in nodes})
+    for name, report in reports.items():
         software = report.verdicts.get(SOFTWARE)
         if not report.usable:
             unfit[name] = why_not(report)
+        elif name in same:
+            unfit[name] = f"{name}: {same[name].summary}"
         elif software is not None and software.level == "warn":
             unfit[name] = f"{name}: {software.summary}"
         else:

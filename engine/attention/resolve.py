@@ -58,6 +58,7 @@ from engine.attention.problem import (
     BACKWARD_SIDES,
     EXCHANGES,
     GRAD_COMM_DTYPES,
+    RING_SCHEDULES,
     RUNS_OF_TOKENS,
     ULYSSES_SCHEDULES,
     Division,
@@ -129,6 +130,11 @@ def check_choices(choices: Choices) -> None:
     chunks = choices.num_head_chunks
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"num_head_chunks is {chunks!r}; give a whole number of at least 1, or None")
+    if chunks is not None and chunks > 1 and choices.schedule in (*RING_SCHEDULES, ALL_GATHER):
+        raise ValueError(
+            f"schedule {choices.schedule} sends all heads together, found num_head_chunks {chunks}; leave it out, or "
+            "choose schedule ulysses, usp or usp_transposed"
+        )
     if choices.forward_streams not in (1, 2):
         raise ValueError(f"forward_streams is {choices.forward_streams}; give 1 or 2")
 

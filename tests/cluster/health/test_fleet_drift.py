@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.discovery.drift import version_drift
+from cluster.discovery.drift import named_twice, version_drift
 from cluster.probing.verdict import Verdict
 
 Node = tuple[str, dict[str, Verdict]]  # its name, and its verdicts by check
@@ -31,6 +31,24 @@ def test_the_node_that_differs_from_most_is_reported() -> None:
     verdicts = version_drift(dict([node("a"), node("b", driver="570"), node("c")]))
     assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
     assert verdicts["b"].summary == "driver 570, but 2 of 3 nodes have 580"
+
+
+def test_a_host_under_two_names_fails_under_the_second() -> None:
+    """As a name and an address, or two containers that were given the same GPUs."""
+
+    def with_uuids(name: str, *uuids: str, driver: str = "580") -> Node:
+        _, verdicts = node(name, driver=driver)
+        return name, verdicts | {"gpus": Verdict(level="ok", summary="", facts={"uuids": list(uuids)})}
+
+    nodes = [with_uuids("a", "GPU-1", "GPU-2"), with_uuids("b", "GPU-3"), with_uuids("10.0.0.1", "GPU-2"), node("c")]
+    verdicts = version_drift(dict(nodes))
+    assert {name: verdict.level for name, verdict in verdicts.items()} == {
+        "a": "ok", "b": "ok", "10.0.0.1": "fail", "c": "ok",
+    }  # fmt: skip
+    same = verdicts["10.0.0.1"]
+    assert (same.summary, same.action) == ("has the same GPUs as a, so both are one host; name it once", "isolate")
+    assert set(named_twice(dict(nodes))) == {"10.0.0.1"}
+    assert set(named_twice(dict(reversed(nodes)))) == {"a"}
 
 
 def test_another_vbios_fails_and_outweighs_another_driver() -> None:

@@ -88,6 +88,8 @@ def drawn(seed: int, ranks: int, on_gpu: bool) -> Drawn:
     }
     if schedule == "all_gather":  # which has no such choices
         choices |= {"backward": "auto", "exchange": "auto"}
+    if schedule in ("ring", "double_ring", "all_gather"):  # which send all heads together
+        choices |= {"num_head_chunks": None}
     return Drawn(
         seed, node_size, layout, chance.choice((1, 2)), seq_len, heads, kv_heads,
         chance.choice((64, 128)) if on_gpu else chance.choice((4, 8)), mask,

@@ -111,7 +111,7 @@ def differing(
                 mask=mask,
                 cp=cp,
                 grad_comm_dtype=comm_dtype,
-                num_head_chunks=chunks,
+                num_head_chunks=chunks if choice["schedule"] in ULYSSES_SCHEDULES else None,
                 expand_NXC=expand,
                 **choice,
             )

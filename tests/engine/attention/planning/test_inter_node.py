@@ -56,7 +56,8 @@ def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], Sent
         chunked, comm_dtype, gathered = chance.choice((1, 2)), chance.choice(GRAD_COMM_DTYPES), chance.random() < 0.5
         if kv_heads % shared_by:
             continue
-        chunks = chunked if kv_heads // shared_by % chunked == 0 else 1
+        exchanges_heads = choice["schedule"] in ULYSSES_SCHEDULES
+        chunks = chunked if exchanges_heads and kv_heads // shared_by % chunked == 0 else 1
         q, k = (torch.empty(2, TOKENS, n, 3, dtype=torch.bfloat16) for n in (heads, kv_heads))
         with mock.patch("engine.attention.plan.choose_kernel", return_value=kernel):
             plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)

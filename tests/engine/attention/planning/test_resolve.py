@@ -95,6 +95,8 @@ PROBLEM = Problem(
             "schedule all_gather gathers keys and values in backward too",
         ),
         ({"schedule": "all_gather", "exchange": "relay"}, "schedule all_gather has no ring, found exchange relay; set"),
+        ({"schedule": "all_gather", "num_head_chunks": 2}, "sends all heads together, found num_head_chunks 2"),
+        ({"schedule": "double_ring", "num_head_chunks": 4}, "leave it out, or choose schedule ulysses, usp"),
         ({"schedule": "ring", "exchange": "copy_engine"}, "this ring has 8 ranks over nodes of 4; choose schedule"),
     ],
 )
