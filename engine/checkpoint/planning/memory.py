@@ -171,7 +171,8 @@ class _Kind:
 
     def among(self, places: tuple[int, ...]) -> tuple[int, ...]:
         """Of these places those of its layers."""
-        return tuple(place for place in places if place in self.places)
+        own = set(self.places)
+        return tuple(place for place in places if place in own)
 
     def ends(self, first: int, end: int) -> dict[str, int]:
         """Of these the last one and the first one. Before the model's first layer no other one is gathered ahead, so
@@ -296,7 +297,7 @@ class MemoryModel:
     def of(self, choice: MemorySettings, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
-        inputs, attention, host = self._kept(choice.checkpoint)
+        inputs, attention, _ = self._kept(choice.checkpoint)
         slots = min(map(self._slots_of, _CALLS)) if least else self._slots_with(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least)
         base = self._always(choice) + slots
@@ -306,8 +307,14 @@ class MemoryModel:
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=self._process + host + self._saved_on_host(choice) + self._states * choice.optimizer_offload,
+            host=self.host(choice),
         )
+
+    def host(self, choice: MemorySettings) -> float:
+        """Bytes of host memory alone: more with each more layer there, and with a larger part of its MLP kept."""
+        _, _, of_checkpoint = self._kept(choice.checkpoint)
+        states = self._states * choice.optimizer_offload
+        return self._process + of_checkpoint + self._saved_on_host(choice) + states
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
         """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
@@ -389,12 +396,13 @@ class MemoryModel:
         leaving = self._state if again and checkpoint.offload == "all" else 0.0
         saved = [self._saved_whole(choice, kind) for kind in self._kinds]
         hosted = checkpoint.hosted(layers) if checkpoint.host_layers else ()
+        hosted_of = [kind.among(hosted) for kind in self._kinds]
 
         def saved_until(place: int) -> float:
             """Of layers kept whole on the device, up to this one, and of this one wherever it is."""
             counts = [len(kind.between(again, place + 1)) for kind in self._kinds]
             if hosted:
-                away = (sum(each < place for each in kind.among(hosted)) for kind in self._kinds)
+                away = (bisect_left(places, place) for places in hosted_of)
                 counts = list(map(operator.sub, counts, away))
             return below + leaving + sum(map(operator.mul, saved, counts))
 

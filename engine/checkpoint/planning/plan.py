@@ -379,7 +379,8 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
     each share of the MLP that with the fewest there. Each more costs copies, and the LM head's moment falls with it."""
     memory, layers, tail = problem.memory, problem.layers, problem.compared.tail[0]
     numbers = problem.numbers_hosted
-    for mlp in problem.compared.mlp:
+    most = 0  # how many of these numbers the host holds
+    for mlp in problem.compared.mlp:  # the largest first, of which it holds the fewest
 
         def hosting(hosted: int, mlp: float = mlp) -> MemorySettings:
             return problem.with_kept(frame, layers, tail, mlp, hosted)
@@ -387,9 +388,15 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
         def fits_at_head(hosted: int, choice: Callable[[int], MemorySettings] = hosting) -> bool:
             return problem.share(replace(memory.at_head(choice(hosted)), host=0.0)) <= 1
 
+        def fills_host(hosted: int, choice: Callable[[int], MemorySettings] = hosting) -> bool:
+            return problem.share(RankMemory(allocated=0, reserved=0, host=memory.host(choice(hosted)))) > 1
+
         if problem.cost.bound(hosting(0)) >= least:
             return
-        for choice in map(hosting, numbers[bisect_left(numbers, True, key=fits_at_head) :]):
+        most = bisect_left(numbers, True, lo=most, key=fills_host)
+        if not most or not fits_at_head(numbers[most - 1]):
+            continue
+        for choice in map(hosting, numbers[bisect_left(numbers, True, hi=most, key=fits_at_head) : most]):
             if problem.cost.bound(choice) >= least:
                 break
             if problem.share(memory.of(choice)) <= 1:
