@@ -51,6 +51,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "head_tiles": 0,
     "optimizer_offload": False,
     "optimizer_states": None,
+    "host_memory": "",
     "sharding": "full",
     "cuda_graph": "auto",
     "emulate_nodes": 1,

@@ -245,6 +245,7 @@ class TrialSettings:
     # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
     optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
+    host_memory: str = ""  # of the host that one rank may take, such as 64GiB; empty: 90% of its share
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)
@@ -282,8 +283,9 @@ class TrialSettings:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
-        if self.memory:
-            size_in_bytes(self.memory, "memory")
+        for name in ("memory", "host_memory"):
+            if size := getattr(self, name):
+                size_in_bytes(size, name)
         if self.packs:
             self._check_packing()
         if self.task == "train" and any(self.model.windowed):

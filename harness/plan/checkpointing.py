@@ -20,7 +20,9 @@ from harness.records.forecasts import NO_CORRECTION, Correction
 # GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.
 _CONTEXT_GIB = 1.5
 # Of host memory per GPU, where a GPU is only asked about and no host is known: that of hosts with 2 TiB and eight GPUs.
-_HOST_GIB = 256
+_ASSUMED_HOST_GIB = 256
+_HOST_SHARE = 0.9  # of the host's memory, beside GPUs
+_CPU_SHARE = 0.5  # of it, where ranks compute on it: data, other processes and the file cache need some
 
 
 # A search takes a tenth of a second, and a command may ask for the same one again: for a plan and for its forecasts.
@@ -62,12 +64,19 @@ def _plans(settings: TrialSettings) -> bool:
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:
     """Memory of one rank: the GPU's own or the setting's, and a rank's share of its host's."""
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
-    host = machine.memory_gib * GIB / ranks if machine.memory_gib else _HOST_GIB * GIB
+    share = machine.memory_gib * GIB / ranks if machine.memory_gib else _ASSUMED_HOST_GIB * GIB
     asked = size_in_bytes(settings.memory, "memory") if settings.memory else None
-    if machine.device == "cpu":
-        # A budget counts whole; of the host's own memory, half does.
-        own_half = "half of the host's" + (f", shared by {ranks} ranks" if ranks > 1 else "")
-        return Budget(gpu=None, host=2 * asked if asked else host, source="memory" if asked else own_half)
+    of_host = size_in_bytes(settings.host_memory, "host_memory") if settings.host_memory else None
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    if machine.device == "cpu":  # all is host memory
+        sizes = [(float(size), name) for size, name in ((asked, "memory"), (of_host, "host_memory")) if size]
+        host, source = min(sizes, default=(_CPU_SHARE * share, f"half of the host's{shared}"))
+        return Budget(gpu=None, host=host, source=source)
+    host, host_source = _HOST_SHARE * share, f"90% of the host's{shared}"
+    if not machine.memory_gib:
+        host_source = "assumed; host_memory sets it"
+    if of_host is not None and (of_host < host or not machine.memory_gib):
+        host, host_source = float(of_host), "host_memory"
     if hardware is not None:
         own, source = hardware.memory_gib * GIB, "the GPU's own"
     elif machine.gpu_memory_gib:
@@ -76,7 +85,7 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
         own, source = float("inf"), "unknown"
     if asked is not None and asked < own:
         own, source = float(asked), "memory"
-    return Budget(gpu=own, host=host, source=source)
+    return Budget(gpu=own, host=host, source=source, host_source=host_source)
 
 
 def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> GpuSpeeds:

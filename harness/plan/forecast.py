@@ -62,7 +62,7 @@ class TrialForecast:
     @property
     def plan_words(self) -> str:
         """What the planner chose and why; empty where nothing was left open."""
-        return plan_words(self.settings, self.plan) or ""
+        return self.plan.words if self.plan else ""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -133,17 +133,6 @@ def machine_of(hardware: Hardware) -> Machine:
     """Any number of nodes of such GPUs. No hardware file states how much memory the hosts have; the planner assumes a
     share for each GPU (`harness.plan.checkpointing`)."""
     return imagined(hardware.gpu_names[0], hardware.memory_gib, hardware.gpus_per_node)
-
-
-def plan_words(settings: TrialSettings, plan: Forecast | None) -> str | None:
-    """What the planner chose and why, and how much of a host's memory it takes, which no hardware file states; None
-    where nothing was left open."""
-    if plan is None:
-        return None
-    moved = f"; a rank holds {plan.host_bytes / GIB:.0f} GiB of host memory"
-    checkpoint = settings.checkpoint
-    moves = settings.optimizer_offload or checkpoint.offload != "none" or checkpoint.host_layers
-    return plan.words + (moved if moves else "")
 
 
 def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None:

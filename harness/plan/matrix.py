@@ -23,7 +23,7 @@ from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware
 from harness.plan.checkpointing import with_plan
-from harness.plan.forecast import forecast, plan_words
+from harness.plan.forecast import forecast
 from harness.plan.predict import gpu_room, ranks_of_node
 from harness.plan.unsupported import unsupported_reason
 from harness.predict.packed import step_work
@@ -206,7 +206,7 @@ def plan_table(
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial, hardware, hosts) if hardware else {})
-            | ({"checkpoint_plan": plan_words(trial.settings, trial.plan)} if planning else {})
+            | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows

@@ -15,6 +15,7 @@ from engine.settings import (
     BYTE_VOCABULARY,
     TrialSettings,
     head_dim_unsupported_reason,
+    size_in_bytes,
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
@@ -199,13 +200,20 @@ def _what_asks_for_ranks(settings: TrialSettings) -> str:
 
 
 def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
-    """A training trial that would fill a host's memory, and so end more than itself. A full GPU ends only the trial."""
-    if settings.task != "train" or not machine.memory_gib:
+    """A training trial that would fill a host's memory, and so end more than itself, or take more than the setting
+    `host_memory`. A full GPU ends only the trial."""
+    if settings.task != "train" or not (machine.memory_gib or settings.host_memory):
         return None
     memory = memory_of(settings, on_gpu=machine.device == "cuda")
+    of_rank = memory.host if machine.device == "cuda" else memory.without_gpu
+    if settings.host_memory and of_rank > size_in_bytes(settings.host_memory, "host_memory"):
+        return (
+            f"a rank would hold about {of_rank / GIB:,.3g} GiB of its host's memory, and host_memory is "
+            f"{settings.host_memory}; allow more, or move less there (docs/memory.md)"
+        )
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
-    needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
-    if needed <= machine.memory_gib:
+    needed = ranks * of_rank / GIB
+    if not machine.memory_gib or needed <= machine.memory_gib:
         return None
     return (
         f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; use a "

@@ -46,7 +46,14 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
-_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": "", "lora": None, "optimizer_states": None}
+_NOT_USED = {
+    "checkpoint.plan": "hand",
+    "memory": "",
+    "host_memory": "",
+    "planned": "",
+    "lora": None,
+    "optimizer_states": None,
+}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 

@@ -36,7 +36,7 @@ SETTINGS = {key: kind for key, kind in leaf_types(TrialSettings).items() if key 
 # What users write in a form of its own.
 _WRITTEN: dict[str, Any] = {
     "seq_len": Tokens,
-    "memory": Annotated[str, Meta(description="a size with its unit, such as 80GiB")],
+    **dict.fromkeys(("memory", "host_memory"), Annotated[str, Meta(description="a size with its unit, such as 80GiB")]),
 }
 
 

@@ -151,7 +151,13 @@ def test_defaults_are_those_of_the_code() -> None:
     fields |= {f"checkpoint.{one.name}": one.default for one in dataclasses.fields(Checkpoint)}
     fields |= {f"model.{one.name}": one.default for one in dataclasses.fields(ModelShape)}
     rows = by_name(MODEL_KEYS) | by_name(SETTINGS_TABLE)  # both have `parameters`
-    in_words = {"memory", "model.rope_base", "model.norm_eps", "model.note"}  # all, two in one line, the file's
+    in_words = {
+        "memory",
+        "host_memory",
+        "model.rope_base",
+        "model.norm_eps",
+        "model.note",
+    }  # all, two in one line, the file's
     compared = {name for name in rows.keys() & fields.keys() if fields[name] is not dataclasses.MISSING} - in_words
     assert {name: default_in(rows[name][2]) for name in compared} == {name: fields[name] for name in compared}
     steps = by_name(section("Experiment files"))

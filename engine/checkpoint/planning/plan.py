@@ -40,8 +40,6 @@ _HOSTED_TRIED = 8  # numbers of layers in host memory that `leanest` compares, a
 _NEAREST = 4  # frames that `leanest` compares with every number of whole layers
 _NEARLY = 1.02  # shares of a budget by `leanest` below which another choice may fit
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
-_CPU_SHARE = 0.5  # of the host's memory, where ranks compute on it: data, other processes and the file cache need some
-_HOST_SHARE = 0.9  # of the host's memory beside GPUs
 # On a CPU all is host memory.
 _ONLY_WITH_GPU = frozenset({"checkpoint.offload", "checkpoint.host_layers", "optimizer_offload"})
 
@@ -51,13 +49,14 @@ class Budget:
     """Memory that one rank may take, in bytes; infinite where nothing is known."""
 
     gpu: float | None  # None: the rank computes on a CPU
-    host: float = float("inf")  # its share of the host's
+    host: float = float("inf")
     source: str = ""  # where the figure of the GPU, or without one of the host, comes from
+    host_source: str = ""  # where that of the host comes from, beside a GPU
 
     @property
     def bytes(self) -> float:
         """Of the device that computes."""
-        return _CPU_SHARE * self.host if self.gpu is None else self.gpu
+        return self.host if self.gpu is None else self.gpu
 
     def share(self, memory: RankMemory, correction: float) -> float:
         """The part of the budget that a rank's memory takes; it fits up to 1. `correction` multiplies the prediction.
@@ -68,7 +67,7 @@ class Budget:
         if self.gpu is None:
             return correction * memory.without_gpu / self.bytes
         device = max(_ROOM * memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
-        return max(correction * device / self.gpu, memory.host / (_HOST_SHARE * self.host))
+        return max(correction * device / self.gpu, memory.host / self.host)
 
 
 def planned(
@@ -477,10 +476,20 @@ def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds:
         room = f"{_short(needed / GIB)} GiB predicted, budget unknown"
     else:
         room = f"{_short(needed / GIB)} of {_short(budget.bytes / GIB)} GiB ({budget.source})"
+    if _moves(settings) and budget.gpu is not None and budget.host != float("inf"):
+        room += (
+            f", and {_short(memory.host / GIB)} of {_short(budget.host / GIB)} GiB of the host ({budget.host_source})"
+        )
     if not fits:
         return f"{NOTHING_FITS}: {room} with the least that can be kept: {kept}"
     added = f"adds {_short(seconds, 2)} s to a step, the least that fits" if seconds else "nothing is repeated"
     return f"{kept}; {room}; {added}"
+
+
+def _moves(settings: TrialSettings) -> bool:
+    """Whether a rank holds tensors of its GPU in host memory."""
+    checkpoint = settings.checkpoint
+    return bool(settings.optimizer_offload or checkpoint.offload != "none" or checkpoint.host_layers)
 
 
 def _short(value: float, digits: int = 3) -> str:

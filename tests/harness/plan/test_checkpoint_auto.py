@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,62 @@ def test_the_budget_is_the_smaller_of_the_gpu_and_the_setting() -> None:
     assert budget_of(asked, node, hardware_named("h200")).gpu == 139 * GIB
     small = dataclasses.replace(asked, memory="80 GiB", cp_size=4, world_size=4)
     budget = budget_of(small, node, hardware_named("h200"))
-    assert (budget.gpu, budget.host, budget.source) == (80 * GIB, 128 * GIB, "memory")
+    assert (budget.gpu, budget.host, budget.source) == (80 * GIB, 0.9 * 128 * GIB, "memory")
+    assert budget.host_source == "90% of the host's, shared by 4 ranks"
     unlisted = dataclasses.replace(H200, gpu_name="Other GPU", gpu_memory_gib=48)
     assert budget_of(dataclasses.replace(asked, memory=""), unlisted, None).gpu == 46.5 * GIB
     assert budget_of(dataclasses.replace(asked, memory=""), LAPTOP, None).bytes == 4 * GIB
     assert budget_of(dataclasses.replace(asked, memory="1GiB"), LAPTOP, None).bytes == GIB
+
+
+def test_the_host_memory_of_a_rank_is_the_smaller_of_its_share_and_the_setting() -> None:
+    trial = TrialSettings(task="train", method="burst", model=LARGE, seq_len=1024, host_memory="64GiB")
+    node = dataclasses.replace(H200, memory_gib=512, gpu_count=8)
+
+    def found(machine: Machine, **changes: str) -> tuple[float, str]:
+        budget = budget_of(dataclasses.replace(trial, **changes), machine, None)
+        return budget.host / GIB, budget.host_source if budget.gpu else budget.source
+
+    assert found(node) == (64, "host_memory")
+    assert found(node, host_memory="1TiB") == (0.9 * 512, "90% of the host's")
+    imagined = machine_of(hardware_named("h200"))
+    assert found(imagined) == (64, "host_memory")
+    assert found(imagined, host_memory="") == (0.9 * 256, "assumed; host_memory sets it")
+    assert found(imagined, host_memory="1TiB") == (1024, "host_memory")
+    assert found(LAPTOP, host_memory="3GiB") == (3, "host_memory")
+    assert found(LAPTOP, host_memory="3GiB", memory="2GiB") == (2, "memory")
+
+
+def test_less_host_memory_is_planned_for_at_the_price_of_time() -> None:
+    eight = TrialSettings(
+        task="train",
+        method="burst",
+        model=named_model("llama3_8b"),
+        seq_len=1 << 20,
+        cp_size=8,
+        planned=" ".join(PLANNABLE),
+    )
+    hardware = hardware_named("h200")
+    (_, free), (_, bounded) = (
+        with_plan(dataclasses.replace(eight, host_memory=size), machine_of(hardware)) for size in ("", "64GiB")
+    )
+    assert free is not None
+    assert bounded is not None
+    assert free.host_bytes > 200 * GIB
+    assert bounded.host_bytes <= 64 * GIB
+    assert free.step_seconds is not None
+    assert bounded.step_seconds is not None
+    assert 1.003 < bounded.step_seconds / free.step_seconds < 1.005  # docs/memory.md says 0.4%
+
+
+def test_settings_by_hand_that_take_more_than_host_memory_are_refused(tmp_path: Path) -> None:
+    by_hand = "fixed.checkpoint={every: 0, host_layers: 8}"
+    assert only(tmp_path, by_hand, "fixed.host_memory=64GiB").unsupported_reason is None
+    reason = only(tmp_path, by_hand, "fixed.host_memory=3GiB").unsupported_reason
+    assert reason is not None
+    assert re.search(r"a rank would hold about [\d.]+ GiB of its host's memory, and host_memory is 3GiB; allow", reason)
+    with pytest.raises(UsageError, match=r"host_memory is .*; expected a size with its unit"):
+        only(tmp_path, "fixed.host_memory=64")
 
 
 def test_the_planner_weighs_work_by_the_speeds_of_the_prediction() -> None:

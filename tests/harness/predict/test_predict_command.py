@@ -120,7 +120,7 @@ def test_what_is_computed_again_is_planned_for_the_gpus_memory(capsys: pytest.Ca
     assert whole["seconds"] < tight["seconds"]
     assert whole["seconds"] < unplanned["seconds"]
     assert tight["gpu_gib"] < 24 < whole["gpu_gib"]
-    assert "GiB of host memory" in str(tight["plan"])
+    assert "GiB of the host (assumed; host_memory sets it)" in str(tight["plan"])
     assert "plan" not in unplanned
     [long] = predicted(capsys, "--model", "1b", "--longest", "--set", "optimizer_offload=false")
     [plain] = predicted(capsys, "--model", "1b", "--longest", "--set", "checkpoint.every=1")

@@ -34,7 +34,13 @@ def test_the_columns_of_the_contract_come_first_and_in_order() -> None:
 
 def test_every_setting_has_a_column(tmp_path: Path) -> None:
     lora = Lora(rank=2, alpha=4.0, targets=("q", "v"))
-    chosen = {"memory": "80GiB", "planned": "checkpoint.tail", "lora": lora, "optimizer_states": "8bit"}
+    chosen = {
+        "memory": "80GiB",
+        "host_memory": "9GiB",
+        "planned": "checkpoint.tail",
+        "lora": lora,
+        "optimizer_states": "8bit",
+    }
     trial = record(checkpoint=Checkpoint(every=1, tail=0.0, plan="auto"), lm_head_fusion=False, **chosen)
     [written] = read(write_results(tmp_path / "results.csv", rows_of([trial])))
     assert written["lora"] == "rank 2, alpha 4, q v"
