@@ -45,6 +45,8 @@ HEADER_FILE = "header.json"
 
 _NEXT_STEP = "remove it; that of a text is built again when it is next read, any other with `burst train data`"
 
+_PARTS, _PART_BYTES = 1024, 4096  # of a file, that are hashed
+
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
@@ -76,6 +78,7 @@ class StoreHeader:
     documents: int = 1
     documents_sha256: str = ""  # of documents.bin, and of learnt.bin where there is one
     answers_only: bool = False  # some documents are chats: learnt.bin says which tokens are learnt
+    tokens_sha256: str = ""  # of parts of tokens.bin (`sha256_of_parts`)
 
 
 class TokenStore(Sequences):
@@ -95,6 +98,15 @@ class TokenStore(Sequences):
                 f"{_NEXT_STEP}"
             )
         self._directory = directory
+
+    def check_tokens(self) -> None:
+        """Raises ValueError where the tokens are not those that the store was built with, as after a copy that was cut
+        short and filled with zeros. Of parts alone: a single changed token of a large store may pass."""
+        expected = self.header.tokens_sha256
+        if expected and sha256_of_parts([self._directory / TOKENS_FILE]) != expected:
+            raise ValueError(
+                f"token store {self._directory} has other tokens than it was built with; copy it again, or {_NEXT_STEP}"
+            )
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
@@ -150,6 +162,19 @@ class TokenStore(Sequences):
     def describe(self) -> dict[str, object]:
         """The header as plain values, for the record."""
         return asdict(self.header)
+
+
+def sha256_of_parts(paths: Sequence[Path]) -> str:
+    """A hash of the sizes of files and of parts of each, spread evenly: no start waits until a large file is read."""
+    found = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        found.update(f"{size};".encode())
+        with open(path, "rb") as file:
+            for start in range(0, size, max(_PART_BYTES, size // _PARTS)):
+                file.seek(start)
+                found.update(file.read(_PART_BYTES))
+    return found.hexdigest()
 
 
 def is_store(path: Path) -> bool:
@@ -228,6 +253,7 @@ def build_store(
             documents=len(writer.starts),
             documents_sha256=writer.documents_digest.hexdigest(),
             answers_only=writer.answers_only,
+            tokens_sha256=sha256_of_parts([aside / TOKENS_FILE]),
         )
         (aside / HEADER_FILE).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
         if directory.exists():  # renaming would replace an empty directory

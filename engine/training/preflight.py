@@ -7,21 +7,18 @@ since a file may have changed in between.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.data import is_built, open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan, TrainingData, spans, training_sequences
-from engine.data.store import StoreHeader, TokenStore
+from engine.data.store import StoreHeader, TokenStore, sha256_of_parts
 from engine.data.tokenizers import vocabulary_of_file
 from engine.settings import vocabulary_unsupported_reason
 from engine.shape import ModelShape
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import checkpoints_directory, read_metrics
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
-
-SAMPLES, SAMPLE_BYTES = 1024, 4096  # of a file of weights, to tell one model from another
 
 
 def check_start(order: Order) -> dict[str, object]:
@@ -76,6 +73,7 @@ def training_data(config: TrainingConfig) -> RunData:
     """Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens."""
     settings = config.settings
     store = open_tokens(settings.data)
+    store.check_tokens()
     if unsupported_reason := vocabulary_unsupported_reason(settings, store.vocabulary):
         raise ValueError(unsupported_reason)
     training, held_out = spans(store.header, built=is_built(settings.data))
@@ -143,20 +141,6 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
     )
 
 
-def sha256_of_weights(directory: Path) -> str:
-    """A hash of the sizes of a folder's safetensors files and of SAMPLES parts of each, spread evenly: another model
-    differs in nearly all of them, and no start has to wait until all of a large model is read."""
-    found = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        found.update(f"{size};".encode())
-        with open(path, "rb") as file:
-            for start in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
-                file.seek(start)
-                found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
-
-
 def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str, object]:
     """Facts that a run must share with the checkpoint it resumes from.
 
@@ -164,9 +148,10 @@ def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str
     for no tokens, because 0 was once written for such texts, of which 1% was held out.
     """
     settings = order.config.settings
+    weights = sorted(Path(order.config.init_from).glob("*.safetensors"))
     return order.facts | {
         **({"documents of sha256": header.documents_sha256} if settings.packs else {}),
-        **({} if settings.lora is None else {"init_from of sha256": sha256_of_weights(Path(order.config.init_from))}),
+        **({} if settings.lora is None else {"init_from of sha256": sha256_of_parts(weights)}),
         "data of sha256": header.sha256,
         "tokenizer": header.tokenizer,
         "tokenizer of sha256": header.tokenizer_sha256,

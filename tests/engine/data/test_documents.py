@@ -12,7 +12,7 @@ import pytest
 
 from engine.data import TokenStore, open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan, joined
-from engine.data.store import HEADER_FILE, StoreHeader, build_store
+from engine.data.store import HEADER_FILE, StoreHeader, build_store, sha256_of_parts
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer
 from engine.settings import TrialSettings
 from engine.shape import ModelShape
@@ -92,7 +92,7 @@ def test_a_store_of_the_first_schema_is_read_as_one_document_a_text(tmp_path: Pa
     store = built(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt")
     path = tmp_path / "store" / HEADER_FILE
     header = json.loads(path.read_text())
-    new = {"schema", "sources", "documents", "documents_sha256", "answers_only"}
+    new = {"schema", "sources", "documents", "documents_sha256", "answers_only", "tokens_sha256"}
     old = {name: value for name, value in header.items() if name not in new}
     texts = [{name: source[name] for name in ("name", "sha256", "tokens")} for source in header["sources"]]
     path.write_text(json.dumps(old | {"documents": texts}))
@@ -104,6 +104,30 @@ def test_a_store_of_the_first_schema_is_read_as_one_document_a_text(tmp_path: Pa
     with pytest.raises(ValueError, match="its schema is 3, and this version reads up to 2"):
         open_tokens(str(tmp_path / "store"))
     assert store.header == StoreHeader(**header)
+
+
+def test_tokens_that_a_store_was_not_built_with_are_refused(tmp_path: Path) -> None:
+    """Zeros at the end, as of a copy that was cut short, and parts of a store of many parts; older stores say nothing
+    of their tokens."""
+    store = built(tmp_path, lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]), field="text")
+    store.check_tokens()
+    tokens = tmp_path / "store" / "tokens.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-4] + bytes(4))
+    with pytest.raises(ValueError, match="store has other tokens than it was built with; copy it again, or remove it"):
+        TokenStore(tmp_path / "store").check_tokens()
+    header = tmp_path / "store" / HEADER_FILE
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"tokens_sha256": ""}))
+    TokenStore(tmp_path / "store").check_tokens()
+
+
+def test_a_hash_of_parts_sees_a_hole_in_a_large_file(tmp_path: Path) -> None:
+    whole, holed = tmp_path / "whole", tmp_path / "holed"
+    content = bytes(range(1, 256)) * (1 << 16)  # 16 MiB, of which a quarter is read
+    whole.write_bytes(content)
+    holed.write_bytes(content[: 9 << 20] + bytes(1 << 20) + content[10 << 20 :])
+    assert sha256_of_parts([whole]) == sha256_of_parts([whole])
+    assert sha256_of_parts([whole]) != sha256_of_parts([holed])
 
 
 def test_damaged_boundaries_are_refused(tmp_path: Path) -> None:
