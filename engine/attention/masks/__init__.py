@@ -66,7 +66,7 @@ def parse_mask(setting: str) -> Mask:
     - `documents`: those of each batch of packed text, in training; `documents:left-LEFT` in layers with a window
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
       full; `:full` behind them lets a document's tokens see later ones, `:left-LEFT` no more than LEFT tokens before
-      them, and `:spans-START-STOP,START-STOP,...` those in a span of positions all others of it
+      them, and `:spans-START-STOP,START-STOP,...` those in a span of positions its later ones
     - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
       `local_global-REACH-GLOBAL` (in blocks) or a grid such as `10/11`, one row per block of queries
 
