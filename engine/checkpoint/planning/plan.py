@@ -377,8 +377,13 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
     """The choices of a frame with all layers whole, some in host memory, that fit and may add less than `least`: of
     each share of the MLP that with the fewest there. Each more costs copies, and the LM head's moment falls with it."""
     memory, layers, tail = problem.memory, problem.layers, problem.compared.tail[0]
-    numbers = problem.numbers_hosted
+    numbers, tried = problem.numbers_hosted, False
     most = 0  # how many of these numbers the host holds
+
+    def may_fit(hosted: int) -> bool:
+        choice = problem.with_kept(frame, layers, tail, problem.compared.mlp[-1], hosted)
+        return problem.share(memory.of(choice, least=True)) <= 1
+
     for mlp in problem.compared.mlp:  # the largest first, of which it holds the fewest
 
         def hosting(hosted: int, mlp: float = mlp) -> MemorySettings:
@@ -402,6 +407,9 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
                 yield choice
                 least = min(least, problem.cost.seconds(choice))
                 break
+        else:
+            if not tried:  # which of them fit with any share of the MLP is asked once, and only where it matters
+                numbers, most, tried = [each for each in numbers if may_fit(each)], 0, True
 
 
 def leanest(problem: PlanningProblem) -> MemorySettings:
