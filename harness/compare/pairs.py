@@ -209,10 +209,16 @@ class TrialPair:
         losses = [member.row["loss_by_step"] for member in (self.reference, self.candidate)]
         return max(relative_differences(*losses)) if all(losses) else None
 
+    def too_few_rounds(self, tolerance: float) -> bool:
+        """Whether both have times, but too few rounds to say that B is slower or that it is not: without an interval
+        only two rounds that agree say something."""
+        times = self.times
+        return times is not None and times.interval is None and times.verdict(tolerance) == "not distinguishable"
+
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
 
-        Time counts with its whole interval, so never with fewer than three rounds.
+        Time counts with its whole interval, or with both of two rounds; a single round says nothing.
         """
         if self.outcome == "lost":
             record = self.candidate.record
@@ -220,8 +226,8 @@ class TrialPair:
             reason = f": {record.reason}" if record.reason and record.status != "wrong" else ""
             return f"no number in B ({record.status}{reason})"
         worse = []
-        if self.times is not None and self.times.verdict(tolerance) == "slower":
-            worse.append(f"slower ({self.times.value:.3f} × the time)")
+        if self.times is not None and (word := self.times.verdict(tolerance)).startswith("slower"):
+            worse.append(f"{word} ({self.times.value:.3f} × the time)")
         if self.memory is not None and self.memory_word(tolerance) == "more":
             worse.append(f"more memory ({100 * (self.memory - 1):+.1f}%)")
         return " and ".join(worse)
@@ -243,6 +249,11 @@ class Comparison:
     @property
     def regressions(self) -> list[TrialPair]:
         return [pair for pair in self.pairs if pair.regression(self.tolerance)]
+
+    @property
+    def not_judged(self) -> int:
+        """How many pairs have too few rounds to judge their time."""
+        return sum(pair.too_few_rounds(self.tolerance) for pair in self.pairs)
 
     @property
     def wrong(self) -> list[tuple[str, ComparedRecord]]:
