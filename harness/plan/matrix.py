@@ -187,7 +187,8 @@ def plan_table(
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
     the prediction of `harness.plan.forecast`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
     whether the former fits the GiB that the trial may take of the GPU (`gpu_room_gib`); None where there is no
-    prediction. Where the planner chose for some of the trials, what it chose and why, in words.
+    prediction. Where the planner chose for some of the trials, what it chose and why, in words; without `hardware` also
+    whether that fits.
 
     A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
     values, in `by_hand` which of those that the table may fill the experiment gave, in `notes` what no setting says.
@@ -206,7 +207,7 @@ def plan_table(
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial, hardware, hosts) if hardware else {})
-            | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
+            | (_chosen(trial.plan, judged=hardware is not None) if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
@@ -236,6 +237,12 @@ def _predicted(trial: Trial, hardware: Hardware, hosts: Machine | None) -> dict[
         "gpu_room_gib": gpu_room(settings, hardware),
         "predicted_to_fit": found.fits,
     }
+
+
+def _chosen(plan: Forecast | None, *, judged: bool) -> dict[str, Any]:
+    """What the planner chose in words, and where nothing else judges that, whether it fits."""
+    fits = {} if judged else {"predicted_to_fit": plan.fits if plan else None}
+    return fits | {"checkpoint_plan": plan.words if plan else None}
 
 
 def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
