@@ -122,7 +122,7 @@ def _check_count(experiment: Experiment) -> None:
     if count > MAX_TRIALS:
         factors = " x ".join(f"{len(values)} of {key}" for key, values in axes.items() if len(values) > 1)
         raise UsageError(
-            f"{experiment.path}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
+            f"{experiment.source}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
             f"{MAX_TRIALS:,}; sweep fewer values, or split the experiment"
         )
 
@@ -281,7 +281,7 @@ def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], see
         )
         return left_open(settings, chosen)
     except ValueError as error:
-        raise UsageError(f"{experiment.path}: {error}") from error
+        raise UsageError(f"{experiment.source}: {error}") from error
 
 
 def _planner(task: Task, method: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

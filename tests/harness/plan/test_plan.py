@@ -15,6 +15,7 @@ from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
 from harness.base.errors import UsageError
+from harness.cli import main
 from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings
 from harness.spec.experiment import load_experiment
@@ -137,6 +138,12 @@ def test_a_changed_model_says_so_in_its_name(tmp_path: Path) -> None:
 def test_model_settings_that_contradict_each_other_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"question.yaml: model .* 8 query heads are not divisible by 3 KV heads"):
         _plan(tmp_path, "fixed.model.kv_heads=3")
+
+
+def test_settings_that_contradict_each_other_without_a_file_name_the_options(capsys: pytest.CaptureFixture) -> None:
+    words = ["--model", "tiny", "--gpus", "1", "--seq-len", "4k", "--set", "fixed.model.kv_heads=3"]
+    assert main(["plan", *words]) == 2
+    assert capsys.readouterr().err.startswith("burst: the options --set fixed.model.kv_heads=3: model tiny(kv_heads=3)")
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
