@@ -36,6 +36,8 @@ from harness.spec.trial import Trial, is_named
 
 MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
 
+_MOST_TOLD = 3  # settings, and values of one, that a message lists
+
 
 def plan(
     experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (), *, hardware: Hardware | None = None
@@ -166,6 +168,22 @@ def nothing_can_run(trials: Sequence[Trial]) -> str | None:
 def varying_settings(trials: Sequence[Trial]) -> list[str]:
     """Dotted keys of the settings in which the trials differ, in the order of the settings; a model counts as one."""
     return _varying([_flat(trial.settings) for trial in trials])
+
+
+def told_apart(others: Sequence[TrialSettings], ours: Sequence[TrialSettings]) -> str:
+    """The settings that alone tell all `others` apart from `ours`: `steps.measured 2, not 3`; empty where these are no
+    few, or have many values. What a planner chose tells no trials apart."""
+    left_out = {key for settings in (*others, *ours) for key in ("planned", *settings.planned.split())}
+    flats = [[_flat(settings) for settings in side] for side in (others, ours)]
+    models = {flat["model"] for side in flats for flat in side}
+    keys = [key for key in flats[0][0] if key not in left_out and not (len(models) > 1 and key.startswith("model."))]
+    theirs, values = ({key: dict.fromkeys(str(flat[key]) or "''" for flat in side) for key in keys} for side in flats)
+    telling = [key for key in keys if theirs[key].keys().isdisjoint(values[key])]
+    rest, expected = ({tuple(str(flat[key]) for key in keys if key not in telling) for flat in side} for side in flats)
+    most = max((len(found[key]) for found in (theirs, values) for key in telling), default=0)
+    if not 0 < max(len(telling), most) <= _MOST_TOLD or not rest <= expected:
+        return ""
+    return ", and ".join(f"{key} {' or '.join(theirs[key])}, not {' or '.join(values[key])}" for key in telling)
 
 
 def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
