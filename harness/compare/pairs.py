@@ -42,8 +42,8 @@ class ComparedRecord:
 
     @property
     def settings(self) -> Row:
-        """The settings of the trial by name, those of its steps left out."""
-        return {name: self.row[name] for name in setting_names(self.row) if not name.startswith("steps.")}
+        """The settings of the trial by name, as far as they count in a comparison."""
+        return {name: self.row[name] for name in setting_names(self.row) if _counts(name)}
 
     @property
     def groups(self) -> set[str]:
@@ -315,7 +315,7 @@ def compare(
         settings = tuple(
             (name, row[name])
             for name in (given_names(row) if one_run else setting_names(row))
-            if not name.startswith("steps.") and not is_across(name, across)
+            if _counts(name) and not is_across(name, across)
         )
         return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)
 
@@ -363,6 +363,12 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
         "commit": record.commit,
         "ran": row["ran"] or "",
     }
+
+
+def _counts(name: str) -> bool:
+    """Whether a setting makes another trial: how many steps it took does not, nor which values were the planner's
+    choice, since the values themselves are settings."""
+    return name != "planned" and not name.startswith("steps.")
 
 
 def is_across(name: str, across: Sequence[str]) -> bool:

@@ -258,6 +258,15 @@ def test_names_tell_all_pairs_apart(tmp_path: Path) -> None:
     assert "train small 1k CP 1 burst, kernel flex, mask causal" in names
 
 
+def test_what_a_planner_chose_is_in_no_name_and_parts_no_pair(tmp_path: Path) -> None:
+    trials = [record(planned="checkpoint.every checkpoint.tail"), record(task="attention")]
+    found = compared(tmp_path, trials, [record(planned="checkpoint.every checkpoint.tail mlp_tiles"), trials[1]])
+    names = trial_names(found)
+    assert [names[id(pair.reference)] for pair in found.pairs] == [
+        "train small 1k CP 1 burst", "attention small 1k CP 1 burst",
+    ]  # fmt: skip
+
+
 def test_lines_fit_80_columns(tmp_path: Path) -> None:
     trials = [
         record(gpu=H200, seconds=10.0, rounds=around(10.0, steps=5)),
