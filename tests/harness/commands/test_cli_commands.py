@@ -47,6 +47,7 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' has no file in"),
+        (["plan", "exp.yaml", "--hardware", "My.MD"], "hardware 'My.MD' has no file in"),
         (["plan", "exp.yaml", "--hardware", ""], "--hardware names nothing; expected a100, a100_40gb"),
         (["plan", "exp.yaml", "--hardware", "H200", "--set", "fixed.world_size=999999"], "choose at most 65536"),
         (
