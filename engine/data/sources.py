@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from engine.data.records import Kind, columns
 
@@ -143,7 +143,7 @@ def _is_chat(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
-def _first_record(path: Path, head: bytes) -> dict[str, Any]:
+def _first_record(path: Path, head: bytes) -> dict[str, object]:
     """The first record, as far as the head holds it whole; of Parquet and Arrow its fields alone, with no values. Empty
     where it cannot be read: a command that reads the file says why."""
     try:
@@ -151,7 +151,7 @@ def _first_record(path: Path, head: bytes) -> dict[str, Any]:
             return next(columns(path, kind, ""), {})  # no field has this name: all names are given
         text = head.decode("utf-8", errors="ignore")
         found, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
-        return cast(dict[str, Any], found)
+        return cast(dict[str, object], found)
     except (ValueError, OSError, RecursionError):
         return {}
 

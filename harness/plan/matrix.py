@@ -173,15 +173,21 @@ def varying_settings(trials: Sequence[Trial]) -> list[str]:
 def told_apart(others: Sequence[TrialSettings], ours: Sequence[TrialSettings]) -> str:
     """The settings that alone tell all `others` apart from `ours`: `steps.measured 2, not 3`; empty where these are no
     few, or have many values. What a planner chose tells no trials apart."""
-    left_out = {key for settings in (*others, *ours) for key in ("planned", *settings.planned.split())}
+    planned = {key for settings in (*others, *ours) for key in ("planned", *settings.planned.split())}
     flats = [[_flat(settings) for settings in side] for side in (others, ours)]
     models = {flat["model"] for side in flats for flat in side}
-    keys = [key for key in flats[0][0] if key not in left_out and not (len(models) > 1 and key.startswith("model."))]
+    keys = [key for key in flats[0][0] if key not in planned]
+    if len(models) > 1:  # a model's fields go with its name
+        keys = [key for key in keys if not key.startswith("model.")]
     theirs, values = ({key: dict.fromkeys(str(flat[key]) or "''" for flat in side) for key in keys} for side in flats)
     telling = [key for key in keys if theirs[key].keys().isdisjoint(values[key])]
+    if not 0 < len(telling) <= _MOST_TOLD:
+        return ""
+    if any(len(found[key]) > _MOST_TOLD for found in (theirs, values) for key in telling):
+        return ""
+    # In all else each of the others has to be one of ours: then nothing is left to be told.
     rest, expected = ({tuple(str(flat[key]) for key in keys if key not in telling) for flat in side} for side in flats)
-    most = max((len(found[key]) for found in (theirs, values) for key in telling), default=0)
-    if not 0 < max(len(telling), most) <= _MOST_TOLD or not rest <= expected:
+    if not rest <= expected:
         return ""
     return ", and ".join(f"{key} {' or '.join(theirs[key])}, not {' or '.join(values[key])}" for key in telling)
 

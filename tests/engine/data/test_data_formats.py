@@ -120,13 +120,14 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
     ],
 )
 def test_the_command_that_a_refusal_names_takes_a_field_that_is_there(record, field, tmp_path: Path) -> None:
-    pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     lines, whole = (written(tmp_path, text, name) for text, name in (
         ("\n".join([json.dumps(record)] * 3), "a.jsonl"), (json.dumps([record] * 3, indent=2), "a.json"),
     ))  # fmt: skip
     for path in (lines, whole):
         assert f" --field {field} --out store" in str(format_unsupported_reason(path))
     if field in ("text", "messages"):  # of a table the names alone are read
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = importlib.import_module("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
         assert f" --field {field} --out store" in str(format_unsupported_reason(tmp_path / "a.parquet"))
 
