@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UsageError as error:
         return _say(str(error), USAGE)
-    except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:  # with a sentence where the command has a next step
+        return _say(str(interrupt) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
         _discard_output()
         return READER_LEFT

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from engine.data.chat import Message
-from engine.data.records import Kind, values_of
+from engine.data.records import values_of
 from engine.data.sources import PYTHON_DOCS, chunks_of, record_kind, text_unsupported_reason
 from engine.reader import read_json
 
@@ -44,7 +44,7 @@ def documents_of(source: str, field: str | None) -> Iterator[tuple[str, Text | C
         if kind is None:
             yield str(file), chunks_of(str(file))
             continue
-        for place, value in values_of(file, cast(Kind, kind), cast(str, field)):
+        for place, value in values_of(file, kind, cast(str, field)):
             yield place, (value.encode(),) if isinstance(value, str) else value
 
 

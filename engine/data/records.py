@@ -73,7 +73,7 @@ def _records(path: Path, kind: Kind, field: str) -> Iterator[Any]:
         return _json_lines(path)
     if kind == "json":
         return _json_list(path)
-    return _columns(path, kind, field)
+    return columns(path, kind, field)
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -110,7 +110,7 @@ def _decoded(content: bytes, place: str) -> str:
         raise ValueError(f"{place} is not UTF-8 at byte {error.start}; convert it to UTF-8") from error
 
 
-def _columns(path: Path, kind: Kind, field: str) -> Iterator[dict[str, Any]]:
+def columns(path: Path, kind: Kind, field: str) -> Iterator[dict[str, object]]:
     """Rows with that field alone; with the names of all fields where it is missing."""
     try:
         import pyarrow

@@ -14,6 +14,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+
+from engine.data.records import Kind, columns
 
 HEAD_BYTES = 1 << 16  # of a file that are read here
 
@@ -67,8 +70,11 @@ _BY_NAME = {
 
 _SYNTAX = ", whose syntax would be learnt as text"
 _TO_TEXT = "; write the text that it holds to UTF-8 text files, one per document"
-_RECORD_FILES = {"a Parquet file": "parquet", "an Arrow file": "arrow", "an Arrow stream": "arrow"}
-_JSON_KINDS = {"JSON Lines": "json_lines", "JSON": "json"}
+_RECORD_FILES: dict[str, Kind] = {
+    "a Parquet file": "parquet", "an Arrow file": "arrow", "an Arrow stream": "arrow",
+}  # fmt: skip
+_USUAL_FIELDS = ("text", "messages")
+_JSON_KINDS: dict[str, Kind] = {"JSON Lines": "json_lines", "JSON": "json"}
 _LINES_BY_NAME = (".jsonl", ".ndjson")
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -93,7 +99,7 @@ def format_unsupported_reason(path: Path) -> str | None:
     if found := _archive(head):
         return f"data {str(path)!r} is {found}; unpack it and give the UTF-8 text files that it holds"
     if found := _data_set(head):
-        remedy = _take_field(path) if found in _RECORD_FILES else _TO_TEXT
+        remedy = _take_field(path, head) if found in _RECORD_FILES else _TO_TEXT
         return f"data {str(path)!r} is {found}{remedy}"
     if head.startswith(_LFS_POINTER):
         return f"data {str(path)!r} is a pointer of Git LFS and not the file; fetch it with git lfs pull"
@@ -104,14 +110,14 @@ def format_unsupported_reason(path: Path) -> str | None:
     # A character cut by the end of the head is left out; other invalid UTF-8 is refused where the file is read whole.
     text = head.decode("utf-8", errors="ignore")
     if found := _json_kind(text, whole=len(head) < HEAD_BYTES):
-        return f"data {str(path)!r} looks like {found}{_SYNTAX}{_take_field(path)}"
+        return f"data {str(path)!r} looks like {found}{_SYNTAX}{_take_field(path, head)}"
     if head and (found := _BY_NAME.get(path.suffix.lower())):
         name = f"data {str(path)!r} is {found} by its name{_SYNTAX}{_TO_TEXT}"
         return f"{name}, or rename it to .txt to learn it as it is"
     return None
 
 
-def record_kind(path: Path) -> str | None:
+def record_kind(path: Path) -> Kind | None:
     """What reads a file of records (`engine.data.records.Kind`), by its first bytes and its name; None for others."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
@@ -122,10 +128,32 @@ def record_kind(path: Path) -> str | None:
     return _JSON_KINDS.get(_json_kind(head.decode("utf-8", errors="ignore"), whole=len(head) < HEAD_BYTES) or "")
 
 
-def _take_field(path: Path) -> str:
-    """The end of the sentence about a file of records."""
-    line = shlex.join(["burst", "train", "data", str(path), "--field", "text", "--out", "store"])
+def _take_field(path: Path, head: bytes) -> str:
+    """The end of the sentence about a file of records, with a field that the first of them has."""
+    record = _first_record(path, head)
+    documents = [name for name, value in record.items() if value is None or isinstance(value, str) or _is_chat(value)]
+    # An id is a text too, and shorter than the document.
+    longest = max(documents, key=lambda name: len(str(record[name])), default="NAME")
+    field = next((name for name in _USUAL_FIELDS if name in documents), longest)
+    line = shlex.join(["burst", "train", "data", str(path), "--field", field, "--out", "store"])
     return f"; make a store of one field with: {line}"
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _first_record(path: Path, head: bytes) -> dict[str, object]:
+    """The first record, as far as the head holds it whole; of Parquet and Arrow its fields alone, with no values. Empty
+    where it cannot be read: a command that reads the file says why."""
+    try:
+        if (kind := _RECORD_FILES.get(_data_set(head) or "")) is not None:
+            return next(columns(path, kind, ""), {})  # no field has this name: all names are given
+        text = head.decode("utf-8", errors="ignore")
+        found, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+        return cast(dict[str, object], found)
+    except (ValueError, OSError, RecursionError):
+        return {}
 
 
 def _archive(head: bytes) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import errno
+import tempfile
 from pathlib import Path
 
 from harness.base.errors import UsageError
+
+_REFUSED = frozenset({errno.EACCES, errno.ENOENT, errno.EPERM, errno.EROFS})
 
 
 def make_writable(directory: Path) -> None:
@@ -16,8 +19,16 @@ def make_writable(directory: Path) -> None:
         raise UsageError(f"{directory} is a file; give --out a directory") from None
     except OSError as error:
         raise UsageError(f"{directory} cannot be made ({error.strerror}); give --out another directory") from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"{directory} cannot be written to; give --out another directory")
+    try:
+        # Permissions alone do not tell: root has them in /proc, and where a server of files refuses.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno not in _REFUSED:  # no room, or a fault of the file system: said as it is everywhere
+            raise
+        raise UsageError(
+            f"{directory} cannot be written to ({error.strerror}); give --out another directory"
+        ) from error
 
 
 def refuse_foreign(path: Path, beginning: str) -> None:

@@ -126,8 +126,14 @@ class RunCommand:
                 records=records,
                 shown=shown,
             )
-        with Progress(f"drawing the report of {run_dir}"):
-            _report(records)
+        try:
+            with Progress(f"drawing the report of {run_dir}"):
+                _report(records)
+        except KeyboardInterrupt:
+            drawing = shlex.join(["burst", "report", str(run_dir)])
+            raise KeyboardInterrupt(
+                f"interrupted while the report was drawn; all records are kept, and it is drawn by: {drawing}"
+            ) from None
         if getattr(launcher, "stuck", False):
             leave_at_once(code)
         return code

@@ -42,8 +42,8 @@ class ComparedRecord:
 
     @property
     def settings(self) -> Row:
-        """The settings of the trial by name, those of its steps left out."""
-        return {name: self.row[name] for name in setting_names(self.row) if not name.startswith("steps.")}
+        """The settings of the trial by name, as far as they count in a comparison."""
+        return {name: self.row[name] for name in setting_names(self.row) if _counts(name)}
 
     @property
     def groups(self) -> set[str]:
@@ -209,10 +209,16 @@ class TrialPair:
         losses = [member.row["loss_by_step"] for member in (self.reference, self.candidate)]
         return max(relative_differences(*losses)) if all(losses) else None
 
+    def too_few_rounds(self, tolerance: float) -> bool:
+        """Whether both have times, but too few rounds to say that B is slower or that it is not: without an interval
+        only two rounds that agree say something."""
+        times = self.times
+        return times is not None and times.interval is None and times.verdict(tolerance) == "not distinguishable"
+
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
 
-        Time counts with its whole interval, so never with fewer than three rounds.
+        Time counts with its whole interval, or with both of two rounds; a single round says nothing.
         """
         if self.outcome == "lost":
             record = self.candidate.record
@@ -220,8 +226,8 @@ class TrialPair:
             reason = f": {record.reason}" if record.reason and record.status != "wrong" else ""
             return f"no number in B ({record.status}{reason})"
         worse = []
-        if self.times is not None and self.times.verdict(tolerance) == "slower":
-            worse.append(f"slower ({self.times.value:.3f} × the time)")
+        if self.times is not None and (word := self.times.verdict(tolerance)).startswith("slower"):
+            worse.append(f"{word} ({self.times.value:.3f} × the time)")
         if self.memory is not None and self.memory_word(tolerance) == "more":
             worse.append(f"more memory ({100 * (self.memory - 1):+.1f}%)")
         return " and ".join(worse)
@@ -243,6 +249,11 @@ class Comparison:
     @property
     def regressions(self) -> list[TrialPair]:
         return [pair for pair in self.pairs if pair.regression(self.tolerance)]
+
+    @property
+    def not_judged(self) -> int:
+        """How many pairs have too few rounds to judge their time."""
+        return sum(pair.too_few_rounds(self.tolerance) for pair in self.pairs)
 
     @property
     def wrong(self) -> list[tuple[str, ComparedRecord]]:
@@ -304,7 +315,7 @@ def compare(
         settings = tuple(
             (name, row[name])
             for name in (given_names(row) if one_run else setting_names(row))
-            if not name.startswith("steps.") and not is_across(name, across)
+            if _counts(name) and not is_across(name, across)
         )
         return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)
 
@@ -352,6 +363,12 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
         "commit": record.commit,
         "ran": row["ran"] or "",
     }
+
+
+def _counts(name: str) -> bool:
+    """Whether a setting makes another trial: how many steps it took does not, nor which values were the planner's
+    choice, since the values themselves are settings."""
+    return name != "planned" and not name.startswith("steps.")
 
 
 def is_across(name: str, across: Sequence[str]) -> bool:

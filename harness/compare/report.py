@@ -91,12 +91,6 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
     counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]
     total = len(comparison.pairs)
     sentence = f"B against A in {_pairs(total)}: {', '.join(counted)}"
-    without = [pair for pair in comparison.pairs if pair.times is not None and pair.times.interval is None]
-    for two in (False, True):
-        if few := sum((pair.times is not None and pair.times.by_round is not None) == two for pair in without):
-            sentence += f"; {few} with {rounds_text(2 if two else 1)}, without an interval"
-    if without:
-        sentence += "; steps.rounds: 3 gives one"
     memory = [word for pair in comparison.pairs if (word := pair.memory_word(tolerance))]
     held = [f"{word} in {memory.count(word)}" for word in ("less", "equal", "more") if word in memory]
     if held:
@@ -105,13 +99,22 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
         sentence += f"; geometric mean of the times B ÷ A {comparison.mean_ratio:.3f}"
     regressed = comparison.regressions
     wrong = [f"Wrong in {side}: {names[id(one)]}: {one.record.reason}" for side, one in comparison.wrong]
-    if not regressed:
-        return [*wrong, f"{sentence}. No regression beyond {_percent(tolerance)}."]
-    many = "1 regression" if len(regressed) == 1 else f"{len(regressed)} regressions"
     listed = [
         f"Regression: {names[id(pair.reference)]}: {pair.regression(tolerance)}" for pair in regressed[:_MOST_LISTED]
     ]
-    return [*wrong, *listed, f"{sentence}. {many} beyond {_percent(tolerance)}."]
+    return [*wrong, *listed, f"{sentence}. {_judgement(comparison)}"]
+
+
+def _judgement(comparison: Comparison) -> str:
+    """How many regressions there are, and of how many pairs the time is not judged."""
+    regressed, few, beyond = len(comparison.regressions), comparison.not_judged, _percent(comparison.tolerance)
+    said = f"{regressed or 'No'} regression{'s' if regressed > 1 else ''} beyond {beyond}"
+    if not few:
+        return f"{said}."
+    measured = sum(pair.times is not None for pair in comparison.pairs)
+    left = f"The time of {_of(few, measured)} is not judged, with too few rounds; steps.rounds: 3 gives an interval."
+    # Where no time is judged, "no regression" would say more than was found.
+    return f"{said}. {left}" if regressed or few < measured else left
 
 
 def alone(comparison: Comparison, names: dict[int, str]) -> list[str]:
@@ -171,7 +174,8 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
         "resampled, absent where a side has fewer than three rounds; faster and slower mean that it excludes 1; "
         f"{TWO_VALUES}. GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within {percent}. Loss "
         f"difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. A regression is beyond {percent}: slower "
-        f"with the whole interval, more memory, or no number any more. {' '.join(heading(comparison)[2:])}"
+        "with the whole interval or in both of two rounds, more memory, or no number any more. "
+        + " ".join(heading(comparison)[2:])
     )
     title = f"B: {comparison.labels[1]}, against A: {comparison.labels[0]}"
     table = table_of(
@@ -217,6 +221,7 @@ def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, object]
         "verdicts": dict(comparison.verdicts),
         "mean_ratio": comparison.mean_ratio,
         "regressions": len(comparison.regressions),
+        "not_judged": comparison.not_judged,
         "wrong": [{"side": side, **_member_to_plain(one)} for side, one in comparison.wrong],
     }
 

@@ -163,14 +163,14 @@ def hardware_named(name: str) -> Hardware:
     if name.endswith((".yaml", ".yml")):
         return load_hardware(Path(name))
     known = all_hardware()
-    name = name.casefold()
-    if name not in known:
+    stem = name.casefold()
+    if stem not in known:
         raise UsageError(
-            f"hardware {name!r} has no file in experiments/hardware/; {nearest(name, known)}"
+            f"hardware {name!r} has no file in experiments/hardware/; {nearest(stem, known)}"
             if name
             else f"--hardware names nothing; expected {one_of(known)}"
         )
-    return known[name]
+    return known[stem]
 
 
 def hardware_names() -> list[str]:

@@ -58,7 +58,7 @@ def plan_fits(settings: TrialSettings, machine: Machine, hardware: Hardware) -> 
 
 def _plans(settings: TrialSettings) -> bool:
     """Whether something is left open, and the sizes make a trial."""
-    return bool(settings.planned) and settings.seq_len >= settings.cp_size and no_trial_reason(settings) is None
+    return bool(settings.planned) and no_trial_reason(settings) is None
 
 
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:

@@ -170,9 +170,11 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]
     quarters, half, three eighths and so on, in whole GiB, and at last the least whole GiB that hold it, by this
     prediction. Empty where nothing fits.
 
-    Raises ValueError where the planner chooses nothing or no memory is predicted, because no budget then changes
-    anything.
+    Raises ValueError where the settings are no trial, and where the planner chooses nothing or no memory is predicted,
+    because no budget then changes anything.
     """
+    if reason := no_trial_reason(settings):
+        raise ValueError(reason)
     if not settings.planned or not memory_is_modelled(settings):
         raise ValueError(
             f"less memory changes nothing that is predicted of task {settings.task}, method {settings.method} and "

@@ -36,6 +36,8 @@ from harness.spec.trial import Trial, is_named
 
 MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
 
+_MOST_TOLD = 3  # settings, and values of one, that a message lists
+
 
 def plan(
     experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (), *, hardware: Hardware | None = None
@@ -122,7 +124,7 @@ def _check_count(experiment: Experiment) -> None:
     if count > MAX_TRIALS:
         factors = " x ".join(f"{len(values)} of {key}" for key, values in axes.items() if len(values) > 1)
         raise UsageError(
-            f"{experiment.path}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
+            f"{experiment.source}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
             f"{MAX_TRIALS:,}; sweep fewer values, or split the experiment"
         )
 
@@ -168,6 +170,28 @@ def varying_settings(trials: Sequence[Trial]) -> list[str]:
     return _varying([_flat(trial.settings) for trial in trials])
 
 
+def told_apart(others: Sequence[TrialSettings], ours: Sequence[TrialSettings]) -> str:
+    """The settings that alone tell all `others` apart from `ours`: `steps.measured 2, not 3`; empty where these are no
+    few, or have many values. What a planner chose tells no trials apart."""
+    planned = {key for settings in (*others, *ours) for key in ("planned", *settings.planned.split())}
+    flats = [[_flat(settings) for settings in side] for side in (others, ours)]
+    models = {flat["model"] for side in flats for flat in side}
+    keys = [key for key in flats[0][0] if key not in planned]
+    if len(models) > 1:  # a model's fields go with its name
+        keys = [key for key in keys if not key.startswith("model.")]
+    theirs, values = ({key: dict.fromkeys(str(flat[key]) or "''" for flat in side) for key in keys} for side in flats)
+    telling = [key for key in keys if theirs[key].keys().isdisjoint(values[key])]
+    if not 0 < len(telling) <= _MOST_TOLD:
+        return ""
+    if any(len(found[key]) > _MOST_TOLD for found in (theirs, values) for key in telling):
+        return ""
+    # In all else each of the others has to be one of ours: then nothing is left to be told.
+    rest, expected = ({tuple(str(flat[key]) for key in keys if key not in telling) for flat in side} for side in flats)
+    if not rest <= expected:
+        return ""
+    return ", and ".join(f"{key} {' or '.join(theirs[key])}, not {' or '.join(values[key])}" for key in telling)
+
+
 def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in flats[0] if any(flat[key] != flats[0][key] for flat in flats)] if flats else []
 
@@ -187,7 +211,8 @@ def plan_table(
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
     the prediction of `harness.plan.forecast`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
     whether the former fits the GiB that the trial may take of the GPU (`gpu_room_gib`); None where there is no
-    prediction. Where the planner chose for some of the trials, what it chose and why, in words.
+    prediction. Where the planner chose for some of the trials, what it chose and why, in words; without `hardware` also
+    whether that fits.
 
     A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
     values, in `by_hand` which of those that the table may fill the experiment gave, in `notes` what no setting says.
@@ -206,7 +231,7 @@ def plan_table(
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial, hardware, hosts) if hardware else {})
-            | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
+            | (_chosen(trial.plan, judged=hardware is not None) if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
@@ -236,6 +261,12 @@ def _predicted(trial: Trial, hardware: Hardware, hosts: Machine | None) -> dict[
         "gpu_room_gib": gpu_room(settings, hardware),
         "predicted_to_fit": found.fits,
     }
+
+
+def _chosen(plan: Forecast | None, *, judged: bool) -> dict[str, Any]:
+    """What the planner chose in words, and where nothing else judges that, whether it fits."""
+    fits = {} if judged else {"predicted_to_fit": plan.fits if plan else None}
+    return fits | {"checkpoint_plan": plan.words if plan else None}
 
 
 def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
@@ -274,7 +305,7 @@ def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], see
         )
         return left_open(settings, chosen)
     except ValueError as error:
-        raise UsageError(f"{experiment.path}: {error}") from error
+        raise UsageError(f"{experiment.source}: {error}") from error
 
 
 def _planner(task: Task, method: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -69,7 +69,12 @@ def _refused_by(method: Method, settings: TrialSettings) -> str | None:
 
 def no_trial_reason(settings: TrialSettings) -> str | None:
     """Why these settings describe nothing of which time or memory could be predicted, or None."""
-    return _size_unsupported_reason(settings) or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
+    return (
+        _size_unsupported_reason(settings)
+        or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
+        # A rank without a token: the models of time and memory divide by a rank's tokens.
+        or (_layout_unsupported_reason(settings) if settings.row_tokens < settings.cp_size else None)
+    )
 
 
 def _size_unsupported_reason(settings: TrialSettings) -> str | None:

@@ -10,14 +10,15 @@ import contextlib
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.files.errors import counted
+from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 from harness.base.interrupts import deferred, end_requested
-from harness.plan.matrix import at_length, nothing_can_run, planned_again
+from harness.plan.matrix import at_length, nothing_can_run, planned_again, told_apart
 from harness.records.provenance import redact, redacted_command
 from harness.records.record import RESULTS, Record, Status, write_record
 from harness.report.results import RunRecords, standing_twice
@@ -141,7 +142,7 @@ def run_experiment(
 
         run = Execution(chosen, host, directory, records, view, resume, options, grown, shown)
         run.check_hardware(say)
-        found = run.mixed(experiment, planned, changed)
+        found = run.mixed(experiment, trials, changed)
         if found and (resume is None or not resume.mix):
             raise UsageError(
                 f"{run_dir} holds {'; '.join(found)}; give --out another directory, or --mix to keep both in one "
@@ -248,18 +249,20 @@ class Execution:
             for each, trial in self._trials.items()
         )
 
-    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str]) -> list[str]:
+    def mixed(self, experiment: str, trials: Sequence[Trial], changed: Collection[str]) -> list[str]:
         """How records that stay are unlike those that the run would add, in words; empty for none."""
         stay = [
             record
             for record in self._records.records()
             if record.trial_id in self._kept or record.trial_id not in self._trials
         ]
+        planned = {trial.id for trial in trials}
         return _differences(
             stay,
             experiment,
             self._host,
             lambda record: record.trial_id in planned or self._search.has(record.settings),
+            [trial.settings for trial in trials],
             adds=self.adds,
             changed=changed,
         )
@@ -445,26 +448,29 @@ def _recorded(directory: RunDirectory, records: RunRecords, trial_id: str) -> Re
 
 
 def _differences(
-    records: Iterable[Record],
+    records: Sequence[Record],
     experiment: str,
     host: RunContext,
     planned: Callable[[Record], bool],
+    ours: Sequence[TrialSettings],
     *,
     adds: bool,
     changed: Collection[str],
 ) -> list[str]:
     """In which respects records that stay are unlike those that the run would add, in words; empty for none.
 
-    `planned` says whether the experiment has the trial of a record. `adds`: the run executes some trials; one that adds
-    no record mixes no commits. `changed` are the digests of the changed trees from which the run has records so far.
-    What one side does not know is no difference.
+    `planned` says whether the experiment, whose trials are `ours`, has the trial of a record. `adds`: the run executes
+    some trials; one that adds no record mixes no commits. `changed` are the digests of the changed trees from which the
+    run has records so far. What one side does not know is no difference.
     """
     found: Counter[str] = Counter()
+    gone = [record.settings for record in records if record.experiment == experiment and not planned(record)]
+    if gone:
+        apart = told_apart(gone, ours)
+        found["of trials that this experiment does not have" + (f", with {apart}" if apart else "")] = len(gone)
     for record in records:
         if record.experiment != experiment:
             found[f"of experiment {record.experiment}, not {experiment}"] += 1
-        elif not planned(record):
-            found["of trials that this experiment does not have"] += 1
         if not adds or only_planned(record):
             continue
         driver = record.measurement.software.get("driver", "") if record.measurement else ""

@@ -85,6 +85,7 @@ class Experiment:
     name: str  # the file's stem, where the file gives no other
     title: str
     path: Path
+    options: str = field(default="", compare=False)  # what errors name in place of the path, where there is no file
     scale: str | None
     scales: tuple[str, ...] = field(default=(), compare=False)  # of the file, asked for or not: no part of the question
     tasks: tuple[Task, ...]
@@ -97,6 +98,11 @@ class Experiment:
     limits: Limits
     search: Search
     reference: Mapping[str, str]
+
+    @property
+    def source(self) -> str:
+        """What errors name: the file, or the options that stand for one."""
+        return self.options or str(self.path)
 
 
 def load_experiment(path: str | Path, scale: str | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -126,7 +132,8 @@ def experiment_without_file(entries: Mapping[str, Node], overrides: Sequence[str
     """The experiment `question` of these top-level keys, with `key.path=value` overrides on top; models are looked up
     from the working directory. Raises UsageError."""
     base = _layer(Node(dict(entries), "the question"), "the question")
-    return _read(_overridden(base, overrides), Path("question.yaml"), None)
+    asked = _read(_overridden(base, overrides), Path("question.yaml"), None)
+    return dataclasses.replace(asked, options=" ".join(["the options", *(f"--set {one}" for one in overrides)]))
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool = False) -> None:
@@ -239,24 +246,33 @@ def _without(node: Node, keys: Collection[str]) -> Node:
 
 def _overridden(layer: Node, overrides: Sequence[str]) -> Node:
     for override in overrides:
-        layer = _stack(layer, _layer(_override(override), "--set"))
+        layer = _stack(layer, _layer(_override(override, layer), "--set"))
     return layer
 
 
-def _override(text: str) -> Node:
-    """One `key.path=value` as a layer. A setting may be given by its own name, as it is below `fixed`."""
+def _override(text: str, layer: Node) -> Node:
+    """One `key.path=value` as a layer above `layer`. A setting may be given by its own name, as it is below `fixed`;
+    so may a field of a model that `layer` names. In one that it spells out the field is replaced."""
     first, node = overriding(text, "seq_len=64k")
     if first == "scales":
         raise UsageError(
             f"{node.place}: scales cannot be set here; choose one with --scale and set the keys it decides"
         )
-    if first in _SECTIONS:
+    of_field = text.partition("=")[0].strip().startswith("model.")
+    if first in _SECTIONS and not (of_field and _names_model(layer)):
         return node
     if not any(name == first or name.startswith(f"{first}.") for name in SETTINGS):
         known = (*_SECTIONS, *SETTINGS, *(f"{section}.{name}" for section in ("fixed", "sweep") for name in _SETTABLE))
         hint = nearest(text.partition("=")[0].strip(), known)
         raise UsageError(f"{node.place}: {first} is no setting and no key of an experiment; {hint}")
     return Node({"fixed": node}, node.place)
+
+
+def _names_model(layer: Node) -> bool:
+    """Whether a layer names its model, or sweeps several, and does not spell one out."""
+    entries = layer.mapping("the experiment")
+    given = entries.get("model")
+    return "model" in entries["sweep"].mapping("sweep") or (given is not None and not isinstance(given.value, dict))
 
 
 # Reading a finished stack of layers.

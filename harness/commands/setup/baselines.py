@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.files.progress import Progress
 from harness.base.errors import UsageError
+from harness.base.writable import make_writable
 
 if TYPE_CHECKING:
     from baselines.install.places import InstallPlace
@@ -108,6 +109,7 @@ class BaselinesCommand:
             return ALL_WELL
         from baselines.install.bundle import make_bundle
 
+        make_writable(arguments.out.absolute().parent)
         with Progress(f"fetching and packing what {place.system} ({place.flavour}) needs"):
             make_bundle(
                 place,
@@ -249,6 +251,8 @@ def _fidelity(arguments: argparse.Namespace) -> int:
 
     if arguments.case and len(arguments.systems) != 1:
         raise UsageError(f"--case is one case of one system, found {len(arguments.systems)} systems; name one")
+    if not arguments.case:
+        make_writable(arguments.out)
     with Progress(f"running cases of {', '.join(arguments.systems) or 'all installed systems'}"):
         if arguments.case:
             rows = run_system(arguments.systems[0], commit(), [arguments.case]).rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -104,6 +105,31 @@ NOT_TEXT = {
     "utf-16": ("text".encode("utf-16"), "is UTF-16 text; convert it to UTF-8"),
     "program": (Path(sys.executable).resolve().read_bytes()[:5000], "is a binary file (byte"),
 }  # fmt: skip
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"id": "0001", "messages": CHAT}, "messages"),
+        ({"id": "a long name for a short text", "text": "short"}, "text"),
+        ({"id": "0001", "body": PROSE, "tokens": [1] * 1000}, "body"),
+        ({"tokens": [1, 2, 3]}, "NAME"),
+    ],
+)
+def test_the_command_that_a_refusal_names_takes_a_field_that_is_there(record, field, tmp_path: Path) -> None:
+    lines, whole = (written(tmp_path, text, name) for text, name in (
+        ("\n".join([json.dumps(record)] * 3), "a.jsonl"), (json.dumps([record] * 3, indent=2), "a.json"),
+    ))  # fmt: skip
+    for path in (lines, whole):
+        assert f" --field {field} --out store" in str(format_unsupported_reason(path))
+    if field in ("text", "messages"):  # of a table the names alone are read
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = importlib.import_module("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+        assert f" --field {field} --out store" in str(format_unsupported_reason(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize("kind", NOT_TEXT)

@@ -12,6 +12,7 @@ import pytest
 from harness.cli import main
 from harness.commands import GROUPS, RENAMED, all_commands, command_names, verbs_of
 from harness.commands.doctor import DoctorLine, examine, verdict
+from harness.machine.this_machine import Machine
 
 EXPERIMENT = """\
 title: A small question
@@ -46,6 +47,7 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' has no file in"),
+        (["plan", "exp.yaml", "--hardware", "My.MD"], "hardware 'My.MD' has no file in"),
         (["plan", "exp.yaml", "--hardware", ""], "--hardware names nothing; expected a100, a100_40gb"),
         (["plan", "exp.yaml", "--hardware", "H200", "--set", "fixed.world_size=999999"], "choose at most 65536"),
         (
@@ -236,6 +238,20 @@ def test_a_plan_in_which_nothing_fits_says_so_once_and_what_would_help(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert " of 139 GiB (the GPU's own)" in printed
     assert "e+0" not in printed
+
+
+def test_what_does_not_fit_the_share_of_a_host_without_gpus_is_not_among_those_that_can_run(monkeypatch, capsys):
+    host = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=24)
+    monkeypatch.setattr("harness.machine.this_machine.discover", lambda: host)
+    words = ["--model", "1b,tiny", "--seq-len", "4k", "--gpus", "1"]
+    assert [(row["can_run"], row["predicted_to_fit"]) for row in plan_rows(capsys, *words)] == [
+        (True, False), (True, True),
+    ]  # fmt: skip
+    assert main(["plan", *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing fits: 19.1 of 12 GiB (half of the host's)" in printed
+    assert (printed.count("too large?"), printed.count("yes")) == (1, 1)
+    assert "2 trials, 1 can run on this machine" in printed
 
 
 def test_a_hardware_file_of_ones_own_is_what_a_plan_predicts_with(tmp_path, capsys):

@@ -26,6 +26,7 @@ from harness.base.interrupts import (
     interruptible,
     look,
 )
+from harness.cli import main
 from tests.patience import AMPLE, wait_until
 from tests.slow import slow
 
@@ -243,3 +244,17 @@ def test_a_command_under_nohup_does_not_heed_a_closed_terminal() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "True"
+
+
+def test_ctrl_c_while_the_report_is_drawn_names_the_command_that_draws_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(EXPERIMENT)
+    monkeypatch.setattr("harness.report.page.write_report_of", lambda *_: press())
+    short = ["--set", "steps.measured=1", "--set", "sweep.cp_size=[1]"]
+    assert main(["run", "exp.yaml", "--launcher", "local", "--out", "out", *short]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(
+        "burst: interrupted while the report was drawn; all records are kept, and it is drawn by: burst report out\n"
+    )
+    monkeypatch.undo()
+    assert main(["report", str(tmp_path / "out"), "--format", "csv"]) == 0

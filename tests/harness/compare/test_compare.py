@@ -94,22 +94,39 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     assert (pair.times.interval, pair.regression(0.02)) == (None, "")
     names = trial_names(found)
     assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
-    assert (
-        "1 not distinguishable; 1 with one round, without an interval; steps.rounds: 3 gives one"
-        in closing(found, names)[-1]
+    assert closing(found, names)[-1].endswith(
+        " 9.000. The time of all pairs is not judged, with too few rounds; steps.rounds: 3 gives an interval."
+    )
+    assert to_plain(found, names)["not_judged"] == 1
+
+
+def test_no_regression_is_said_of_the_pairs_alone_that_have_rounds_enough(tmp_path: Path) -> None:
+    lengths = {1024: around(0.2), 2048: [[0.2]], 4096: [[0.1], [0.3]]}
+    trials = [record(seq_len=length, rounds=rounds) for length, rounds in lengths.items()]
+    found = compared(tmp_path, trials, list(map(next_day, trials)))
+    assert closing(found, trial_names(found))[-1].endswith(
+        "No regression beyond 2%. The time of 2 of 3 pairs is not judged, with too few rounds; steps.rounds: 3 gives "
+        "an interval."
     )
 
 
-def test_two_rounds_are_shown_as_two_values_and_are_no_regression_of_time(tmp_path: Path) -> None:
+def test_two_rounds_are_shown_as_two_values_and_both_slower_are_a_regression(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [record(rounds=[[0.1], [0.2]]), record(method="ring", rounds=[[0.2], [0.5]])])
     sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
     found = compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True)
     [pair] = found.pairs
     assert pair.times is not None
-    assert (pair.times.interval, pair.times.by_round, pair.regression(0.02)) == (None, (2.0, 2.5), "")
+    assert (pair.times.interval, pair.times.by_round) == (None, (2.0, 2.5))
+    assert (pair.regression(0.02), pair.regression(0.99)) == ("slower in both rounds (2.333 × the time)",) * 2
+    assert pair.regression(1.2) == ""
     names = trial_names(found)
     assert "2.333 2.000 and 2.500 slower in both rounds" in " ".join(pair_lines(found, names)[2].split())
-    assert "1 slower in both rounds; 1 with two rounds, without an interval" in closing(found, names)[-1]
+    *_, listed, last = closing(found, names)
+    assert listed.endswith(": slower in both rounds (2.333 × the time)")
+    assert "1 slower in both rounds; " in last
+    assert last.endswith(" 1 regression beyond 2%.")
+    assert main(["compare", str(run), "--methods", "burst", "ring"]) == 1
+    assert main(["compare", str(run), "--methods", "ring", "burst"]) == 0
     [line] = comparison_of(found, names).texts()
     assert {"2.000 and 2.500", "slower in both rounds"} <= set(line)
     plain = to_plain(found, names)["pairs"][0]["time"]
@@ -239,6 +256,15 @@ def test_names_tell_all_pairs_apart(tmp_path: Path) -> None:
     names = [trial_names(found)[id(pair.reference)] for pair in found.pairs]
     assert len(set(names)) == len(trials)
     assert "train small 1k CP 1 burst, kernel flex, mask causal" in names
+
+
+def test_what_a_planner_chose_is_in_no_name_and_parts_no_pair(tmp_path: Path) -> None:
+    trials = [record(planned="checkpoint.every checkpoint.tail"), record(task="attention")]
+    found = compared(tmp_path, trials, [record(planned="checkpoint.every checkpoint.tail mlp_tiles"), trials[1]])
+    names = trial_names(found)
+    assert [names[id(pair.reference)] for pair in found.pairs] == [
+        "train small 1k CP 1 burst", "attention small 1k CP 1 burst",
+    ]  # fmt: skip
 
 
 def test_lines_fit_80_columns(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
 from harness.base.errors import UsageError
+from harness.cli import main
 from harness.machine.this_machine import Machine, imagined
-from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings
+from harness.plan.matrix import nothing_can_run, plan, plan_table, told_apart, varying_settings
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial, id_of
 
@@ -137,6 +138,12 @@ def test_a_changed_model_says_so_in_its_name(tmp_path: Path) -> None:
 def test_model_settings_that_contradict_each_other_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"question.yaml: model .* 8 query heads are not divisible by 3 KV heads"):
         _plan(tmp_path, "fixed.model.kv_heads=3")
+
+
+def test_settings_that_contradict_each_other_without_a_file_name_the_options(capsys: pytest.CaptureFixture) -> None:
+    words = ["--model", "tiny", "--gpus", "1", "--seq-len", "4k", "--set", "fixed.model.kv_heads=3"]
+    assert main(["plan", *words]) == 2
+    assert capsys.readouterr().err.startswith("burst: the options --set fixed.model.kv_heads=3: model tiny(kv_heads=3)")
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
@@ -290,6 +297,24 @@ def test_a_plan_without_a_trial_that_can_run_says_why(tmp_path: Path) -> None:
     both = nothing_can_run(_plan(tmp_path, "sweep.cp_size=[16, 32]", "fixed.method=burst"))
     assert both is not None
     assert both.startswith("none of the 2 trials can run, 1 of them because 16 ranks")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (["steps.measured=2"], ["steps.measured=3"], "steps.measured 2, not 3"),
+        (["fixed.seq_len=2k"], ["fixed.dtype=bf16"], "seq_len 2048, not 1024, and dtype fp32, not bf16"),
+        (["seeds=[0, 1]"], ["seeds=[2]"], "seed 0 or 1, not 2"),
+        (["model=1b"], ["model.layers=1"], "model 1b, not tiny(layers=1)"),
+        (["task=train", "fixed.memory=8GiB"], ["task=train"], "memory 8GiB, not ''"),
+        (["sweep.cp_size=[1, 4]", "seeds=[1]"], [], ""),  # cp_size 4 is left over
+        (["seeds=[0, 1, 2, 3]"], ["seeds=[4]"], ""),  # many values
+        ([], [], ""),
+    ],
+)
+def test_the_few_settings_that_tell_all_trials_apart_are_named(tmp_path: Path, before, now, said: str) -> None:
+    others, ours = ([trial.settings for trial in _plan(tmp_path, *changes)] for changes in (before, now))
+    assert told_apart(others, ours) == said
 
 
 def test_the_table_shows_what_varies_and_why_a_trial_cannot_run(tmp_path: Path) -> None:

@@ -301,6 +301,17 @@ def test_a_frontier_that_cannot_be_is_one_sentence(words, sentence, capsys):
 
 
 @pytest.mark.parametrize(
+    ("model", "gpus", "tokens"), [("1b", 2, 1), ("1b", 4, 1), ("1b", 4, 2), ("1b", 4, 3), ("7b_artifact", 16, 5)]
+)
+@pytest.mark.parametrize("option", [[], ["--frontier"]])
+def test_fewer_tokens_than_gpus_are_refused_in_one_sentence(model, gpus, tokens, option, capsys):
+    words = ["--hardware", "h200", "--model", model, "--gpus", str(gpus), "--seq-len", str(tokens)]
+    assert main(["plan", *words, *option]) == 2
+    sentence = f"seq_len {tokens} does not split into cp_size = {gpus} equal contiguous chunks; the nearest lengths"
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "levers",
     [(), ("checkpoint.every=0",), ("checkpoint.whole_layers=3", "checkpoint.every=4"), ("optimizer_offload=true",)],
 )

@@ -46,7 +46,8 @@ def test_another_experiments_records_are_kept_apart_until_mixing_is_asked_for(ru
 
 def test_trials_that_an_edited_experiment_has_no_longer_are_named_and_added_ones_run(run):
     run({}, [trial(32), trial(64)])
-    with pytest.raises(UsageError, match="2 records of trials that this experiment does not have"):
+    told = "2 records of trials that this experiment does not have, with seq_len 32 or 64, not 128; give --out"
+    with pytest.raises(UsageError, match=told):
         run({}, [trial(128)], Resume())
     code, launcher = run({}, [trial(32), trial(64), trial(128)], Resume())
     assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trial(128).id])

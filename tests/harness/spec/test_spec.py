@@ -96,6 +96,15 @@ def test_an_inline_model_is_a_shape(tmp_path: Path) -> None:
     assert _load(tmp_path, BASE.replace("model: tiny", inline), None, "model.layers=3").fixed["model"].layers == 3
 
 
+@pytest.mark.parametrize("below", [(), ("model=1b",), ("sweep.model=[tiny, 1b]",)])
+def test_a_field_of_a_model_that_has_a_name_is_set_as_below_fixed(tmp_path: Path, below: tuple[str, ...]) -> None:
+    short, full = (_load(tmp_path, BASE, None, *below, f"{key}=3") for key in ("model.layers", "fixed.model.layers"))
+    assert short == full
+    assert short.fixed["model.layers"] == 3
+    with pytest.raises(UsageError, match=r"--set model.layer=3: unknown setting model.layer in fixed; did you mean"):
+        _load(tmp_path, BASE, None, *below, "model.layer=3")
+
+
 @pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3"])
 def test_floats_are_read_however_they_are_written(tmp_path: Path, text: str) -> None:
     assert _load(tmp_path, BASE.replace("batch_size: 1", f"learning_rate: {text}")).fixed["learning_rate"] == 1e-3

@@ -73,6 +73,21 @@ def trained_under(mask: str) -> None:
     set_keys(manifest, facts=facts | {"mask": mask})
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "export", "run"],
+        ["train", "data", "text.txt"],
+        ["setup", "baselines", "bundle", "torchtitan"],
+        ["setup", "calibrate"],
+    ],
+)
+def test_a_place_that_takes_no_file_is_refused_by_every_command_that_writes_beside_it(workplace, words, capsys):
+    assert main([*words, "--out", "/proc/x"]) == 2
+    said = "burst: /proc cannot be written to (No such file or directory); give --out another directory\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_an_export_keeps_what_the_model_it_started_from_says_and_the_window(workplace, capsys):
     config, notes = exported(capsys, "model")
     assert {key: config[key] for key in IDS} == IDS

@@ -237,6 +237,7 @@ def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refuse
     (tmp_path / "file").touch()
     capsys.readouterr()
     for place, words in {
+        "/proc": "/proc cannot be written to (No such file or directory); give --out another directory",
         "/proc/folder": "/proc/folder cannot be made (No such file or directory); give --out another directory",
         str(tmp_path / "file"): f"{tmp_path / 'file'} is a file; give --out a directory",
     }.items():
@@ -252,7 +253,7 @@ def test_an_archive_for_a_read_only_file_system_is_refused_with_the_next_step(ru
     )  # fmt: skip
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
-    said = "burst: /mnt cannot be written to; give --out another directory\n"
+    said = "burst: /mnt cannot be written to (Read-only file system); give --out another directory\n"
     assert (done.returncode, done.stderr[-len(said) :]) == (2, said)
 
 
