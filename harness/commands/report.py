@@ -62,10 +62,8 @@ class ReportCommand:
             refuse_foreign(out / INDEX_FILE, page_beginning())
             for path in runs_below(sites[0]):
                 _refuse_other_run(out / stored_run(path).report_dir.relative_to(sites[0]), [path])
-            _refuse_other_files(out, runs, [INDEX_FILE])
         else:
             _refuse_other_run(out, runs)
-            _refuse_other_files(out, runs, [REPORT_FILE, RESULTS_FILE])
             if arguments.out is not None:  # a run's own directory has no file of others
                 refuse_foreign(out / REPORT_FILE, page_beginning())
                 refuse_foreign(out / RESULTS_FILE, CSV_BEGINNING)
@@ -105,17 +103,6 @@ def _refuse_other_run(out: Path, runs: Sequence[Path]) -> None:
     if is_run(out) and resolved(out) not in map(resolved, runs):
         others = ", ".join(map(str, runs))
         raise UsageError(f"{out} is a run, whose report one of {others} would replace; give --out another directory")
-
-
-def _refuse_other_files(out: Path, runs: Sequence[Path], left: Sequence[str]) -> None:
-    """Raise UsageError where a directory that is none of `runs` holds files, but none of those that each report has
-    `left`: a token store, a training run, or a user's own."""
-    from harness.records.stored import resolved
-
-    if not out.is_dir() or resolved(out) in map(resolved, runs) or any((out / name).is_file() for name in left):
-        return
-    if others := sorted(path.name for path in out.iterdir() if path.name not in ("tables", "figures")):
-        raise UsageError(f"{out} holds {others[0]} and no report of burst; give --out a new or an empty directory")
 
 
 def _refuse_other_drawings(out: Path, formats: list[str]) -> None:

@@ -17,8 +17,6 @@ from urllib.parse import unquote
 import pytest
 from rich.console import Console
 
-from engine.data.store import build_store
-from engine.data.tokenizers import ByteTokenizer
 from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.page import read_runs, write_report
@@ -318,22 +316,6 @@ def test_a_report_goes_into_the_directory_of_no_other_run(tmp_path: Path, capsys
         (folder / name).read_bytes() for folder in (run, other) for name in ("results.csv", "report.html")
     ]
     assert main(["report", str(run), str(other), "--out", str(run)]) == 0  # of both, as without --out
-
-
-@pytest.mark.parametrize("of", ["runs/run", "runs"])
-def test_a_report_goes_into_no_directory_of_other_files(tmp_path: Path, monkeypatch, capsys, of: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_record(Path("runs/run/trials", record().trial_id), record())
-    build_store([__file__], Path("store"), ByteTokenizer())
-    before = sorted(Path("store").iterdir())
-    assert main(["report", of, "--out", "store"]) == 2
-    said = f"burst: store holds {before[0].name} and no report of burst; give --out a new or an empty directory\n"
-    assert capsys.readouterr().err == said
-    assert sorted(Path("store").iterdir()) == before
-    Path("empty").mkdir()
-    for _ in range(2):
-        assert main(["report", of, "--out", "empty", "--format", "html"]) == 0
-        Path("empty/notes.md").write_text("mine")  # beside a report there may be other files
 
 
 def test_a_report_replaces_no_tables_and_figures_where_none_of_its_own_lies_beside_them(tmp_path: Path, capsys) -> None:
