@@ -67,7 +67,8 @@ class _BurstAttention(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
+        sent = (dout_BLND, dlse_BNL) if ctx.plan.cp.size > 1 else ()
+        refuse_second_derivative("attention", *sent)  # autograd does not see what the ranks exchange
         out_BLND, lse_BNL, sinks_N, expand_NXC, *tensors = ctx.saved_tensors
         plan = ctx.plan if expand_NXC is None else _expanding(ctx.plan, tensors[0], tensors[1], expand_NXC)
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
@@ -288,9 +289,8 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     """A tensor that every kernel and transfer can read: the tensor itself, or a contiguous copy. Differentiable.
 
     A head's values of one token must be contiguous, from an address that wide loads accept, and no two tokens or heads
-    may share them. Other strides are free, so slices of one projection for q, k and v, or tensors with heads before
-    tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
-    return garbage, raise, or end the process with a misaligned address.
+    may share them. Other strides are free: slices of one projection for q, k and v, or tensors with heads before
+    tokens, are not copied. Kernels do not check: they return garbage, raise, or end the process.
     """
     start, contiguous = tensor_BLND.storage_offset(), tensor_BLND.is_contiguous()
     if contiguous and start == 0:

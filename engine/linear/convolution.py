@@ -92,7 +92,7 @@ class _WithEarlier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dpadded_BMC: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivative("the short convolution")
+        refuse_second_derivative("the short convolution", dpadded_BMC)
         earlier = ctx.earlier
         after = _from_neighbour(dpadded_BMC[:, :earlier], ctx.cp, -1)
         dx_BLC = dpadded_BMC[:, earlier:]
