@@ -238,19 +238,26 @@ def _forward(
 def _joined_forward(
     plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
+    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final.
+
+    Raises ValueError for a result of another call, and on all ranks where theirs begin at different positions.
+    """
+    cp, number = plan.cp, 0
+    try:  # no context manager, which would take host time in every call
+        saved_output.check(plan, shards[0], sinks_N)
+    except ValueError as error:
+        cp.comms.refuse(error)
+        raise
+    if cp.size > 1:
+        said = {"q": tuple(shards[0].shape), "saved_from": saved_output.cut}
+        number = cp.comms.agree(tuple(said.values()), said)
     if saved_output.cut == 0:
         return saved_output.tensors
-    with plan.cp.collective(call, plan=plan.cp.plan_number):
+    # Ranks that come with different results after all take no message of each other.
+    with cp.collective(call, plan=cp.plan_number + (number << 8)):
         out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
     if sinks_N is not None:
         out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
-    rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
-    if rows != tokens:
-        raise ValueError(
-            f"saved holds {saved_output.out_BLND.shape[1]} rows from position {saved_output.cut} on and "
-            f"{out_BHND.shape[1]} lie before it, but q has {tokens}; pass what save_suffix returned for these shards"
-        )
     out_BLND = torch.cat((out_BHND, saved_output.out_BLND), dim=1)
     return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2)
 

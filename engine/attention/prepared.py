@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
+from engine.attention.algorithms.saved import AttentionPlan, Made, SavedOutput, made_by_lse
 from engine.attention.compiled import compiled_attention, registered
 from engine.attention.context import ContextParallel, context_named, ranks_of_shared_context
 from engine.attention.inputs import (
@@ -140,7 +140,8 @@ def burst_attention(
             and the shared key behind them. Ranks send the latent (`engine.attention.algorithms.latent`). Its gradient
             is a sum as that of the sinks.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
-            the other rows are computed again.
+            the other rows are computed again. Refused where that call had another shape, mask, scale or softcap, or
+            only one of them sinks.
         recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
             that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
         return_lse: also return lse_BNL, the natural-log sum-exp of the scores, a sink's among them; it is
@@ -209,7 +210,14 @@ def burst_attention(
     found = run_attention(
         plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved=saved, recompute=recompute, return_lse=return_lse
     )
-    return found if tensor_layout is None else from_bshd(found, tensor_layout)
+    return _returned(found, plan, sinks_N, tensor_layout or "BSHD")
+
+
+def _returned(found: Result, plan: AttentionPlan, sinks_N: Tensor | None, layout: str) -> Result:
+    """A call's result in its layout; of an LSE is noted which call it is of (`save_suffix`)."""
+    if isinstance(found, tuple):
+        made_by_lse[found[1]] = Made.by(plan, sinks_N)
+    return found if layout == "BSHD" else from_bshd(found, layout)
 
 
 def _refuse(error: Exception, cp: ContextParallel | None, *tensors: object) -> NoReturn:
@@ -339,7 +347,7 @@ class PreparedAttention:
             recompute=self._choices.recompute,
             return_lse=self._return_lse,
         )
-        return found if self._layout == "BSHD" else from_bshd(found, self._layout)
+        return _returned(found, plan, sinks_N, self._layout)
 
     @constant_in_programs
     def _traced(
