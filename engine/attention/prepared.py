@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
@@ -441,7 +442,31 @@ def prepare_attention(
 def _constant(mask: Mask | None) -> _Constant | None:
     """A mask as what every torch takes as a constant while it traces. Its id makes torch guard the program: it is for
     this mask alone."""
-    return (mask.name_in_programs(), id(mask)) if isinstance(mask, Mask) else mask
+    if not isinstance(mask, Mask):
+        return mask
+    return mask.name_in_programs() or _name_of_parts(_parts(mask)), id(mask)
+
+
+def _parts(value: Any) -> Any:
+    """A mask that a program makes, as its class and what it is made of: values that torch takes as constants."""
+    if not is_dataclass(value):
+        return value
+    return type(value), {each.name: _parts(getattr(value, each.name)) for each in fields(value) if each.init}
+
+
+@constant_in_programs
+def _name_of_parts(parts: tuple[type[Mask], dict[str, Any]]) -> str:
+    """The name in programs of the mask that has these parts."""
+    mask: Mask = _joined(parts)
+    return mask.name_in_programs()
+
+
+def _joined(parts: Any) -> Any:
+    """The reverse of `_parts`."""
+    if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], type):
+        return parts
+    kind, values = parts
+    return kind(**{name: _joined(value) for name, value in values.items()})
 
 
 @constant_in_programs
