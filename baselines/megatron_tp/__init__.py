@@ -79,6 +79,11 @@ def indivisible_reason(settings: TrialSettings) -> str | None:
     model, ranks = settings.model, settings.tp_size
     if ranks == 1:
         return None
+    if settings.packs:
+        return (
+            f"{settings.method} divides matrices among tp_size {ranks} ranks for sequences of one text, found mask "
+            f"{settings.mask}, which packs documents; set mask to causal, or tp_size to 1"
+        )
     counts = {
         "query heads": model.heads,
         "KV heads": model.kv_heads,

@@ -42,7 +42,8 @@ _TILE_LOGITS = 1 << 26  # of a rank's tile of the fused loss, 256 MiB in fp32
 # Which dimension of a matrix is divided: rows (0) where results stay apart, columns (1) where they are summed.
 _DIVIDED = {
     "embedding.weight": 0, "head.weight": 0, "attention.q.weight": 0, "attention.k.weight": 0, "attention.v.weight": 0,
-    "attention.q.bias": 0, "attention.k.bias": 0, "attention.v.bias": 0,
+    "attention.q.bias": 0, "attention.k.bias": 0, "attention.v.bias": 0, "attention.gate.weight": 0,
+    "attention.gate.bias": 0,
     "attention.output.weight": 1, "mlp.gate.weight": 0, "mlp.up.weight": 0, "mlp.down.weight": 1,
 }  # fmt: skip
 

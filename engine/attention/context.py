@@ -331,8 +331,8 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("unshard")
         same = ctx.gradient == "same"
+        refuse_second_derivative("unshard", None if same else dwhole)
         found = ctx.cp.shard(dwhole, ctx.dim) if same else ctx.cp._summed_shard(dwhole, ctx.dim, ctx.kind)
         return found, None, None, None, None
 

@@ -67,7 +67,8 @@ class _BurstAttention(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
+        sent = (dout_BLND, dlse_BNL) if ctx.plan.cp.size > 1 else ()
+        refuse_second_derivative("attention", *sent)  # autograd does not see what the ranks exchange
         out_BLND, lse_BNL, sinks_N, expand_NXC, *tensors = ctx.saved_tensors
         plan = ctx.plan if expand_NXC is None else _expanding(ctx.plan, tensors[0], tensors[1], expand_NXC)
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
@@ -237,19 +238,26 @@ def _forward(
 def _joined_forward(
     plan: AttentionPlan, shards: QKV, sinks_N: Tensor | None, saved_output: SavedOutput, call: int
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final."""
+    """(out_BLND, lse_BNL) of rows that are computed, followed by those of `saved_output`, which are final.
+
+    Raises ValueError for a result of another call, and on all ranks where theirs begin at different positions.
+    """
+    cp, number = plan.cp, 0
+    try:  # no context manager, which would take host time in every call
+        saved_output.check(plan, shards[0], sinks_N)
+    except ValueError as error:
+        cp.comms.refuse(error)
+        raise
+    if cp.size > 1:
+        said = {"q": tuple(shards[0].shape), "saved_from": saved_output.cut}
+        number = cp.comms.agree(tuple(said.values()), said)
     if saved_output.cut == 0:
         return saved_output.tensors
-    with plan.cp.collective(call, plan=plan.cp.plan_number):
+    # Ranks that come with different results after all take no message of each other.
+    with cp.collective(call, plan=cp.plan_number + (number << 8)):
         out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(*shards, save=False)
     if sinks_N is not None:
         out_BHND, lse_BNH = _with_sinks(out_BHND, lse_BNH, sinks_N)
-    rows, tokens = out_BHND.shape[1] + saved_output.out_BLND.shape[1], shards[0].shape[1]
-    if rows != tokens:
-        raise ValueError(
-            f"saved holds {saved_output.out_BLND.shape[1]} rows from position {saved_output.cut} on and "
-            f"{out_BHND.shape[1]} lie before it, but q has {tokens}; pass what save_suffix returned for these shards"
-        )
     out_BLND = torch.cat((out_BHND, saved_output.out_BLND), dim=1)
     return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2)
 
@@ -288,9 +296,8 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     """A tensor that every kernel and transfer can read: the tensor itself, or a contiguous copy. Differentiable.
 
     A head's values of one token must be contiguous, from an address that wide loads accept, and no two tokens or heads
-    may share them. Other strides are free, so slices of one projection for q, k and v, or tensors with heads before
-    tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
-    return garbage, raise, or end the process with a misaligned address.
+    may share them. Other strides are free: slices of one projection for q, k and v, or tensors with heads before
+    tokens, are not copied. Kernels do not check: they return garbage, raise, or end the process.
     """
     start, contiguous = tensor_BLND.storage_offset(), tensor_BLND.is_contiguous()
     if contiguous and start == 0:

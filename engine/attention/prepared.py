@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
+from engine.attention.algorithms.saved import AttentionPlan, Made, SavedOutput, made_by_lse
 from engine.attention.compiled import compiled_attention, registered
 from engine.attention.context import ContextParallel, context_named, ranks_of_shared_context
 from engine.attention.inputs import (
@@ -140,7 +141,8 @@ def burst_attention(
             and the shared key behind them. Ranks send the latent (`engine.attention.algorithms.latent`). Its gradient
             is a sum as that of the sinks.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
-            the other rows are computed again.
+            the other rows are computed again. Refused where that call had another shape, mask, scale or softcap, or
+            only one of them sinks.
         recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
             that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
         return_lse: also return lse_BNL, the natural-log sum-exp of the scores, a sink's among them; it is
@@ -209,7 +211,14 @@ def burst_attention(
     found = run_attention(
         plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved=saved, recompute=recompute, return_lse=return_lse
     )
-    return found if tensor_layout is None else from_bshd(found, tensor_layout)
+    return _returned(found, plan, sinks_N, tensor_layout or "BSHD")
+
+
+def _returned(found: Result, plan: AttentionPlan, sinks_N: Tensor | None, layout: str) -> Result:
+    """A call's result in its layout; of an LSE is noted which call it is of (`save_suffix`)."""
+    if isinstance(found, tuple):
+        made_by_lse[found[1]] = Made.by(plan, sinks_N)
+    return found if layout == "BSHD" else from_bshd(found, layout)
 
 
 def _refuse(error: Exception, cp: ContextParallel | None, *tensors: object) -> NoReturn:
@@ -339,7 +348,7 @@ class PreparedAttention:
             recompute=self._choices.recompute,
             return_lse=self._return_lse,
         )
-        return found if self._layout == "BSHD" else from_bshd(found, self._layout)
+        return _returned(found, plan, sinks_N, self._layout)
 
     @constant_in_programs
     def _traced(
@@ -433,7 +442,31 @@ def prepare_attention(
 def _constant(mask: Mask | None) -> _Constant | None:
     """A mask as what every torch takes as a constant while it traces. Its id makes torch guard the program: it is for
     this mask alone."""
-    return (mask.name_in_programs(), id(mask)) if isinstance(mask, Mask) else mask
+    if not isinstance(mask, Mask):
+        return mask
+    return mask.name_in_programs() or _name_of_parts(_parts(mask)), id(mask)
+
+
+def _parts(value: Any) -> Any:
+    """A mask that a program makes, as its class and what it is made of: values that torch takes as constants."""
+    if not is_dataclass(value):
+        return value
+    return type(value), {each.name: _parts(getattr(value, each.name)) for each in fields(value) if each.init}
+
+
+@constant_in_programs
+def _name_of_parts(parts: tuple[type[Mask], dict[str, Any]]) -> str:
+    """The name in programs of the mask that has these parts."""
+    mask: Mask = _joined(parts)
+    return mask.name_in_programs()
+
+
+def _joined(parts: Any) -> Any:
+    """The reverse of `_parts`."""
+    if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], type):
+        return parts
+    kind, values = parts
+    return kind(**{name: _joined(value) for name, value in values.items()})
 
 
 @constant_in_programs

@@ -62,8 +62,7 @@ def convolved(
         return convolution(x_BLC, weight_CT, bias_C, runs)
     padded_BMC = with_earlier(x_BLC, earlier, cp)
     # Zeros in front of a sequence are as good as its own tokens; those of the rank before may be another document's.
-    others = cp.rank > 0 and not runs.continues
-    runs = (runs if others else replace(runs, continues=True)).after(earlier)
+    runs = (runs if cp.rank > 0 else replace(runs, before=earlier)).after(earlier)
     return convolution(padded_BMC, weight_CT, bias_C, runs)[:, earlier:]
 
 
@@ -93,7 +92,7 @@ class _WithEarlier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dpadded_BMC: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivative("the short convolution")
+        refuse_second_derivative("the short convolution", dpadded_BMC)
         earlier = ctx.earlier
         after = _from_neighbour(dpadded_BMC[:, :earlier], ctx.cp, -1)
         dx_BLC = dpadded_BMC[:, earlier:]

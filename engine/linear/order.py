@@ -85,7 +85,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx_BLE: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivative("the order of tokens")
+        refuse_second_derivative("the order of tokens", dx_BLE)
         return _moved(dx_BLE, ctx.cp, ctx.order, not ctx.consecutive), None, None, None
 
 

@@ -21,12 +21,17 @@ class Runs:
     Args:
         tokens: of all runs.
         starts: the first token of each run; the first run starts at 0.
-        continues: the first run's document has tokens before this shard.
+        before: tokens of the first run's document before this shard.
     """
 
     tokens: int
     starts: tuple[int, ...] = (0,)
-    continues: bool = False
+    before: int = 0
+
+    @property
+    def continues(self) -> bool:
+        """The first run's document has tokens before this shard."""
+        return self.before > 0
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -39,15 +44,17 @@ class Runs:
         return np.repeat(np.arange(len(self.starts)), np.diff(self.bounds))
 
     def after(self, tokens: int) -> Runs:
-        """These runs behind `tokens` tokens that precede the shard: part of the first run, or another document."""
-        later = tuple(start + tokens for start in self.starts)
-        return Runs(tokens=tokens + self.tokens, starts=(0, *(later[1:] if self.continues else later)))
+        """These runs behind `tokens` tokens that precede the shard: those of the first run's document join that run,
+        those before them are one run, of other documents."""
+        first = max(0, tokens - self.before)
+        starts = (*sorted({0, first}), *(start + tokens for start in self.starts[1:]))
+        return Runs(tokens=tokens + self.tokens, starts=starts, before=max(0, self.before - tokens))
 
 
 def runs_of(lengths: Sequence[int] | None, first: int, tokens: int) -> Runs:
     """Of the tokens `first` to `first + tokens` of a sequence whose documents have these lengths; None: it is one."""
     if lengths is None:
-        return Runs(tokens=tokens, continues=first > 0)
+        return Runs(tokens=tokens, before=first)
     begins = np.cumsum((0, *lengths[:-1])) - first
     starts = begins[(begins > 0) & (begins < tokens)].tolist()
-    return Runs(tokens=tokens, starts=(0, *starts), continues=0 not in begins)
+    return Runs(tokens=tokens, starts=(0, *starts), before=-int(begins[begins <= 0].max()))

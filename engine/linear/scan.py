@@ -89,7 +89,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dbefore_BVNP: Tensor) -> tuple[Tensor, Tensor, None]:
-        refuse_second_derivative("the scan of states")
+        refuse_second_derivative("the scan of states", dbefore_BVNP)
         map_BVNN, before_BVNP = ctx.saved_tensors
         dstate_BVNP = ctx.scan.exclusive(map_BVNN.mT, dbefore_BVNP, reverse=True)
         if map_BVNN.shape[-1] == 1:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -56,13 +57,24 @@ def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result
     return run
 
 
-def refuse_second_derivative(operation: str) -> None:
+def refuse_second_derivative(operation: str, *sent: Tensor | None) -> None:
     """First line of a backward that computes gradients of `operation` which autograd cannot differentiate.
 
     torch's `once_differentiable` raises nothing where the incoming gradient is a constant, as that of a loss is: a
     penalty on the gradients is then part of the loss and not of the gradients.
 
-    Raises ValueError where backward runs under create_graph.
+    Args:
+        sent: gradients that ranks send, which cannot be batches of them.
+
+    Raises ValueError where backward runs under create_graph, or in a batch.
     """
     if torch.is_grad_enabled():
         raise ValueError(f"create_graph is set and {operation} has no second derivative; take gradients without it")
+    if any(
+        gradient is not None and (is_legacy_batchedtensor(gradient) or is_functorch_wrapped_tensor(gradient))
+        for gradient in sent
+    ):
+        raise ValueError(
+            f"the gradient of {operation} is in a batch of is_grads_batched, vectorize or torch.func, which do not "
+            "follow what ranks send; take one gradient at a time"
+        )

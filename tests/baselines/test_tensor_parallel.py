@@ -31,6 +31,7 @@ CASES = {
     "nothing recomputed, whole logits": replace(SETTINGS, checkpoint=Checkpoint(every=0), lm_head_fusion=False),
     "part of attention kept, groups of layers": replace(SETTINGS, checkpoint=Checkpoint(every=2, tail=0.5)),
     "two micro-batches": replace(SETTINGS, batch_size=1, gradient_accumulation=2),
+    "attention with a gate": replace(SETTINGS, model=replace(SHAPE, attention_gate=True, qkv_bias=True)),
 }
 STEPS = 2
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -125,6 +126,7 @@ def test_a_step_sends_the_bytes_of_megatrons_formula() -> None:
         ({"loss_kernel": "liger"}, "megatron_tp has no loss_kernel liger; set loss_kernel to own"),
         ({"sharding": "hybrid"}, "megatron_tp has no sharding hybrid; set sharding to full"),
         ({"seq_len": 33}, "seq_len 33 does not split"),
+        ({"mask": "documents"}, "megatron_tp divides matrices among tp_size 2 ranks for sequences of one text, found"),
         *(
             ({"model": replace(SHAPE, **{name: value})}, f"megatron_tp cannot divide {name} {value} of model small")
             for name, value in {

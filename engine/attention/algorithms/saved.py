@@ -6,13 +6,14 @@ its position, so saving the outputs of the last tokens avoids the most recomputa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.attention.algorithms.latent import Expansion
 from engine.attention.comm.link_speed import Link
@@ -113,6 +114,25 @@ class AttentionPlan:
         }
 
 
+class Made(NamedTuple):
+    """What decides a call's result besides its tensors."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    sinks: bool
+
+    @classmethod
+    def by(cls, plan: AttentionPlan, sinks_N: Tensor | None) -> Made:
+        """Of a call with this plan."""
+        choice = plan.choice
+        return cls(choice.problem.mask, plan.scale, choice.choices.softcap, sinks_N is not None)
+
+
+# Of the LSEs that calls returned, while they live. An attribute of theirs would be written by `torch.save`.
+made_by_lse: MutableMapping[Tensor, Made] = WeakTensorKeyDictionary()
+
+
 @dataclass(frozen=True, slots=True)
 class SavedOutput:
     """What one call of attention gave, for this rank's tokens at or after global position `cut`.
@@ -123,10 +143,32 @@ class SavedOutput:
     out_BLND: Tensor  # rows from `cut` on, the last of the local tokens
     lse_BNL: Tensor
     cut: int = 0  # global position
+    made: Made | None = None  # None: not known, as of a detached LSE
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.out_BLND, self.lse_BNL
+
+    def check(self, plan: AttentionPlan, q_BLND: Tensor, sinks_N: Tensor | None) -> None:
+        """Raise ValueError unless this is of a call with such shards, and with the mask and factors of `plan`."""
+        batch, tokens, heads, _ = q_BLND.shape
+        rows = tokens - plan.cp.rows_before(self.cut, tokens * plan.cp.size)
+        out_shape, lse_shape = (batch, rows, heads, plan.choice.problem.value_dim), (batch, heads, rows)
+        if (self.out_BLND.shape, self.lse_BNL.shape) != (out_shape, lse_shape):
+            raise ValueError(
+                f"saved holds out {tuple(self.out_BLND.shape)} and lse {tuple(self.lse_BNL.shape)} from position "
+                f"{self.cut} on, and this call has {out_shape} and {lse_shape} there; pass what save_suffix returned "
+                "for these shards"
+            )
+        now = Made.by(plan, sinks_N)
+        if self.made is None or self.made == now:
+            return
+        names = [name for name in Made._fields if getattr(self.made, name) != getattr(now, name)]
+        before, here = (", ".join(f"{name} {getattr(made, name)}" for name in names) for made in (self.made, now))
+        raise ValueError(
+            f"saved is of a call with {before}, and this one has {here}; pass saved to a call with the same mask, "
+            "scale, softcap and sinks"
+        )
 
 
 # The result of attention from the part of it that was saved, None for nothing.
@@ -194,6 +236,7 @@ def save_suffix(
     when nothing is kept. Free of any graph. `tensor_layout` is that of the call. Raises ValueError when `tail` is no
     fraction, or the tensors are in another layout.
     """
+    made = None if torch.compiler.is_compiling() else _made(lse_BNL)
     if tensor_layout != "BSHD":
         (out_BLND,) = to_bshd([out_BLND], tensor_layout)
         lse_BNL = lse_BNL.unsqueeze(0) if tensor_layout == "THD" else lse_BNL
@@ -208,6 +251,12 @@ def save_suffix(
         return None
     out_BLND, lse_BNL = out_BLND.detach(), lse_BNL.detach()
     if cut == 0:
-        return SavedOutput(out_BLND, lse_BNL)
+        return SavedOutput(out_BLND, lse_BNL, made=made)
     head = cp.rows_before(cut, seq_len)
-    return SavedOutput(out_BLND[:, head:].clone(), lse_BNL[:, :, head:].clone(), cut)
+    return SavedOutput(out_BLND[:, head:].clone(), lse_BNL[:, :, head:].clone(), cut, made)
+
+
+def _made(lse_BNL: Tensor) -> Made | None:
+    """Of which call this LSE is, or the one that it is a view of: calls without a batch return a view."""
+    base_BNL = lse_BNL if lse_BNL._base is None else lse_BNL._base
+    return made_by_lse.get(lse_BNL) or made_by_lse.get(base_BNL)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from operator import index
+from types import MemberDescriptorType
 from typing import ClassVar
 
 import numpy as np
@@ -48,11 +49,19 @@ class Mask:
         return None
 
     def name_in_programs(self) -> str:
-        """What compiled programs have in place of the mask (`engine.attention.compiled`): the same for equal masks."""
+        """What compiled programs have in place of the mask (`engine.attention.compiled`): the same for equal masks.
+        Empty for one that a program makes: while torch traces, it has no fields."""
+        if is_dataclass(self) and not all(self._is_set(each.name) for each in fields(self)):
+            return ""
         if self not in _names:
             _names[self] = f"mask {next(_numbers)}"
             _named[_names[self]] = self
         return _names[self]
+
+    def _is_set(self, name: str) -> bool:
+        """Whether this object has a value of its own for a field, beside a default of its class."""
+        slot = isinstance(getattr(type(self), name, None), MemberDescriptorType)
+        return name in getattr(self, "__dict__", ()) or (slot and hasattr(self, name))
 
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""

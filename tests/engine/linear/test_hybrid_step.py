@@ -4,6 +4,7 @@ gradient and every updated parameter, however the ranks share the sequence and w
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ DELTA = ModelShape(
     linear_value_dim=5, rope_scaling="default:partial_rotary_factor=0.5",
 )  # fmt: skip
 MAMBA = replace(DELTA, linear="mamba2", attention_gate=False, qk_norm=False, layer_pattern="FlwL", window=9)
+SMALL = replace(DELTA, layers=2, attention_gate=False, qk_norm=False, layer_pattern="lf")
 SHAPES = {"delta": DELTA, "mamba": MAMBA}
 SETTINGS = TrialSettings(task="train", method="burst", model=DELTA, seq_len=48, batch_size=2, dtype="fp64")
 TILED = {"projection_tiles": 3, "mlp_tiles": 2}
@@ -62,7 +64,24 @@ def every(number: int, cases: dict[str, TrialSettings]) -> dict[str, TrialSettin
     [(1, 9, 2), (2, 8, 0), (4, 7, 0), *slow((1, 1, 2), (2, 1, 2), (4, 1, 2), (8, 4, 0))],
 )
 def test_loss_gradients_and_updates_are_those_of_one_process(world_size: int, step: int, updates: int) -> None:
-    cases = every(step, cases_of(world_size))
+    compare(world_size, every(step, cases_of(world_size)), updates)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_documents_that_begin_just_before_a_rank_see_nothing_of_others(world_size: int) -> None:
+    """The short convolution has 4 taps, so a rank receives 3 tokens."""
+    cases = {}
+    for kind, (seq_len, before) in product(("gated_delta_net", "mamba2"), ((48, 1), (48, 2), (48, 3), (12, 1))):
+        first = seq_len // world_size - before
+        for lengths in ((first, seq_len - first), (first - 1, 1, seq_len - first)):
+            mask = "documents:" + ",".join(map(str, lengths))
+            sizes = {"world_size": world_size, "cp_size": world_size, "seq_len": seq_len}
+            cases[f"{kind}: {mask}"] = replace(SETTINGS, model=replace(SMALL, linear=kind), mask=mask, **sizes)
+    compare(world_size, cases)
+
+
+def compare(world_size: int, cases: dict[str, TrialSettings], updates: int = 0) -> None:
+    """Loss and gradients of each case with those of one process, and parameters after so many optimizer steps."""
     found = run_on_ranks(world_size, parallel_runs, cases, updates)[0]
     wrong = {}
     for name, settings in cases.items():

@@ -27,8 +27,8 @@ from harness.spec.models import named_model
 from tests.engine.linear import library
 
 RUNS = {
-    "one": Runs(tokens=21, continues=True),
-    "several": Runs(tokens=21, starts=(0, 3, 4, 17), continues=True),
+    "one": Runs(tokens=21, before=1),
+    "several": Runs(tokens=21, starts=(0, 3, 4, 17), before=1),
 }
 
 

@@ -34,6 +34,8 @@ DOCUMENTS: dict[str, tuple[int, ...]] = {
     "single tokens": (1, 1, 1, 7, 1, 9, 1, 1, 18, 1, 1, 38),
     "at the edges of ranks": (10, 10, 20, 40),
     "odd": (3, 27, 13, 37),
+    "begin 1, 2 and 3 tokens before ranks": (19, 19, 19, 23),
+    "shorter than the taps before ranks": (17, 1, 1, 18, 2, 19, 2, 20),
 }
 LAYOUTS = ("zigzag", "contiguous", "striped", "balanced")
 KINDS = ("gated_delta_net", "mamba2")
@@ -208,7 +210,7 @@ def reads_of_mamba(groups: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scan: Any = lambda map_BVNN, state_BVNP: state_BVNP  # noqa: E731
-        out = state_space(q, k, v, decay, Runs(tokens=tokens, continues=True), scan, alone)
+        out = state_space(q, k, v, decay, Runs(tokens=tokens, before=1), scan, alone)
     assert out.requires_grad
     return sum(saved.values())
 

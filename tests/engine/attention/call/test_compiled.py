@@ -4,6 +4,8 @@ calls."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from engine.attention import compiled
 from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.context import PlanCache, context_named
 from engine.attention.geometry.balanced import Balanced
-from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Strided
 from engine.attention.prepared import constant_in_programs
 from tests.ranks import run_on_ranks
 from tests.slow import slow
@@ -114,6 +116,34 @@ def test_another_mask_is_another_program_and_the_first_one_comes_back() -> None:
     q, k, v = (t.detach() for t in leaves(cp))
     for mask in [Documents((8, 24)), Documents((9, 23)), Documents((8, 24)), SlidingWindow(3), SlidingWindow(4)]:
         assert torch.equal(program(q, k, v, mask), burst_attention(q, k, v, mask=mask, cp=cp)), mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowWindow(SlidingWindow):
+    """A mask of a user: its fields have defaults, and are no slots."""
+
+    left: int = 2
+    right: int = 1
+
+
+MADE: dict[str, Callable[[], Mask]] = {
+    "no fields": Full,
+    "numbers": lambda: SlidingWindow(5, 2, 3),
+    "documents": lambda: Documents((9, 23), left=4),
+    "a pattern": lambda: BlockSparse(Strided(2), 8, causal=True),
+    "own": lambda: NarrowWindow(left=3),
+    "own, defaults": NarrowWindow,
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_a_program_may_make_its_mask(made: Callable[[], Mask]) -> None:
+    cp = ContextParallel.single()
+    q, k, v = (t.detach() for t in leaves(cp))
+    attend = prepare_attention(q, k, cp=cp)
+    for call in (lambda: burst_attention(q, k, v, mask=made(), cp=cp), lambda: attend(q, k, v, made())):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(), call())
 
 
 def test_another_context_or_prepared_attention_is_another_program() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
+from engine.attention.algorithms.saved import save_suffix
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
@@ -140,6 +141,18 @@ def attend(cp: ContextParallel, schedule: str, number: int, tokens: int = 12) ->
     return burst_attention(*shards_of(number, tokens), cp=cp, schedule=schedule)
 
 
+def attend_again(cp: ContextParallel, schedule: str, tail: float) -> None:
+    """A call, and the same one again from the saved rows of `tail`; 0: from none."""
+    shards, named = shards_of(0, 12), {"cp": cp, "schedule": schedule, "recompute": True}
+    out, lse = burst_attention(*shards, return_lse=True, **named)
+    burst_attention(*shards, saved=save_suffix(out, lse, cp, tail), return_lse=True, **named)
+
+
+def saved_otherwise(cp: ContextParallel, schedule: str) -> None:
+    for tail in (0.5, 0.25, 0.5 if dist.get_rank() == FAILING_RANK else 0.25):
+        attend_again(cp, schedule, tail)
+
+
 def without_gradients(cp: ContextParallel, schedule: str) -> None:
     with torch.set_grad_enabled(dist.get_rank() != FAILING_RANK):
         out = attend(cp, schedule, 0)
@@ -187,7 +200,7 @@ def skipped(cp: ContextParallel, schedule: str) -> None:
     attend(cp, schedule, 0, 24)
 
 
-WRONG_ORDERS = (without_gradients, all_frozen, other_order, other_lengths, skipped)
+WRONG_ORDERS = (without_gradients, all_frozen, other_order, other_lengths, saved_otherwise, skipped)
 
 
 def sentences_of(cases: tuple[Callable[..., None], ...], schedule: str) -> dict[str, tuple[str, str]]:
@@ -244,7 +257,9 @@ def differing_calls(schedule: str) -> dict[str, tuple[str, str]]:
         "refused mask": lambda: call(mask="causal" if odd else Full(), tokens=20),
         "refused device": lambda: burst_attention(*(t.to("meta" if odd else "cpu") for t in shards_of(0, 12)), cp=cp),
         "unshard": lambda: cp.unshard(torch.zeros(1, 16 if odd else 12)),
-        "right": call,
+        "saved": lambda: attend_again(cp, schedule, 0.75 if odd else 0.5),
+        "saved whole": lambda: attend_again(cp, schedule, 1.0 if odd else 0.5),
+        "right": lambda: attend_again(cp, schedule, 0.25),
     }
     return {name: raised(case) for name, case in cases.items()}
 
@@ -286,10 +301,15 @@ def known_beside_new_length(cp: ContextParallel, schedule: str) -> None:
         attend(cp, schedule, 0, tokens)
 
 
+def known_beside_saved(cp: ContextParallel, schedule: str) -> None:
+    attend_again(cp, schedule, 0.0 if dist.get_rank() == FAILING_RANK else 0.5)
+
+
 ONE_NEW = {
-    known_beside_new_mask: "(mask Full full; the last new kind had mask Causal causal)",
+    known_beside_saved: "",
+    known_beside_new_mask: " (mask Full full; the last new kind had mask Causal causal)",
     known_beside_new_length: (
-        "(q [1, 8, 6, 8], k [1, 8, 6, 8], v [1, 8, 6, 8]; the last new kind had q [1, 12, 6, 8], k [1, 12, 6, 8], "
+        " (q [1, 8, 6, 8], k [1, 8, 6, 8], v [1, 8, 6, 8]; the last new kind had q [1, 12, 6, 8], k [1, 12, 6, 8], "
         "v [1, 12, 6, 8])"
     ),
 }
@@ -303,9 +323,9 @@ def test_a_new_kind_of_call_on_some_ranks_alone_is_shown_to_all(world_size) -> N
             error, words = found[case.__name__]
             assert error == "PeerLost", (case, words)
             if rank == FAILING_RANK:
-                assert f"{others} began a new kind of call that this rank did not {difference}" in words
+                assert f"{others} began a new kind of call that this rank did not{difference}" in words
             else:
-                assert f"rank {FAILING_RANK} did not come to this call {difference} within " in words
+                assert f"rank {FAILING_RANK} did not come to this call{difference} within " in words
 
 
 def test_ranks_that_gather_different_tensors_end_with_a_sentence_and_not_with_garbage() -> None:

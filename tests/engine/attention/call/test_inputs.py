@@ -21,6 +21,9 @@ from engine.attention.algorithms.saved import save_suffix
 from engine.attention.comm.p2p import BrokenContext, PeerLost
 from engine.attention.masks import Causal
 from engine.attention.resolve import choose_layout
+from engine.linear.convolution import with_earlier
+from engine.linear.order import to_consecutive
+from engine.linear.scan import StateScan
 from tests.plans import plan_attention
 from tests.ranks import run_on_ranks
 
@@ -288,6 +291,47 @@ def test_tensors_that_cannot_be_sent_are_refused_on_several_ranks_before_any_mes
             wrapper = case.split(",")[0] if "Tensor" in case else None
             expected = f"{wrapper} is a tensor around others" if wrapper else "a tensor is in a transform of torch.func"
             assert words.startswith(f"ValueError: {expected}"), (case, words)
+        assert works
+
+
+def batched_backwards() -> tuple[dict[str, str], bool]:
+    """What backwards of a batch of gradients raise, and whether the gradients of one are there afterwards."""
+    cp = ContextParallel()
+    q = torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    calls = {
+        "attention": lambda q: burst_attention(q, q, q, cp=cp),
+        "LSE": lambda q: burst_attention(q, q, q, cp=cp, return_lse=True)[1],
+        "ulysses": lambda q: burst_attention(q, q, q, cp=cp, schedule="ulysses"),
+        "unshard": cp.unshard,
+        "the short convolution": lambda q: with_earlier(q.flatten(2), 3, cp),
+        "the scan of states": lambda q: StateScan(cp)(*2 * (q[:, :4].transpose(1, 2),)),
+        "the order of tokens": lambda q: to_consecutive(q.flatten(2), cp),
+    }
+    ways = {
+        "is_grads_batched": lambda out: torch.autograd.grad(
+            out, q, torch.ones(3, *out.shape, dtype=out.dtype), is_grads_batched=True, retain_graph=True
+        ),
+        "vmap": lambda out: torch.func.vmap(lambda gradient: torch.autograd.grad(out, q, gradient, retain_graph=True))(
+            torch.ones(3, *out.shape, dtype=out.dtype)
+        ),
+    }
+    found, finite = {}, []
+    for (name, call), (way, run) in itertools.product(calls.items(), ways.items()):
+        try:
+            run(out := call(q))
+            found[f"{name}, {way}"] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            found[f"{name}, {way}"] = f"{type(error).__name__}: {error}"
+        finite.append(torch.autograd.grad(out.sum(), q)[0].isfinite().all().item())
+    return found, all(finite)
+
+
+def test_a_batch_of_gradients_is_refused_on_several_ranks_before_any_message() -> None:
+    for found, works in run_on_ranks(2, batched_backwards):
+        for case, words in found.items():
+            name = case.split(",")[0]
+            operation = name if name.startswith("the ") or name == "unshard" else "attention"
+            assert words.startswith(f"ValueError: the gradient of {operation} is in a batch of is_grads_batched"), case
         assert works
 
 

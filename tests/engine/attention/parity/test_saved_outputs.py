@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, product
 
 import pytest
 import torch
 
-from engine import ContextParallel, burst_attention
-from engine.attention.algorithms.saved import SavedOutput, save_suffix
+from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention.algorithms.saved import SavedOutput, made_by_lse, save_suffix
 from engine.attention.geometry.layout import (
     LAYOUTS,
     Segment,
@@ -288,8 +289,50 @@ def test_the_saved_output_is_a_copy_of_only_the_tails_rows() -> None:
     assert whole.out_BLND.data_ptr() == out.data_ptr()  # no copy where everything is kept
 
 
-def test_rows_saved_of_other_shards_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads", "width"), [(1, 10, 2, 4), (1, 16, 1, 4), (1, 16, 4, 4), (2, 16, 2, 4), (1, 16, 2, 8)]
+)
+def test_rows_saved_of_other_shards_are_refused(batch, rows, heads, width) -> None:
     q, k, v = (torch.randn(1, 64, 2, 4) for _ in range(3))
-    saved = SavedOutput(torch.randn(1, 10, 2, 4), torch.randn(1, 2, 10), cut=48)
-    with pytest.raises(ValueError, match="saved holds 10 rows from position 48 on and 48 lie before it, but q has 64"):
+    saved = SavedOutput(torch.randn(batch, rows, heads, width), torch.randn(batch, heads, rows), cut=48)
+    words = (
+        f"saved holds out ({batch}, {rows}, {heads}, {width}) and lse ({batch}, {heads}, {rows}) from position 48 on, "
+        "and this call has (1, 16, 2, 4) and (1, 2, 16) there; pass what save_suffix returned for these shards"
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
         burst_attention(q, k, v, saved=saved)
+
+
+@pytest.mark.parametrize("tail", [0.25, 1.0])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])
+def test_a_saved_result_of_another_mask_or_factor_is_refused(layout, tail) -> None:
+    shape = {"BSHD": (1, 64, 2, 4), "BHSD": (1, 2, 64, 4), "THD": (64, 2, 4)}[layout]
+    q, cp, named = torch.randn(shape), ContextParallel.single(), {"tensor_layout": layout, "kernel": "reference"}
+    given = {"mask": SlidingWindow(9), "scale": 0.5, "softcap": 20.0, "sinks_N": torch.zeros(2)}
+    attend = prepare_attention(q, q, cp=cp, return_lse=True, mask=given["mask"], scale=0.5, softcap=20.0, **named)
+    results = (
+        burst_attention(q, q, q, cp=cp, return_lse=True, **given, **named),
+        attend(q, q, q, sinks_N=torch.zeros(2)),
+    )
+    others = {
+        "mask": (Causal(), "causal"),
+        "scale": (2.0, "2.0"),
+        "softcap": (None, "None"),
+        "sinks_N": (None, "False"),
+    }
+    for out, lse in results:
+        saved = save_suffix(out, lse, cp, tail, layout)
+        burst_attention(q, q, q, cp=cp, saved=saved, **{**given, "mask": SlidingWindow(9)}, **named)
+        for name, (other, found) in others.items():
+            field = name.removesuffix("_N")
+            words = f"saved is of a call with {field} .*, and this one has {field} {found}; pass saved to a call with"
+            with pytest.raises(ValueError, match=words):
+                burst_attention(q, q, q, cp=cp, saved=saved, **{**given, name: other}, **named)
+
+
+def test_a_call_is_remembered_for_as_long_as_its_lse() -> None:
+    q, before = torch.randn(1, 8, 2, 4), len(made_by_lse)
+    lse = burst_attention(q, q, q, return_lse=True)[1]
+    assert len(made_by_lse) == before + 1
+    del lse
+    assert len(made_by_lse) == before
