@@ -42,18 +42,25 @@ limits: {trial_seconds: 3600}
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """A clock to be turned, and the handlers and the end of this process as they were."""
-    clock, registered = [1000.0], []
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves the handlers and the end of this process as they were: an interrupted block stays in force."""
+    registered: list[object] = []
     monkeypatch.setattr(atexit, "register", registered.append)
-    monkeypatch.setattr(interrupts, "_current", None)  # an interrupted block stays in force
+    monkeypatch.setattr(interrupts, "_current", None)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:  # whoever started the tests may ignore some, as nohup does
         signal.signal(number, signal.SIG_DFL)
-    yield clock
+    yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def now(undone: None, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock to be turned, of a process that is left as it was."""
+    clock = [1000.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
+    return clock
 
 
 def press(number: int = signal.SIGINT) -> None:
@@ -246,7 +253,7 @@ def test_a_command_under_nohup_does_not_heed_a_closed_terminal() -> None:
     assert ended.stdout.splitlines()[-1] == "True"
 
 
-def test_ctrl_c_while_the_report_is_drawn_names_the_command_that_draws_it(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_while_the_report_is_drawn_names_the_command_that_draws_it(undone, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("exp.yaml").write_text(EXPERIMENT)
     monkeypatch.setattr("harness.report.page.write_report_of", lambda *_: press())
@@ -256,5 +263,5 @@ def test_ctrl_c_while_the_report_is_drawn_names_the_command_that_draws_it(tmp_pa
     assert said.endswith(
         "burst: interrupted while the report was drawn; all records are kept, and it is drawn by: burst report out\n"
     )
-    monkeypatch.undo()
+    monkeypatch.undo()  # and no block is in force, as in a new process
     assert main(["report", str(tmp_path / "out"), "--format", "csv"]) == 0
