@@ -16,6 +16,7 @@ from harness.spec.experiment import load_experiment
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "8b-at-128k.md").read_text(encoding="utf-8")
+PLANS = (DOCS / "plan.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(?ms)^```yaml\n(.*?)^```", PAGE)
 H200 = hardware_named("h200")
 HOST = imagined(H200.gpu_names[0], H200.memory_gib)
@@ -48,6 +49,9 @@ def test_predictions_of_the_page_are_those_of_the_plan(tmp_path: Path) -> None:
     assert f"uses {alone.host_gib:.0f} GiB there and predicts {alone.time.seconds:.1f} s" in PAGE
     _, mostly = planned(tmp_path, one.replace(", optimizer_offload: true", ""), [])
     assert f"on the GPU: {mostly.time.seconds:.1f} s, with {mostly.host_gib:.0f} GiB on the host" in PAGE
+    _, less = planned(tmp_path, one.replace(", optimizer_offload: true", ""), ["fixed.host_memory=64GiB"])
+    assert f"`host_memory: 64GiB` {less.time.seconds:.1f} s, with {less.host_gib:.0f} GiB there" in PAGE
+    assert f"the answer is {less.time.seconds:.1f} s and {less.host_gib:.0f} GiB" in PLANS
     _, whole = planned(tmp_path, two, [])
     _, small = planned(tmp_path, two, ["fixed.memory=80GiB"])
     longer = small.time.seconds / whole.time.seconds - 1
@@ -57,8 +61,7 @@ def test_predictions_of_the_page_are_those_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_what_the_page_on_plans_prints_for_this_model_is_the_plan(tmp_path: Path) -> None:
-    page = (DOCS / "plan.md").read_text(encoding="utf-8")
-    table = page.partition("cp_size  checkpoint.mlp")[2].partition("```")[0]
+    table = PLANS.partition("cp_size  checkpoint.mlp")[2].partition("```")[0]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert [row[0] for row in rows] == ["1", "2", "4"]
     for gpus, mlp, hosted, offload, *shown, _ in rows:
