@@ -245,7 +245,7 @@ class TrialSettings:
     # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
     optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
-    host_memory: str = ""  # of the host that one rank may take, such as 64GiB; empty: 90% of its share
+    host_memory: str = ""  # of the host that one rank may take, such as 64GiB; empty: most of its share
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     cuda_graph: CudaGraph = "auto"  # whether CUDA graphs replay a `step` of training (one GPU)

@@ -103,7 +103,7 @@ class TokenStore(Sequences):
         """Raises ValueError where the tokens are not those that the store was built with, as after a copy that was cut
         short and filled with zeros. Of parts alone: a single changed token of a large store may pass."""
         expected = self.header.tokens_sha256
-        if expected and sha256_of_parts([self._directory / TOKENS_FILE]) != expected:
+        if expected and sha256_of_parts([self._directory / TOKENS_FILE], ends=True) != expected:
             raise ValueError(
                 f"token store {self._directory} has other tokens than it was built with; copy it again, or {_NEXT_STEP}"
             )
@@ -164,14 +164,16 @@ class TokenStore(Sequences):
         return asdict(self.header)
 
 
-def sha256_of_parts(paths: Sequence[Path]) -> str:
-    """A hash of the sizes of files and of parts of each, spread evenly: no start waits until a large file is read."""
+def sha256_of_parts(paths: Sequence[Path], *, ends: bool = False) -> str:
+    """A hash of the sizes of files and of parts of each, spread evenly, so that no start waits until a large file is
+    read; with `ends` also of their last bytes, which hashes of weights in checkpoints of adapters lack."""
     found = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
         found.update(f"{size};".encode())
         with open(path, "rb") as file:
-            for start in range(0, size, max(_PART_BYTES, size // _PARTS)):
+            starts = range(0, size, max(_PART_BYTES, size // _PARTS))
+            for start in (*starts, max(0, size - _PART_BYTES)) if ends else starts:
                 file.seek(start)
                 found.update(file.read(_PART_BYTES))
     return found.hexdigest()
@@ -253,7 +255,7 @@ def build_store(
             documents=len(writer.starts),
             documents_sha256=writer.documents_digest.hexdigest(),
             answers_only=writer.answers_only,
-            tokens_sha256=sha256_of_parts([aside / TOKENS_FILE]),
+            tokens_sha256=sha256_of_parts([aside / TOKENS_FILE], ends=True),
         )
         (aside / HEADER_FILE).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
         if directory.exists():  # renaming would replace an empty directory

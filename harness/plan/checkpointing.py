@@ -69,8 +69,9 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
     of_host = size_in_bytes(settings.host_memory, "host_memory") if settings.host_memory else None
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     if machine.device == "cpu":  # all is host memory
-        sizes = [(float(size), name) for size, name in ((asked, "memory"), (of_host, "host_memory")) if size]
-        host, source = min(sizes, default=(_CPU_SHARE * share, f"half of the host's{shared}"))
+        host, source = (float(asked), "memory") if asked else (_CPU_SHARE * share, f"half of the host's{shared}")
+        if of_host is not None and of_host < host:
+            host, source = float(of_host), "host_memory"
         return Budget(gpu=None, host=host, source=source)
     host, host_source = _HOST_SHARE * share, f"90% of the host's{shared}"
     if not machine.memory_gib:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.checkpoint.planning.plan import least_gpu_bytes
 from engine.measurement import Forecast
-from engine.settings import TrialSettings
+from engine.settings import TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
@@ -148,7 +149,9 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
         if (found := plan_fits(tried, machine, hardware)) is not None:
             return found
         memory = engine_memory(tried)
-        return memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware, None)
+        if memory is None or (tried.host_memory and memory.host > size_in_bytes(tried.host_memory, "host_memory")):
+            return False
+        return fits_gpu(memory.allocated / GIB, tried, hardware, None)
 
     if not memory_is_modelled(settings) or not fits(1):
         return None
@@ -182,12 +185,18 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]
             "checkpoint to the planner"
         )
     machine, room = machine_of(hardware), gpu_room(settings, hardware)
-    least = least_gpu_bytes(settings) / GIB
+
+    def fits(gib: int) -> bool:
+        return plan_fits(replace(settings, memory=f"{gib}GiB"), machine, hardware) is True
+
+    least = math.ceil(least_gpu_bytes(settings) / GIB)
+    if room >= least and not fits(least):  # where the host bounds the plan, more of the GPU is needed
+        least = bisect_left(range(math.floor(room) + 1), True, lo=least, key=fits)
     parts = (part / 2**halvings for halvings in itertools.count() for part in _PARTS)
     smaller = (math.floor(room * part) for part in itertools.islice(parts, 1, None))
     budgets = [room, *itertools.takewhile(lambda gib: gib >= least, smaller)] if room >= least else []
-    if budgets and math.ceil(least) < budgets[-1]:
-        budgets.append(math.ceil(least))
+    if budgets and least < budgets[-1]:
+        budgets.append(least)
     rows = []
     for gib in budgets:
         budget = settings.memory if gib == room else f"{gib}GiB"

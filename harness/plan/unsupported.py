@@ -214,7 +214,7 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if settings.host_memory and of_rank > size_in_bytes(settings.host_memory, "host_memory"):
         return (
             f"a rank would hold about {of_rank / GIB:,.3g} GiB of its host's memory, and host_memory is "
-            f"{settings.host_memory}; allow more, or move less there (docs/memory.md)"
+            f"{settings.host_memory}; allow more, or keep less (docs/memory.md)"
         )
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
     needed = ranks * of_rank / GIB

@@ -311,7 +311,8 @@ class MemoryModel:
         )
 
     def host(self, choice: MemorySettings) -> float:
-        """Bytes of host memory alone: more with each more layer there, and with a larger part of its MLP kept."""
+        """Bytes of host memory alone: more with a larger part of the MLP kept and, where layers are alike, with each
+        more layer there."""
         _, _, of_checkpoint = self._kept(choice.checkpoint)
         states = self._states * choice.optimizer_offload
         return self._process + of_checkpoint + self._saved_on_host(choice) + states

@@ -397,10 +397,14 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
 
         if problem.cost.bound(hosting(0)) >= least:
             return
-        most = bisect_left(numbers, True, lo=most, key=fills_host)
-        if not most or not fits_at_head(numbers[most - 1]):
-            continue
-        for choice in map(hosting, numbers[bisect_left(numbers, True, hi=most, key=fits_at_head) : most]):
+        able: Sequence[int]
+        if not memory.alike:  # with one more, other layers are there, which may save less
+            able = [each for each in numbers if not fills_host(each) and fits_at_head(each)]
+        else:
+            most = bisect_left(numbers, True, lo=most, key=fills_host)
+            most_fit = bool(most) and fits_at_head(numbers[most - 1])
+            able = numbers[bisect_left(numbers, True, hi=most, key=fits_at_head) : most] if most_fit else ()
+        for choice in map(hosting, able):
             if problem.cost.bound(choice) >= least:
                 break
             if problem.share(memory.of(choice)) <= 1:
@@ -408,7 +412,8 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
                 least = min(least, problem.cost.seconds(choice))
                 break
         else:
-            if not tried:  # which of them fit with any share of the MLP is asked once, and only where it matters
+            # Which of them fit with some share of the MLP is asked once, and only where it matters.
+            if able and not tried:
                 numbers, most, tried = [each for each in numbers if may_fit(each)], 0, True
 
 

@@ -39,10 +39,17 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
         if not rows:
             room, least = gpu_room(each, hardware), math.ceil(least_gpu_bytes(each) / GIB)
             where, larger = (hardware.title, "") if room == hardware.memory_gib else ("memory", "memory, ")
+            trial = (
+                f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size {each.cp_size}"
+            )
+            if least <= room:
+                raise UsageError(
+                    f"{trial} needs more of a host than {each.host_memory or 'is assumed'} beside {room:g} GiB of a "
+                    f"GPU ({where}); give a larger host_memory, {larger}--gpus or a smaller --seq-len"
+                )
             raise UsageError(
-                f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size "
-                f"{each.cp_size} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give a larger "
-                f"{larger}--gpus or a smaller --seq-len"
+                f"{trial} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give a larger {larger}"
+                "--gpus or a smaller --seq-len"
             )
         found.append(rows)
     return found

@@ -52,9 +52,13 @@ def settings(
 
 
 def problem(
-    trial: TrialSettings, gpu: float, speeds: GpuSpeeds | None = None, grid: SearchGrid | None = None
+    trial: TrialSettings,
+    gpu: float,
+    speeds: GpuSpeeds | None = None,
+    grid: SearchGrid | None = None,
+    host: float = float("inf"),
 ) -> PlanningProblem:
-    budget = Budget(gpu=gpu)
+    budget = Budget(gpu=gpu, host=host)
     return PlanningProblem(
         memory=MemoryModel(trial),
         cost=CostModel(trial, speeds or GpuSpeeds()),
@@ -144,11 +148,15 @@ def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
     open_ended = problem(trial, float("inf"), speeds, SMALL_GRID)
     choices = every_choice(open_ended)
     reserved = [open_ended.memory.of(choice).reserved for choice in choices]
+    hosts = [open_ended.memory.host(choice) for choice in choices]
     bytes_of = problem(trial, 1.0, speeds, SMALL_GRID)
     needed = [bytes_of.share(bytes_of.memory.of(choice)) for choice in (leanest(bytes_of), *choices)]
     assert needed[0] == pytest.approx(min(needed), rel=1e-12)
-    for part in (0.02, 0.2, 0.5, 0.8, 1.02):
-        given = problem(trial, min(reserved) + part * (max(reserved) - min(reserved)), speeds, SMALL_GRID)
+    for part, of_host in ((0.02, 2.0), (0.2, 2.0), (0.5, 2.0), (0.8, 2.0), (1.02, 2.0), (0.2, 0.1), (0.5, 0.3)):
+        gpu, host = (least + some * (most - least) for some, least, most in (
+            (part, min(reserved), max(reserved)), (of_host, min(hosts), max(hosts)),
+        ))  # fmt: skip
+        given = problem(trial, gpu, speeds, SMALL_GRID, host)
         fitting = [choice for choice in choices if given.share(given.memory.of(choice)) <= 1]
         found = cheapest(given)
         if not fitting:

@@ -128,6 +128,9 @@ def test_a_hash_of_parts_sees_a_hole_in_a_large_file(tmp_path: Path) -> None:
     holed.write_bytes(content[: 9 << 20] + bytes(1 << 20) + content[10 << 20 :])
     assert sha256_of_parts([whole]) == sha256_of_parts([whole])
     assert sha256_of_parts([whole]) != sha256_of_parts([holed])
+    holed.write_bytes(content[:-1000] + bytes(1000))  # behind the last of the parts
+    assert sha256_of_parts([whole]) == sha256_of_parts([holed])
+    assert sha256_of_parts([whole], ends=True) != sha256_of_parts([holed], ends=True)
 
 
 def test_damaged_boundaries_are_refused(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_the_host_memory_of_a_rank_is_the_smaller_of_its_share_and_the_setting()
     assert found(imagined, host_memory="") == (0.9 * 256, "assumed; host_memory sets it")
     assert found(imagined, host_memory="1TiB") == (1024, "host_memory")
     assert found(LAPTOP, host_memory="3GiB") == (3, "host_memory")
+    assert found(LAPTOP, host_memory="64GiB") == (4, "half of the host's")
     assert found(LAPTOP, host_memory="3GiB", memory="2GiB") == (2, "memory")
 
 
@@ -174,6 +175,20 @@ def test_less_host_memory_is_planned_for_at_the_price_of_time() -> None:
     assert free.step_seconds is not None
     assert bounded.step_seconds is not None
     assert 1.003 < bounded.step_seconds / free.step_seconds < 1.005  # docs/memory.md says 0.4%
+
+
+def test_numbers_of_a_hybrids_layers_on_the_host_are_all_compared(tmp_path: Path) -> None:
+    """With one more, others are there: 4 of them can take more of the host than 5."""
+    given = [
+        "model=nemotron_h_8b", "fixed.seq_len=64k", "fixed.cp_size=4", "fixed.checkpoint={plan: auto, every: 0}",
+        "fixed.optimizer_offload=false", "fixed.mlp_tiles=1", "fixed.projection_tiles=1", "fixed.head_tiles=0",
+        "fixed.head_groups=1",
+    ]  # fmt: skip
+    for memory, host, layers in (("115GiB", "35.8GiB", 7), ("129.2GiB", "93.5GiB", 4)):
+        trial = only(tmp_path, *given, f"fixed.memory={memory}", f"fixed.host_memory={host}")
+        assert trial.plan is not None
+        assert trial.plan.fits
+        assert trial.settings.checkpoint.host_layers == layers
 
 
 def test_settings_by_hand_that_take_more_than_host_memory_are_refused(tmp_path: Path) -> None:

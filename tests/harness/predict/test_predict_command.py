@@ -274,9 +274,42 @@ def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
     assert " of them on the host" in printed
 
 
+def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_allowed(capsys) -> None:
+    words = ("plan", "--hardware", "h200", "--model", "1b", "--gpus", "1", "--json", "--set", "host_memory=4GiB")
+    assert main([*words, "--frontier", "--seq-len", "64k", "--set", "memory=40GiB"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) > 2
+    assert all(row["host_gib"] <= 4 and row["gpu_gib"] <= row["budget_gib"] for row in rows)
+    by_hand = ("--set", "checkpoint.offload=all", "--set", "checkpoint.every=1")
+    assert main([*words, "--longest", *by_hand]) == 0
+    [longest_found] = json.loads(capsys.readouterr().out)
+    for more, runs in ((0, True), (1024, False)):
+        assert main([*words, *by_hand, "--seq-len", str(longest_found["seq_len"] + more)]) in (0, 2)
+        [row] = json.loads(capsys.readouterr().out)
+        assert row["can_run"] is runs
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (
+            [
+                "--frontier",
+                "--hardware",
+                "h200",
+                "--model",
+                "1b",
+                "--gpus",
+                "1",
+                "--seq-len",
+                "128k",
+                "--set",
+                "memory=17GiB",
+                "--set",
+                "host_memory=4GiB",
+            ],
+            "needs more of a host than 4GiB beside 17 GiB of a GPU (memory); give a larger host_memory, memory, --gpus",
+        ),
         (["--frontier"], "--frontier is a prediction for a kind of GPU"),
         (["--frontier", "--hardware", "h200", "--longest"], "give it without --phases and --longest"),
         (["--frontier", "--hardware", "h200", "--set", "checkpoint.plan=hand"], "leave checkpoint to the planner"),
