@@ -164,7 +164,8 @@ class Upstream:
                 return f"{self.name} runs {name} {' or '.join(known)}, found {found}; set {name} to one it runs"
         for name, default in _ENGINE_ONLY.items():
             if name not in self.honours and (found := getattr(settings, name)) != default:
-                return f"{self.name} has no choice of {name}, found {found}; set {name} to {_word(default)}"
+                remedy = f"leave {name} out" if default == "" else f"set {name} to {_word(default)}"
+                return f"{self.name} has no choice of {name}, found {found}; {remedy}"
         if settings.optimizer_offload not in (False, True) and not self.offloads_parts:
             return (
                 f"{self.name} moves the whole optimizer to the host or none of it, found optimizer_offload "

@@ -141,8 +141,8 @@ def burst_attention(
             and the shared key behind them. Ranks send the latent (`engine.attention.algorithms.latent`). Its gradient
             is a sum as that of the sinks.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
-            the other rows are computed again. Refused where that call had another shape, mask, scale or softcap, or
-            only one of them sinks.
+            the other rows are computed again. Refused where that call had another shape or dtype; outside compiled
+            programs also where it had another mask, scale or softcap, or only one of them sinks.
         recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
             that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
         return_lse: also return lse_BNL, the natural-log sum-exp of the scores, a sink's among them; it is

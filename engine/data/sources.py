@@ -131,10 +131,11 @@ def record_kind(path: Path) -> Kind | None:
 def _take_field(path: Path, head: bytes) -> str:
     """The end of the sentence about a file of records, with a field that the first of them has."""
     record = _first_record(path, head)
-    documents = [name for name, value in record.items() if value is None or isinstance(value, str) or _is_chat(value)]
-    # An id is a text too, and shorter than the document.
+    documents = [name for name, value in record.items() if isinstance(value, str) or _is_chat(value)]
+    # An id is a text too, and shorter than the document. A field whose value is not known may be a number.
     longest = max(documents, key=lambda name: len(str(record[name])), default="NAME")
-    field = next((name for name in _USUAL_FIELDS if name in documents), longest)
+    usual = [name for name in _USUAL_FIELDS if name in documents or (name in record and record[name] is None)]
+    field = usual[0] if usual else longest
     line = shlex.join(["burst", "train", "data", str(path), "--field", field, "--out", "store"])
     return f"; make a store of one field with: {line}"
 
@@ -144,16 +145,34 @@ def _is_chat(value: object) -> bool:
 
 
 def _first_record(path: Path, head: bytes) -> dict[str, object]:
-    """The first record, as far as the head holds it whole; of Parquet and Arrow its fields alone, with no values. Empty
-    where it cannot be read: a command that reads the file says why."""
+    """The first record. Of Parquet and Arrow, and where the head does not hold it whole, its fields alone, with no
+    values. Empty where it cannot be read: a command that reads the file says why."""
     try:
         if (kind := _RECORD_FILES.get(_data_set(head) or "")) is not None:
             return next(columns(path, kind, ""), {})  # no field has this name: all names are given
         text = head.decode("utf-8", errors="ignore")
-        found, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+        begin = text.index("{")
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text, begin)
+        except json.JSONDecodeError:
+            return dict.fromkeys(_fields_of(text, begin))
         return cast(dict[str, object], found)
     except (ValueError, OSError, RecursionError):
         return {}
+
+
+def _fields_of(text: str, at: int) -> list[str]:
+    """The fields of the JSON object that begins at `at`, as far as the text has them; none of objects inside it."""
+    fields, depth, before = [], 0, ""
+    while match := _JSON_TOKEN.match(text, at):
+        part, at = match[0].strip().strip(_RECORD_SEPARATOR), match.end()
+        depth += (part in ("{", "[")) - (part in ("}", "]"))
+        if depth == 0:
+            break
+        if depth == 1 and part == ":":
+            fields.append(before.strip('"'))
+        before = part
+    return fields
 
 
 def _archive(head: bytes) -> str | None:

@@ -112,7 +112,8 @@ def _judgement(comparison: Comparison) -> str:
     if not few:
         return f"{said}."
     measured = sum(pair.times is not None for pair in comparison.pairs)
-    left = f"The time of {_of(few, measured)} is not judged, with too few rounds; steps.rounds: 3 gives an interval."
+    pairs = "the pair" if measured == 1 else _of(few, measured)
+    left = f"The time of {pairs} is not judged, with too few rounds; steps.rounds: 3 gives an interval."
     # Where no time is judged, "no regression" would say more than was found.
     return f"{said}. {left}" if regressed or few < measured else left
 

@@ -99,6 +99,11 @@ def test_parts_of_layers_that_only_the_engine_recomputes_are_refused() -> None:
     assert reason == "megatron_lm_upstream has no choice of checkpoint.whole_layers, found 1; set it to 0"
 
 
+def test_a_setting_that_is_empty_by_default_is_to_be_left_out() -> None:
+    reason = method_named("torchtitan_upstream").refuse(settings("torchtitan_upstream", host_memory="64GiB"))
+    assert reason == "torchtitan_upstream has no choice of host_memory, found 64GiB; leave host_memory out"
+
+
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_a_plan_names_what_is_missing(name: str) -> None:
     method: Upstream = method_named(name)  # type: ignore[assignment]

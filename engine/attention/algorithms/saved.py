@@ -150,7 +150,8 @@ class SavedOutput:
         return self.out_BLND, self.lse_BNL
 
     def check(self, plan: AttentionPlan, q_BLND: Tensor, sinks_N: Tensor | None) -> None:
-        """Raise ValueError unless this is of a call with such shards, and with the mask and factors of `plan`."""
+        """Raise ValueError unless this is of a call with such shards, and, where its call is known, with the mask and
+        factors of `plan`."""
         batch, tokens, heads, _ = q_BLND.shape
         rows = tokens - plan.cp.rows_before(self.cut, tokens * plan.cp.size)
         out_shape, lse_shape = (batch, rows, heads, plan.choice.problem.value_dim), (batch, heads, rows)
@@ -159,6 +160,11 @@ class SavedOutput:
                 f"saved holds out {tuple(self.out_BLND.shape)} and lse {tuple(self.lse_BNL.shape)} from position "
                 f"{self.cut} on, and this call has {out_shape} and {lse_shape} there; pass what save_suffix returned "
                 "for these shards"
+            )
+        if self.out_BLND.dtype != q_BLND.dtype:
+            raise ValueError(
+                f"saved holds out in {self.out_BLND.dtype}, and this call has q in {q_BLND.dtype}; pass saved to a "
+                "call in the same dtype"
             )
         now = Made.by(plan, sinks_N)
         if self.made is None or self.made == now:

@@ -132,6 +132,38 @@ def test_the_command_that_a_refusal_names_takes_a_field_that_is_there(record, fi
         assert f" --field {field} --out store" in str(format_unsupported_reason(tmp_path / "a.parquet"))
 
 
+LONG = "word " * HEAD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"id": "0001", "text": LONG}, "text"),
+        ({"id": "0001", "messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}, "messages"),
+        ({"messages": CHAT, "text": LONG}, "text"),
+        ({"id": "0001", "about": {"text": "short"}, "body": 'say "text": ' + LONG}, "NAME"),
+    ],
+)
+def test_of_a_first_record_that_is_longer_than_the_head_a_usual_field_is_taken(record, field, tmp_path: Path) -> None:
+    lines = written(tmp_path, "\n".join([json.dumps(record)] * 2), "a.jsonl")
+    whole = written(tmp_path, json.dumps([record], indent=2), "a.json")
+    for path in (lines, whole):
+        assert f" --field {field} --out store" in str(format_unsupported_reason(path))
+
+
+@pytest.mark.parametrize(
+    ("record", "field"), [({"id": 1, "text": "short"}, "text"), ({"id": 1, "body": PROSE}, "NAME")]
+)
+def test_of_a_table_only_a_usual_field_is_taken_as_the_first_may_be_a_number(record, field, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    table = pyarrow.Table.from_pylist([record])
+    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        assert f" --field {field} --out store" in str(format_unsupported_reason(tmp_path / name))
+
+
 @pytest.mark.parametrize("kind", NOT_TEXT)
 def test_a_file_that_is_no_text_is_refused_by_its_content_under_any_name(kind: str, tmp_path: Path) -> None:
     content, words = NOT_TEXT[kind]

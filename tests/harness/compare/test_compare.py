@@ -95,7 +95,7 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     names = trial_names(found)
     assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
     assert closing(found, names)[-1].endswith(
-        " 9.000. The time of all pairs is not judged, with too few rounds; steps.rounds: 3 gives an interval."
+        " 9.000. The time of the pair is not judged, with too few rounds; steps.rounds: 3 gives an interval."
     )
     assert to_plain(found, names)["not_judged"] == 1
 

@@ -304,6 +304,20 @@ def test_rows_saved_of_other_shards_are_refused(batch, rows, heads, width) -> No
 
 
 @pytest.mark.parametrize("tail", [0.25, 1.0])
+def test_a_saved_result_of_another_dtype_is_refused(tail) -> None:
+    q, cp = torch.randn(1, 64, 2, 4), ContextParallel.single()
+    saved = save_suffix(*burst_attention(q, q, q, cp=cp, return_lse=True), cp, tail)
+    words = (
+        "saved holds out in torch.float32, and this call has q in torch.bfloat16; pass saved to a call in the same "
+        "dtype"
+    )
+    low = q.bfloat16()
+    for attend in (burst_attention, torch.compile(burst_attention, backend="eager")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            attend(low, low, low, cp=cp, saved=saved)
+
+
+@pytest.mark.parametrize("tail", [0.25, 1.0])
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])
 def test_a_saved_result_of_another_mask_or_factor_is_refused(layout, tail) -> None:
     shape = {"BSHD": (1, 64, 2, 4), "BHSD": (1, 2, 64, 4), "THD": (64, 2, 4)}[layout]
