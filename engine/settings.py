@@ -330,6 +330,11 @@ class TrialSettings:
         return self.mask == DOCUMENTS
 
     @property
+    def host_bytes(self) -> float:
+        """What `host_memory` lets a rank take of its host; infinite where it is not set."""
+        return size_in_bytes(self.host_memory, "host_memory") if self.host_memory else math.inf
+
+    @property
     def row_tokens(self) -> int:
         """Tokens that the ranks of a replica divide among them as one sequence. Packed rows of a micro-batch are one,
         padded to a length that every layout divides."""

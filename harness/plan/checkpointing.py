@@ -66,18 +66,16 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
     share = machine.memory_gib * GIB / ranks if machine.memory_gib else _ASSUMED_HOST_GIB * GIB
     asked = size_in_bytes(settings.memory, "memory") if settings.memory else None
-    of_host = size_in_bytes(settings.host_memory, "host_memory") if settings.host_memory else None
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     if machine.device == "cpu":  # all is host memory
         host, source = (float(asked), "memory") if asked else (_CPU_SHARE * share, f"half of the host's{shared}")
-        if of_host is not None and of_host < host:
-            host, source = float(of_host), "host_memory"
+        if settings.host_bytes < host:
+            host, source = settings.host_bytes, "host_memory"
         return Budget(gpu=None, host=host, source=source)
-    host, host_source = _HOST_SHARE * share, f"90% of the host's{shared}"
-    if not machine.memory_gib:
-        host_source = "assumed; host_memory sets it"
-    if of_host is not None and (of_host < host or not machine.memory_gib):
-        host, host_source = float(of_host), "host_memory"
+    own_share = f"90% of the host's{shared}" if machine.memory_gib else "assumed; host_memory sets it"
+    host, host_source = _HOST_SHARE * share, own_share
+    if settings.host_bytes < host or (settings.host_memory and not machine.memory_gib):
+        host, host_source = settings.host_bytes, "host_memory"
     if hardware is not None:
         own, source = hardware.memory_gib * GIB, "the GPU's own"
     elif machine.gpu_memory_gib:

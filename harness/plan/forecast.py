@@ -12,7 +12,7 @@ from functools import cache
 
 from engine.checkpoint.planning.plan import least_gpu_bytes
 from engine.measurement import Forecast
-from engine.settings import TrialSettings, size_in_bytes
+from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, TERA
@@ -149,7 +149,7 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
         if (found := plan_fits(tried, machine, hardware)) is not None:
             return found
         memory = engine_memory(tried)
-        if memory is None or (tried.host_memory and memory.host > size_in_bytes(tried.host_memory, "host_memory")):
+        if memory is None or memory.host > tried.host_bytes:
             return False
         return fits_gpu(memory.allocated / GIB, tried, hardware, None)
 

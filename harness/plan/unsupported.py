@@ -15,7 +15,6 @@ from engine.settings import (
     BYTE_VOCABULARY,
     TrialSettings,
     head_dim_unsupported_reason,
-    size_in_bytes,
     vocabulary_unsupported_reason,
 )
 from engine.tasks import cuda_graph
@@ -211,7 +210,7 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
         return None
     memory = memory_of(settings, on_gpu=machine.device == "cuda")
     of_rank = memory.host if machine.device == "cuda" else memory.without_gpu
-    if settings.host_memory and of_rank > size_in_bytes(settings.host_memory, "host_memory"):
+    if of_rank > settings.host_bytes:
         return (
             f"a rank would hold about {of_rank / GIB:,.3g} GiB of its host's memory, and host_memory is "
             f"{settings.host_memory}; allow more, or keep less (docs/memory.md)"

@@ -402,8 +402,9 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
             able = [each for each in numbers if not fills_host(each) and fits_at_head(each)]
         else:
             most = bisect_left(numbers, True, lo=most, key=fills_host)
-            most_fit = bool(most) and fits_at_head(numbers[most - 1])
-            able = numbers[bisect_left(numbers, True, hi=most, key=fits_at_head) : most] if most_fit else ()
+            # The most of them first: mostly even these do not fit.
+            some_fit = most > 0 and fits_at_head(numbers[most - 1])
+            able = numbers[bisect_left(numbers, True, hi=most, key=fits_at_head) : most] if some_fit else ()
         for choice in map(hosting, able):
             if problem.cost.bound(choice) >= least:
                 break
@@ -412,8 +413,7 @@ def _hosting(problem: PlanningProblem, frame: MemorySettings, least: float) -> I
                 least = min(least, problem.cost.seconds(choice))
                 break
         else:
-            # Which of them fit with some share of the MLP is asked once, and only where it matters.
-            if able and not tried:
+            if able and not tried:  # leave out the numbers that fit with no share of the MLP; one pass finds all
                 numbers, most, tried = [each for each in numbers if may_fit(each)], 0, True
 
 
