@@ -61,6 +61,11 @@ def copy_of(parameter: Tensor) -> Tensor | None:
     return found
 
 
+def mark_written(parameters: Iterable[Tensor]) -> None:
+    """Raise the parameters' versions, by which their copies see what was written: kernels leave them as they are."""
+    torch.autograd.graph.increment_version(list(parameters))
+
+
 def values_of(parameter: Tensor) -> Tensor:
     """What autograd functions compute with: the copy, or the parameter where it has none."""
     copy = copy_of(parameter)

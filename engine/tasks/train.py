@@ -40,6 +40,7 @@ from engine.linear.kernels import kernel_of
 from engine.linear.shard import Mix
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import Extra, Measurement
+from engine.memory.moments import PiecewiseAdamW
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.models.decoder import Block
@@ -144,6 +145,9 @@ class TrainTask:
             one_pass=keeps_whole(settings),
             eight_bit=settings.optimizer_states == "8bit",
         )
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            parts = self.model.embedding, *self.model.blocks, self.model.head
+            self.optimizer.update_in_forward(self.model, parts)
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens
         )  # raises for a length that does not split
@@ -189,6 +193,7 @@ class TrainTask:
             ),
             captured_bytes=self.captured_bytes,
         )
+        self.wait_for_update()  # whose copies would take time of what is measured now
         # Last, because each would raise every peak.
         figures.extra |= link.figures()
         figures.extra |= gemm_figures(self.world, self.settings)
@@ -199,6 +204,12 @@ class TrainTask:
         from engine.tasks.check_training import check_training  # which runs a task of its own
 
         return check_training(self.settings, self.method, self.world, self._chosen())
+
+    def wait_for_update(self) -> None:
+        """Until parameters and moments are those after the last step: updates may run until the next forward needs
+        them. Forwards and state dicts wait themselves."""
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            self.optimizer.wait()
 
     def again(self) -> None:
         """The step after the last one measured."""

@@ -1,8 +1,9 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Of
-records of which provenance.yaml states conditions, as of a host that was shared, memory alone is judged, and of those
-with adapters from before backward stopped to copy their gradients.
+Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Memory
+alone is judged of records of which provenance.yaml states conditions, as of a host that was shared; of those with
+adapters from before backward stopped to copy their gradients; and of those with moments in host memory from before
+updates ran beside the next forward.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BLOCK = "errors on records"
 TODAY = "2026-11-22T04:00"
 GRADIENTS_BESIDE_UNTIL = "2026-11-26T12:42"  # FSDP2 took the memory of reduced gradients on a stream of its own
 ADAPTERS_COPIED_UNTIL = "2026-11-27T17:50"  # backward of adapters copied gradients, 7% of a step of 8b at 16K
+UPDATES_WAITED_UNTIL = "2026-11-28T09:00"  # no forward hid the copies of moments in host memory
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -77,7 +79,8 @@ def compared_records() -> list[RecordPrediction]:
     for run, record in published_records():
         today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
-        copied = settings.lora is not None and record.started_at < ADAPTERS_COPIED_UNTIL
+        slower = settings.lora is not None and record.started_at < ADAPTERS_COPIED_UNTIL
+        slower |= bool(settings.optimizer_offload) and record.started_at < UPDATES_WAITED_UNTIL
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
             continue
         hardware = hardware_for(record.gpu)
@@ -91,7 +94,7 @@ def compared_records() -> list[RecordPrediction]:
             RecordPrediction(
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
-                timed=today and not (copied or run.stated().reason(record.trial_id, "conditions")),
+                timed=today and not (slower or run.stated().reason(record.trial_id, "conditions")),
                 as_reserved=today and gradients_in_place(settings, record.started_at),
                 settings=settings,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),

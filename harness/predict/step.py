@@ -18,9 +18,8 @@ from engine.checkpoint.counts import (
     gathering_bytes,
     group_states,
     layers_run_again,
-    moment_bytes,
 )
-from engine.checkpoint.planning.cost import hosted_seconds
+from engine.checkpoint.planning.cost import BOTH_WAYS, copied_moments, hosted_seconds, update_seconds
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
@@ -65,9 +64,6 @@ _UPDATE_IN_8_BITS = 111.5
 # In one pass over whole parameters it clips too and writes the copy. Else clipping is a pass of its own, and whole
 # parameters are read for their copies.
 _COPY_BYTES, _CLIPPING_BYTES, _READ_BYTES = 2, 8, 4
-# Of the speed of copies to the host in one direction, that of each where both are busy: 44.0 of 51.5 GiB/s, of
-# page-locked memory on one H200. In a step that passed 51.6 GB of moments they came at 41.6 GiB/s and left at 47.9.
-_BOTH_WAYS = 0.855
 # Of the host for all kernels of a layer, forward and backward, by linear_dtype, on one GPU: 0.070 to 0.081 s for 16
 # layers of up to 4096 tokens, by host (results/published/h200x1: short_sequences, float8_launches). With casts to
 # float8 steps of 4096 and 8192 tokens took 0.120 to 0.139 s at the median (float8_launches, float8_loss), replayed as
@@ -160,7 +156,13 @@ def step_time(
     phases["host copies"] = layers * 2 * waits
     if settings.head_groups > 1:  # nothing hides copies back
         phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
-    phases["host copies"] += _hosted_seconds(settings, speeds, forward, backward, phases)
+    computed = phases["attention forward"] + (phases["matrix products"] + phases["elementwise"]) / 3  # of a step, about
+    beside = 0.0
+    if settings.optimizer_states is None:
+        moments = copied_moments(settings) / (BOTH_WAYS * speeds.host_gib * GIB)
+        beside = moments * settings.optimizer_offload
+        phases["host copies"] += update_seconds(settings, float(settings.optimizer_offload), moments, computed / calls)
+    phases["host copies"] += _hosted_seconds(settings, speeds, forward, backward, phases, beside)
     if not_captured_reason(settings, "cuda") is not None:
         launching = layers * _LAUNCH_SECONDS[settings.linear_dtype]
         phases["waiting for launches"] = max(0.0, launching - sum(phases.values()))
@@ -200,14 +202,15 @@ class Term:
         """On this many ranks."""
         products = self.flops / (TERA * ranks)
         products *= (1 - self.float8) / speeds.gemm_tflops + self.float8 / speeds.float8_tflops
-        memory, link = speeds.memory_gib * GIB, _BOTH_WAYS * speeds.host_gib * GIB
+        memory, link = speeds.memory_gib * GIB, BOTH_WAYS * speeds.host_gib * GIB
         return products + self.memory_bytes / memory + max(self.host_bytes / link, self.meanwhile_bytes / memory)
 
 
 def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
     model, shard = settings.model, settings.trained_parameters / settings.world_size
-    updated, hosted = _update_bytes(settings), float(settings.optimizer_offload)
+    updated = _update_bytes(settings)
+    waited = float(settings.optimizer_offload) if settings.optimizer_states is not None else 0.0  # others run later
     float8 = 0.0
     if settings.linear_dtype == "float8":
         float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)
@@ -220,9 +223,9 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
         Term(phase="LM head", flops=work.all_head, memory_bytes=_logits_bytes(settings)),
         Term(
             phase="optimizer",
-            memory_bytes=shard * (_NORM_BYTES + (1 - hosted) * updated + _after_update_bytes(settings)),
-            host_bytes=shard * hosted * moment_bytes(settings),
-            meanwhile_bytes=shard * hosted * updated,
+            memory_bytes=shard * (_NORM_BYTES + (1 - waited) * updated + _after_update_bytes(settings)),
+            host_bytes=copied_moments(settings) * waited,
+            meanwhile_bytes=shard * waited * updated,
         ),
     )
 
@@ -354,9 +357,15 @@ def _gather_seconds(settings: TrialSettings, speeds: HardwareSpeeds, node_ranks:
 
 
 def _hosted_seconds(
-    settings: TrialSettings, speeds: HardwareSpeeds, forward: Pass, backward: Pass, phases: Mapping[str, float]
+    settings: TrialSettings,
+    speeds: HardwareSpeeds,
+    forward: Pass,
+    backward: Pass,
+    phases: Mapping[str, float],
+    beside: float,
 ) -> float:
-    """That a step takes longer for layers that are kept whole in host memory."""
+    """That a step takes longer for layers that are kept whole in host memory, where moments are copied for `beside`
+    seconds meanwhile."""
     model, checkpoint = settings.model, settings.checkpoint
     layers, calls = model.layers, settings.gradient_accumulation
     if not (hosted := len(checkpoint.hosted(layers))):
@@ -374,6 +383,7 @@ def _hosted_seconds(
         copy=copy,
         layer=of_layer + attending * forward.seconds,
         hiding=attending * backward.seconds + projections,
+        beside=beside / calls,
     )
 
 

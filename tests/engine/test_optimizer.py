@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine.initialise import initialise
+from engine.memory.moments import PiecewiseAdamW
 from engine.models.decoder import Decoder
 from engine.ops.copies import Copies, copy_of
-from engine.optimizer import OnePassAdamW, PiecewiseAdamW, adamw, clip_and_step
+from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.settings import STATES_BLOCK, AdamWSettings
 from engine.shape import ModelShape
 

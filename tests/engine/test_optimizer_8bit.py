@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import engine.optimizer
+import engine.memory.moments
 from engine.burst import METHOD
 from engine.checkpoint.counts import moment_bytes
 from engine.lora import Lora
+from engine.memory.moments import PARTS_8BIT, PiecewiseAdamW
 from engine.method import method_unsupported_reason
 from engine.models.decoder import Decoder
-from engine.optimizer import PARTS_8BIT, PiecewiseAdamW, adamw
+from engine.optimizer import adamw
 from engine.settings import STATES_BLOCK, AdamWSettings, TrialSettings
 from engine.shape import ModelShape
 from engine.training.config import Evaluation, Saving
@@ -153,7 +154,7 @@ def trained(offload: float, ranks: int = 1, device: str = "cpu") -> dict[str, Te
 
 def differing(ranks: int, offloads: tuple[float, ...], device: str = "cpu") -> list[str]:
     """Names of what differs from one rank with all on the device. Torch's fused step rounds vectors by their length."""
-    engine.optimizer.PIECE_ELEMENTS = PIECE
+    engine.memory.moments.PIECE_ELEMENTS = PIECE
     expected = trained(0.0, device=device)
     found = [trained(offload, ranks, device) for offload in offloads]
     assert all(each.keys() == expected.keys() for each in found)
@@ -169,7 +170,7 @@ def differing(ranks: int, offloads: tuple[float, ...], device: str = "cpu") -> l
 @needs_library
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_on_the_host_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.optimizer, "PIECE_ELEMENTS", PIECE)  # which cuts parameters
+    monkeypatch.setattr(engine.memory.moments, "PIECE_ELEMENTS", PIECE)  # which cuts parameters
     assert differing(1, (0.4, 1.0), device) == []
     first, second = model_of(device), model_of(device)
     before, after = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.counts import (
@@ -27,6 +28,9 @@ from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
 # attention of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7%
 # longer during copies back (docs/notes/2026-11-27-layers-on-the-host.md).
 CONTENTION = 0.02
+# Of the speed of copies to the host in one direction, that of each where both are busy: 44.0 of 51.5 GiB/s, of
+# page-locked memory on one H200. In a step that passed 51.6 GB of moments they came at 41.6 GiB/s and left at 47.9.
+BOTH_WAYS = 0.855
 _ATTENTION_BACKWARD = 2.6  # of the time of its forward, with FlashAttention-4 there
 # The time of a layer that runs again, less that of its products and attention, as the number of hidden states that a
 # GPU reads or writes in that time. Fitted to three plans of the 1b model at 64K tokens on one H200
@@ -55,6 +59,7 @@ class CostModel:
         if settings.linear_dtype == "float8":
             speeds = replace(speeds, gemm=speeds.float8)
         self._settings, self._speeds, model = settings, speeds, settings.model
+        self._together = True
         micro = settings.gradient_accumulation
         self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
         self._tokens = self._rank_tokens * micro
@@ -73,7 +78,7 @@ class CostModel:
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
-        self._moments = moment_bytes(settings) * settings.trained_parameters / settings.world_size / speeds.host_link
+        self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link  # of all, there and back at once
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         # Where one rank keeps its parameters whole, but not with moments on the host.
@@ -94,13 +99,19 @@ class CostModel:
         if settings.lora is not None:
             self._head_run = 0.0  # its weight has no gradient that tiles add to
 
+    def apart(self) -> CostModel:
+        """The same without what moments and layers in host memory add to each other: no more for any choice."""
+        apart = copy(self)
+        apart._together = False
+        return apart
+
     def seconds(self, choice: MemorySettings) -> float:
         """What the choice adds."""
-        return self.bound(choice) + self._split(choice)
+        return self.bound(choice) + self._split(choice) + self._beside_moments(choice)
 
     def bound(self, choice: MemorySettings) -> float:
         """The same without what a cut between kept and other tokens of the MLP adds, so that it falls with every kept
-        token."""
+        token; and without what moments and layers in host memory add to each other."""
         return self.fixed(choice) + self.repeated(choice)
 
     def _split(self, choice: MemorySettings) -> float:
@@ -115,7 +126,8 @@ class CostModel:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
         settings = self._settings
         added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
-        added += 2 * self._moments * choice.optimizer_offload  # in and out; neither forward nor backward hides them
+        forward = self._forward * settings.model.layers / settings.gradient_accumulation  # of the first micro-batch
+        added += update_seconds(settings, float(choice.optimizer_offload), self._moments, forward)
         added += self._gathering if choice.optimizer_offload else 0.0
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
@@ -158,14 +170,21 @@ class CostModel:
             added += min(copies, hidden)  # the others are waited for anyway
         return added + 2 * (max(0.0, copies - hidden) + CONTENTION * min(copies, hidden))
 
-    def _hosted(self, choice: MemorySettings) -> float:
+    def _hosted(self, choice: MemorySettings, beside: float = 0.0) -> float:
         """Copies of the layers that are kept whole in host memory."""
         layers = self._settings.model.layers
         if not (hosted := len(choice.checkpoint.hosted(layers))):
             return 0.0
-        copy = self._memory.saved_of_layer(choice) * self._settings.gradient_accumulation / self._speeds.host_link
+        copied = self._memory.saved_of_layer(choice) * self._settings.gradient_accumulation / self._speeds.host_link
         spread = layers - choice.checkpoint.layers_again(layers) - 1
-        return hosted_seconds(hosted, spread, copy, self._forward, self._hiding)
+        return hosted_seconds(hosted, spread, copied, self._forward, self._hiding, beside)
+
+    def _beside_moments(self, choice: MemorySettings) -> float:
+        """What these copies take longer because moments leave for the host in the same forward."""
+        late = choice.optimizer_offload and self._settings.optimizer_states is None
+        if not (self._together and late and choice.checkpoint.host_layers):
+            return 0.0
+        return self._hosted(choice, self._moments * choice.optimizer_offload) - self._hosted(choice)
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:
@@ -173,12 +192,36 @@ class CostModel:
         return self._heads[tail]
 
 
-def hosted_seconds(hosted: int, spread: int, copy: float, layer: float, hiding: float) -> float:
+def copied_moments(settings: TrialSettings) -> float:
+    """Bytes of a rank's moments, which a step copies to the GPU and back where they are in host memory."""
+    return moment_bytes(settings) * settings.trained_parameters / settings.world_size
+
+
+def update_seconds(settings: TrialSettings, offload: float, moments: float, forward: float) -> float:
+    """Seconds that a step takes longer for the fraction `offload` of the moments in host memory. Copies of all take
+    `moments` seconds, there and back at once.
+
+    The updates run while the next forward computes, `forward` seconds (`engine.memory.moments`); it begins with those
+    of embedding and first layer, whose moments are the last to go to the host. Moments in 8 bits are waited for.
+    """
+    hosted = offload * moments
+    if settings.optimizer_states is not None:
+        return hosted
+    model, lora = settings.model, settings.lora
+    first = adapter_parameters(model, lora) if lora is not None else model.vocab * model.hidden + model.layer_parameters
+    waited = max(0.0, hosted - (1 - first / settings.trained_parameters) * moments)
+    beside = hosted - waited
+    return waited + max(0.0, beside - forward) + 2 * CONTENTION * min(beside, forward)
+
+
+def hosted_seconds(hosted: int, spread: int, copy: float, layer: float, hiding: float, beside: float = 0.0) -> float:
     """Seconds that a step takes longer for `hosted` layers kept whole in host memory, of each of which a copy takes
     `copy` seconds, there or back: what is waited for, and of the rest what computation takes longer meanwhile.
 
     They are spread over `spread` layers, whose forwards take `layer` seconds each and hide copies to the host; a copy
-    back is hidden by the next layer's backward of attention and of the projections before it, `hiding` seconds.
+    back is hidden by the next layer's backward of attention and of the projections before it, `hiding` seconds. Other
+    copies to the host take `beside` seconds meanwhile.
     """
-    waits = max(0.0, hosted * copy - spread * layer) + hosted * max(0.0, copy - hiding)
+    room = max(0.0, spread * layer - beside)
+    waits = max(0.0, hosted * copy - room) + hosted * max(0.0, copy - hiding)
     return waits + CONTENTION * max(0.0, 2 * hosted * copy - waits)

@@ -450,7 +450,8 @@ class MemoryModel:
             going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
-            forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, 0.0))
+            waiting = self._waiting_in_forward(place) if choice.optimizer_offload else 0.0
+            forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
             *forward,
@@ -461,6 +462,13 @@ class MemoryModel:
     def _gradients(self, layer: int) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
         return self._head_gradient + (self._layers - 1 - layer) * self._layer_gradient
+
+    def _waiting_in_forward(self, layer: int) -> float:
+        """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
+        the next layer (`engine.memory.moments`)."""
+        if layer + 1 == self._layers:
+            return 0.0
+        return self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
 
     def _kept(self, checkpoint: Checkpoint) -> tuple[float, float, float]:
         """Inputs and attention's results of the layers that backward computes again, of a whole forward: on the device

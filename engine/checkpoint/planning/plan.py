@@ -302,9 +302,11 @@ def _least_again(problem: PlanningProblem, frames: Sequence[MemorySettings], lea
     fixed = problem.cost.fixed
     if len(frames) < 2:
         return 0.0
-    on_device = replace(problem, share=lambda memory: problem.share(replace(memory, host=0.0)))
+    on_device = replace(
+        problem, share=lambda memory: problem.share(replace(memory, host=0.0)), cost=problem.cost.apart()
+    )
     found = _cheapest_in(on_device, frames[-1], least - fixed(frames[0]) + fixed(frames[-1]))
-    return problem.cost.seconds(found) - fixed(frames[-1]) if found else float("inf")
+    return on_device.cost.seconds(found) - fixed(frames[-1]) if found else float("inf")
 
 
 def _cheapest_in(problem: PlanningProblem, frame: MemorySettings, least: float) -> MemorySettings | None:

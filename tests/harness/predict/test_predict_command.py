@@ -267,7 +267,7 @@ def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
         [row] = json.loads(capsys.readouterr().out)
         assert row["fits"] is fits
         assert not fits or (row["seconds"], row["gpu_gib"]) == (rows[-1]["seconds"], rows[-1]["gpu_gib"])
-    assert main([*words, "--frontier", "--set", "memory=12GiB"]) == 0
+    assert main([*words, "--frontier", "--set", "memory=26GiB"]) == 0
     printed = capsys.readouterr().out
     assert "█" in printed
     assert "(1) all 16 layers whole" in printed
