@@ -50,6 +50,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "head_groups": 1,
     "head_tiles": 0,
     "optimizer_offload": False,
+    "gradient_offload": False,
     "optimizer_states": None,
     "host_memory": "",
     "sharding": "full",

@@ -139,10 +139,10 @@ def clip_and_step(
     `norm` is that of all gradients, by default `gradient_norm` of the model's.
     """
     norm = gradient_norm(model.parameters()) if norm is None else norm
-    if isinstance(optimizer, OnePassAdamW):
+    if isinstance(optimizer, OnePassAdamW | PiecewiseAdamW):
         # As torch's clip_grads_with_norm_, its 1e-6 included.
         optimizer.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    else:
+    if not isinstance(optimizer, OnePassAdamW):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     optimizer.step()
     return norm

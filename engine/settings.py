@@ -45,6 +45,9 @@ WIDEST_HEAD_DIM = max(MAX_HEAD_DIM.values())  # that any of them takes
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 
+# Of moments that are copied from host memory and back: long enough that a copy runs at the link's speed, short enough
+# that the buffers take little memory; one piece is copied in, one is updated, one is copied out.
+PIECE_ELEMENTS, BUFFERS = 1 << 23, 3
 STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
@@ -242,6 +245,8 @@ class TrialSettings:
     head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     # Optimizer states live in host memory: all of them, or those of this fraction of the parameters.
     optimizer_offload: bool | float = False
+    # Gradients of parameters whose states are in host memory go there too, each when backward has formed it.
+    gradient_offload: bool = False
     # AdamW's moments as 8 bits per element and a scale per block; None: in the dtype of the parameters.
     optimizer_states: OptimizerStates | None = None
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
@@ -390,6 +395,7 @@ def combination_unsupported_reason(settings: TrialSettings) -> str | None:
     return (
         linear_unsupported_reason(settings)
         or states_unsupported_reason(settings)
+        or gradient_offload_unsupported_reason(settings)
         or float8_unsupported_reason(settings)
         or head_groups_unsupported_reason(settings)
     )
@@ -496,6 +502,36 @@ def share_in_8_bits(model: ModelShape) -> float:
     return sum(math.prod(size) for name, size in sizes if has_moments_in_8_bits(name, size)) / model.parameters
 
 
+def places_hosted(sizes: Sequence[int], fraction: float) -> frozenset[int]:
+    """Which parameters of these sizes have their moments in host memory: places that hold this fraction of all
+    elements, the last ones but for those that would exceed it, and the smallest of the others where this is nearer to
+    it. The next forward needs the last ones last."""
+    room = fraction * sum(sizes)
+    found: set[int] = set()
+    for place in reversed(range(len(sizes))):
+        if sizes[place] <= room:
+            found.add(place)
+            room -= sizes[place]
+    others = [place for place in reversed(range(len(sizes))) if place not in found]
+    smallest = min(others, key=sizes.__getitem__, default=None)
+    if smallest is not None and sizes[smallest] - room < room:
+        found.add(smallest)
+    return frozenset(found)
+
+
+def hosted_fraction(settings: TrialSettings, offload: bool | float) -> float:
+    """Of all elements, those whose moments are in host memory where `optimizer_offload` is `offload`: it counts whole
+    parameters. Adapters are small, and counted as asked."""
+    return float(offload) if settings.lora is not None else _hosted_fraction(settings.model, float(offload))
+
+
+@cache
+def _hosted_fraction(model: ModelShape, fraction: float) -> float:
+    sizes = list(model.parameter_sizes().values())
+    ordered = [math.prod(size) for size in sorted(sizes, key=lambda size: len(size) < 2)]  # as the optimizer has them
+    return sum(ordered[place] for place in places_hosted(ordered, fraction)) / sum(ordered)
+
+
 def states_unsupported_reason(settings: TrialSettings) -> str | None:
     """Why a trial cannot have its `optimizer_states`, whatever the method, or None."""
     if settings.optimizer_states is None:
@@ -510,6 +546,27 @@ def states_unsupported_reason(settings: TrialSettings) -> str | None:
     }  # fmt: skip
     found = next((obstacle for obstacle, there in obstacles.items() if there), None)
     return found and f"optimizer_states is {settings.optimizer_states}, and {found}; leave optimizer_states out"
+
+
+def gradient_offload_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why gradients cannot go to host memory, whatever the method, or None."""
+    if not settings.gradient_offload:
+        return None
+    planned = "optimizer_offload" in settings.planned.split()
+    obstacles = {
+        f"task is {settings.task}, which has no optimizer": settings.task != "train",
+        "optimizer_offload is false, and they are updated with states in host memory": not (
+            settings.optimizer_offload or planned
+        ),
+        "optimizer_states is 8bit, whose updates are waited for": settings.optimizer_states is not None,
+        f"gradient_accumulation is {settings.gradient_accumulation}, which adds to them": (
+            settings.gradient_accumulation > 1
+        ),
+        f"tp_size is {settings.tp_size}, whose ranks add to them": settings.tp_size > 1,
+        "sharding is hybrid, whose sums over nodes hold them until backward ends": settings.sharding == "hybrid",
+    }
+    found = next((obstacle for obstacle, there in obstacles.items() if there), None)
+    return found and f"gradient_offload is true, and {found}; leave gradient_offload out"
 
 
 def head_dim_unsupported_reason(kernel: str, *head_dims: int) -> str | None:

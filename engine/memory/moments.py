@@ -8,11 +8,14 @@ those of the fused AdamW.
 Copies take longer than anything else of an update, and no computation hides them where the next forward waits for the
 whole update. So it waits for that of each layer alone (`PiecewiseAdamW.update_in_forward`): the others run meanwhile.
 Unlike ZeRO-Offload's delayed update, no forward sees an older parameter.
+
+Gradients can be in host memory as well (`engine.memory.hosted_gradients`), and come with the moments of their piece.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,25 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import StateDict
 
 from engine.cuda.streams import own_stream
+from engine.memory.hosted_gradients import HostedGradients
 from engine.memory.offload import host_like
 from engine.ops import adamw_8bit
 from engine.ops.copies import mark_written
-from engine.settings import STATES_BLOCK
+from engine.settings import BUFFERS, PIECE_ELEMENTS, STATES_BLOCK, places_hosted
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of a parameter whose moments have 8 bits: of each moment its codes, and the scales of blocks. Both have the
 # parameter's rows, so that a checkpoint can be read by any number of ranks.
 PARTS_8BIT = tuple(f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales"))
-# Of a piece that is copied: long enough that a copy runs at the link's speed, short enough that the buffers take little
-# memory.
-PIECE_ELEMENTS = 1 << 23
 MOST_ELEMENTS = 1 << 30  # of any piece: the library's kernel counts with 32 bits
 ALIGNMENT_BYTES = 256  # of each state's place in a buffer
-BUFFERS = 3  # one piece is copied in, one is updated, one is copied out
+# Stages that are launched before they are needed: enough that the link is never idle. All at once would be more than a
+# stream's queue holds, which makes the host wait, thousands of pieces in a model of 8B.
+AHEAD = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,19 +49,28 @@ class _Piece:
     """Some consecutive elements of this rank's shard of one parameter; flat views of equal length."""
 
     value: Tensor  # on the device
-    gradient: Tensor  # on the device
+    gradient: Tensor  # there too, if it is not `taken`
     states: tuple[Tensor, ...]  # both moments, or where they have 8 bits their parts
     offloaded: bool  # whether the states are in host memory
+    taken: bool  # whether the gradient is in host memory
+    scale: Tensor | None  # one element, that such a gradient is still multiplied by
     steps_done: float
+    steps: Tensor  # that number and this step, 0-dim on the device
     group: dict[str, Any]  # settings of this step
     stage: int  # of the next forward, which needs the update
 
-    def update(self, states: Sequence[Tensor]) -> None:
-        """The AdamW step of these elements, given their states on the device: torch's fused one, or the library's."""
+    @property
+    def copied_in(self) -> tuple[Tensor, ...]:
+        """What an update needs from host memory: the states come first."""
+        return (*self.states, self.gradient) if self.taken else self.states
+
+    def update(self, states: Sequence[Tensor], gradient: Tensor) -> None:
+        """The AdamW step of these elements, given their states and gradient on the device: torch's fused one, or the
+        library's."""
         if len(states) == len(PARTS_8BIT):
             adamw_8bit.adamw(
                 self.value,
-                self.gradient,
+                gradient,
                 (states[0], states[1], states[2], states[3]),
                 step=int(self.steps_done) + 1,
                 rate=self.group["lr"],
@@ -68,19 +79,18 @@ class _Piece:
                 decay=self.group["weight_decay"],
             )
             return
-        (beta1, beta2), exp_avg, exp_avg_sq = self.group["betas"], *([moment] for moment in states)
-        torch_adamw(
+        (beta1, beta2), (exp_avg, exp_avg_sq) = self.group["betas"], states
+        torch._fused_adamw_(  # one kernel; torch.optim.adamw.adamw adds one that counts the step
             [self.value],
-            [self.gradient],
-            exp_avg,
-            exp_avg_sq,
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
             [],
-            [torch.full((), self.steps_done, dtype=torch.float32, device=self.value.device)],
-            fused=True,
+            [self.steps],
             amsgrad=False,
+            lr=self.group["lr"],
             beta1=beta1,
             beta2=beta2,
-            lr=self.group["lr"],
             weight_decay=self.group["weight_decay"],
             eps=self.group["eps"],
             maximize=False,
@@ -100,9 +110,9 @@ class _Pass:
 class PiecewiseAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with the same arguments, `fused=True` included, whose states are elsewhere or have 8 bits.
 
-    `offload` is the fraction of the elements whose states are in host memory, page-locked, from 0 to 1. The parameters
-    given last come first, so that it is exceeded by less than one parameter; the states of the others are on the
-    device. Parameters and states are those of torch bit for bit.
+    `offload` is the fraction of the elements whose states are in host memory, page-locked, from 0 to 1, in whole
+    parameters: those of `places_hosted`. The states of the others are on the device. Parameters and states are those of
+    torch bit for bit.
 
     The moments of the matrices in `eight_bit`, whose rows are whole blocks of STATES_BLOCK elements, have 8 bits.
 
@@ -114,12 +124,14 @@ class PiecewiseAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(*args, **options)
         self._eight_bit = frozenset(eight_bit)
-        parameters = [each for group in self.param_groups for each in group["params"]][::-1]
-        before = itertools.accumulate((each.numel() for each in parameters), initial=0)
-        wanted = offload * sum(each.numel() for each in parameters)
-        self._offloaded = {each for each, hosted in zip(parameters, before, strict=False) if hosted < wanted}
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        hosted = places_hosted([each.numel() for each in parameters], offload)
+        self._offloaded = frozenset(each for place, each in enumerate(parameters) if place in hosted)
         self._stages: dict[Tensor, int] = {}  # of the forward, by the parameters that it needs
-        self._running: deque[_Pass] = deque()  # updates that may still run, by stage
+        self._to_launch: Iterator[_Pass] = iter(())  # updates of the last step
+        self._running: deque[_Pass] = deque()  # those of them that are launched and may still run, by stage
+        self.taken: HostedGradients | None = None
+        self.gradient_scale: Tensor | None = None  # one element: what taken gradients are multiplied by in this step
         self._streams: dict[torch.device, tuple[Any, Any, Any]] = {}
         self.register_state_dict_pre_hook(lambda optimizer: self._settle())
 
@@ -143,17 +155,52 @@ class PiecewiseAdamW(torch.optim.AdamW):
             part.register_forward_pre_hook(lambda *_, following=stage + 1: self.wait(following), prepend=True)
         for parameter in model.parameters():
             self._stages.setdefault(parameter, 0)
-        model.register_forward_pre_hook(lambda *_: self.wait(0), prepend=True)
+        model.register_forward_pre_hook(lambda module, _: self._begin_forward(module), prepend=True)
         model.register_state_dict_pre_hook(lambda *_: self.wait())
         model.register_load_state_dict_pre_hook(lambda *_: self.wait())
+
+    def take_gradients(self) -> None:
+        """From now on gradients of parameters with moments in host memory go there too. After `update_in_forward`."""
+        self.taken = HostedGradients(self._offloaded, self._stages)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's shard of a gradient, wherever it is; None where there is none."""
+        if (taken := self._taken(parameter)) is not None:
+            torch.get_device_module(_local(parameter).device).synchronize(_local(parameter).device)  # it may still come
+            return taken
+        return None if parameter.grad is None else _local(parameter.grad)
+
+    def _taken(self, parameter: Tensor) -> Tensor | None:
+        return None if self.taken is None else self.taken.get(parameter)
+
+    def _begin_forward(self, model: nn.Module) -> None:
+        self.wait(0)
+        if self.taken is not None:
+            device = _local(next(model.parameters())).device
+            self.taken.compute = torch.get_device_module(device).current_stream()
 
     def wait(self, stage: int | None = None) -> None:
         """Until the parameters that the next forward needs up to this stage are updated, by default all, and their
         states in host memory. Blocks the host, which then frees their gradients."""
+        self._launch(None if stage is None else stage + AHEAD)
         while self._running and (stage is None or self._running[0].stage <= stage):
             if (over := self._running[0].over) is not None:
                 over.synchronize()
             self._running.popleft()
+
+    def _launch(self, stage: int | None) -> None:
+        """Launch the updates of the last step up to this stage, by default all."""
+        while stage is None or not self._running or self._running[-1].stage < stage:
+            if (launched := next(self._to_launch, None)) is None:
+                return
+            self._running.append(launched)
+
+    def join(self) -> None:
+        """Make the current stream wait for all updates, in place of the host."""
+        self._launch(None)
+        for device, (_, _, outbound) in self._streams.items():
+            torch.get_device_module(device).current_stream().wait_stream(outbound)
+        self._running.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -163,22 +210,32 @@ class PiecewiseAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
+        if self.taken is not None:
+            self.taken.let_go()
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        updated = [each for each in parameters if each.grad is not None or self._taken(each) is not None]
         pieces = [piece for group in self.param_groups for piece in self._pieces(group)]
         for piece in pieces:
             if not piece.offloaded:
-                piece.update(piece.states)
-        passing = sorted((piece for piece in pieces if piece.offloaded), key=lambda piece: piece.stage)
+                piece.update(piece.states, piece.gradient)
+        passing = deque(sorted((piece for piece in pieces if piece.offloaded), key=lambda piece: piece.stage))
         if passing:
-            self._running.extend(self._pass_through(passing, passing[0].value.device))
+            self._to_launch = self._pass_through(passing, passing[0].value.device)
+            self._launch(AHEAD)
         if not self._stages:
-            self._join()
-        mark_written(each for group in self.param_groups for each in group["params"] if each.grad is not None)
+            self.join()
+        mark_written(updated)
+        self.gradient_scale = None
+        if self.taken is not None:
+            self.taken.forget()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients that updates still read are not overwritten."""
         if not set_to_none:
             self.wait()
+        if self.taken is not None:
+            self.taken.forget()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -199,20 +256,26 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[_Piece]:
         """This rank's elements of a group, in order; counts the step and creates missing states."""
+        counts: dict[tuple[torch.device, float], Tensor] = {}
         settings = {name: value for name, value in group.items() if name != "params"}  # a schedule may change them
         for parameter in group["params"]:
-            if parameter.grad is None:
+            taken = self._taken(parameter)
+            if parameter.grad is None and taken is None:
                 continue
             state = self.state[parameter]
             if not state:
                 state.update(self._new_state(parameter))
             steps_done = state["step"].item()
             state["step"] += 1
+            device = _local(parameter).device
+            if (device, steps_done) not in counts:
+                counts[device, steps_done] = torch.full((), steps_done + 1, dtype=torch.float32, device=device)
             elements, offloaded = _local(parameter).numel(), parameter in self._offloaded
             if not elements:
                 continue
             most = PIECE_ELEMENTS if offloaded else MOST_ELEMENTS
-            own = (_local(parameter.detach()), _local(parameter.grad).contiguous())
+            gradient = _local(parameter.grad).contiguous() if taken is None else taken
+            own = (_local(parameter.detach()), gradient)
             parts = (_local(part) for name, part in state.items() if name != "step")
             flat = [each.view(-1) for each in (*own, *parts)]
             for value, gradient, *states in zip(
@@ -220,54 +283,72 @@ class PiecewiseAdamW(torch.optim.AdamW):
             ):
                 yield _Piece(
                     value=value, gradient=gradient, states=tuple(states), group=settings, steps_done=steps_done,
-                    offloaded=offloaded, stage=self._stages.get(parameter, 0),
+                    steps=counts[device, steps_done], offloaded=offloaded, taken=taken is not None,
+                    scale=None if taken is None else self.gradient_scale, stage=self._stages.get(parameter, 0),
                 )  # fmt: skip
 
-    def _pass_through(self, pieces: list[_Piece], device: torch.device) -> Iterator[_Pass]:
+    def _pass_through(self, pieces: deque[_Piece], device: torch.device) -> Iterator[_Pass]:
         """Copy each piece's states in, update, and copy them out, on three streams that wait for one another; one pass
-        for each stage.
+        for each stage, launched when it is asked for. The pieces, by stage, are taken from the queue, so that nothing
+        holds their gradients longer than the passes do.
 
         The buffers are allocated for the step alone: the rest of forward, and backward, can use their memory.
         """
         runtime = torch.get_device_module(device)
         compute = runtime.current_stream()
-        if device not in self._streams:
-            self._streams[device] = own_stream(device), own_stream(device), own_stream(device)
-        inbound, updating, outbound = self._streams[device]
+        inbound, updating, outbound = self._streams_of(device)
         if self._eight_bit:
             updating = compute
-        most_bytes = max(sum(map(_bytes_in_buffer, piece.states)) for piece in pieces)
+        most_bytes = max(sum(map(_bytes_in_buffer, piece.copied_in)) for piece in pieces)
         buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         left: list[Any] = [None] * BUFFERS  # events: the buffer's last piece is in host memory
         inbound.wait_stream(compute)  # the buffers' memory may still be in use there
         inbound.wait_stream(outbound)  # which writes what the step before left
+        if self.taken is not None:
+            self.taken.followed_by(inbound)
         updating.wait_stream(compute)  # where the gradients are formed, and the parameters read
         number = 0
-        for stage, some in itertools.groupby(pieces, lambda piece: piece.stage):
-            passed = list(some)
-            for piece in passed:
-                index, number = number % BUFFERS, number + 1
-                states = _views(buffers[index], piece.states)
-                with runtime.stream(inbound):
-                    if left[index] is not None:
-                        inbound.wait_event(left[index])
-                    for state, hosted in zip(states, piece.states, strict=True):
-                        state.copy_(hosted, non_blocking=True)
-                updating.wait_event(inbound.record_event())
-                with runtime.stream(updating):
-                    piece.update(states)
-                outbound.wait_event(updating.record_event())
-                with runtime.stream(outbound):
-                    for state, hosted in zip(states, piece.states, strict=True):
-                        hosted.copy_(state, non_blocking=True)
-                    left[index] = outbound.record_event()
-            yield _Pass(stage=stage, over=outbound.record_event(), pieces=passed, buffers=buffers)
+        while pieces:
+            stage = pieces[0].stage
+            passed = [pieces.popleft() for _ in range(sum(piece.stage == stage for piece in pieces))]
+            try:
+                for piece in passed:
+                    index, number = number % BUFFERS, number + 1
+                    left[index] = self._pass(piece, buffers[index], left[index], runtime, (inbound, updating, outbound))
+            except BaseException:
+                runtime.synchronize(device)  # which may still use what goes now
+                raise
+            launched = _Pass(stage=stage, over=outbound.record_event(), pieces=passed, buffers=buffers)
+            del passed, piece
+            yield launched
+            del launched
 
-    def _join(self) -> None:
-        """Make the current stream wait for all updates, in place of the host."""
-        for device, (_, _, outbound) in self._streams.items():
-            torch.get_device_module(device).current_stream().wait_stream(outbound)
-        self._running.clear()
+    def _pass(self, piece: _Piece, buffer: Tensor, left: Any, runtime: Any, streams: tuple[Any, Any, Any]) -> Any:
+        """The same of one piece, in a buffer whose last piece has left at an event; returns the event of this one."""
+        inbound, updating, outbound = streams
+        came = _views(buffer, piece.copied_in)
+        states, gradient = came[: len(piece.states)], came[-1] if piece.taken else piece.gradient
+        with runtime.stream(inbound):
+            if left is not None:
+                inbound.wait_event(left)
+            for part, hosted in zip(came, piece.copied_in, strict=True):
+                part.copy_(hosted, non_blocking=True)
+        updating.wait_event(inbound.record_event())
+        with runtime.stream(updating):
+            if piece.scale is not None:
+                gradient.mul_(piece.scale)
+            piece.update(states, gradient)
+        outbound.wait_event(updating.record_event())
+        with runtime.stream(outbound):
+            for state, hosted in zip(states, piece.states, strict=True):
+                hosted.copy_(state, non_blocking=True)
+            return outbound.record_event()
+
+    def _streams_of(self, device: torch.device) -> tuple[Any, Any, Any]:
+        """Those of copies in, of updates, and of copies out."""
+        if device not in self._streams:
+            self._streams[device] = own_stream(device), own_stream(device), own_stream(device)
+        return self._streams[device]
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of 0 where they live, and no step done."""
@@ -278,6 +359,11 @@ class PiecewiseAdamW(torch.optim.AdamW):
         return zero | {
             name: _zeros(parameter, *part, hosted) for name, part in zip(PARTS_8BIT, (codes, scales) * 2, strict=True)
         }
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the host memory goes with the states
+            for device in getattr(self, "_streams", ()):
+                torch.get_device_module(device).synchronize(device)
 
     def _settle(self) -> None:
         """Wait until host memory holds the last step's moments."""

@@ -25,8 +25,7 @@ class Usage:
 
 def reset_peaks(device: torch.device) -> None:
     """Reset the GPU's peaks and counts: initialisation and warm-up are no part of them. The host's has no reset."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == "cuda":  # the host counts, so nothing waits for the device
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_accumulated_memory_stats(device)
 

@@ -116,6 +116,7 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         head_groups=min(settings.head_groups, model.kv_heads),
         head_tiles=min(settings.head_tiles, 4),
         optimizer_states=None,  # no update is compared
+        gradient_offload=settings.gradient_offload and bool(settings.optimizer_offload),  # which the planner chose
         cuda_graph="none",
         steps=Steps(warmup=0, measured=1),
         learning_rate=1.0,
@@ -302,7 +303,8 @@ class _CheckedStep:
                 continue
             first_row, held = self._held(name, parameter, gradients[name])
             # One that no gradient reaches has none.
-            pairs[name] = (torch.zeros_like(held) if parameter.grad is None else _local(parameter.grad), held)
+            found = self.task.gradient_of(parameter)
+            pairs[name] = (torch.zeros_like(held) if found is None else found.to(held.device), held)
             rows[name] = _worst_row(*pairs[name], first_row)
         rows_of_ranks = self.world.gather(rows)
         # Of a tensor that several ranks hold every element counts equally often, so the sums of all ranks will do.

@@ -179,19 +179,27 @@ class StepClock:
     A step of several forwards marks the start of each further one as well, and gets the sum of their times.
 
     No rank waits for another here: the slowest rank is found afterwards. `start` waits for CUDA work that was queued
-    before it, so that it is not counted.
+    before it, so that it is not counted: for that of the current stream alone where work of other streams may run from
+    one step into the next (`runs_on`).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, runs_on: bool = False) -> None:
+        self._device, self._runs_on = device, runs_on
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
         self._marks, self._events = [], []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._wait()
         self.mark()
+
+    def _wait(self) -> None:
+        if self._device.type != "cuda":
+            return
+        if self._runs_on:
+            torch.cuda.current_stream(self._device).synchronize()
+        else:
+            torch.cuda.synchronize(self._device)
 
     def mark(self) -> None:
         """Note this moment, without waiting for the device."""
@@ -203,10 +211,10 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def stop(self) -> tuple[float, float]:
-        """(forward_seconds, step_seconds): of all forwards, and from `start` to now with the device idle."""
+        """(forward_seconds, step_seconds): of all forwards, and from `start` to now with the step's work done."""
         self.mark()
+        self._wait()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
             first, *later = self._events
             elapsed = [first.elapsed_time(event) / 1000 for event in later]  # milliseconds
         else:

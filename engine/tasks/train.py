@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
@@ -148,10 +149,12 @@ class TrainTask:
         if isinstance(self.optimizer, PiecewiseAdamW):
             parts = self.model.embedding, *self.model.blocks, self.model.head
             self.optimizer.update_in_forward(self.model, parts)
+            if settings.gradient_offload:
+                self.optimizer.take_gradients()
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens
         )  # raises for a length that does not split
-        self._clock = StepClock(world.device)
+        self._clock = StepClock(world.device, runs_on=isinstance(self.optimizer, PiecewiseAdamW))
         # Why the host launches every step; empty where it launches the first one, and the others are replayed.
         self._not_captured = cuda_graph.not_captured_reason(settings, world.device.type) or ""
         self._captured: CapturedStep | None = None  # after the first step
@@ -173,7 +176,8 @@ class TrainTask:
                 around_step() if index >= plan.warmup else nullcontext(),
                 self.inside.step(on_progress, index + 1, plan.total, self.seq_len(index)),
             ):
-                steps.append(self.step(index))
+                # An update runs into the next step, which has its time: without a warm-up step the first has none.
+                steps.append(self.step(index, settle=not plan.warmup and index == plan.total - 1))
             done = steps[-1]
             on_progress({"step": index + 1, "of": plan.total, "loss": done.loss, "seconds": done.step_seconds})
         after = read_gpus(self.world)
@@ -193,7 +197,8 @@ class TrainTask:
             ),
             captured_bytes=self.captured_bytes,
         )
-        self.wait_for_update()  # whose copies would take time of what is measured now
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            self.optimizer.wait()  # its copies would take time of what is measured now
         # Last, because each would raise every peak.
         figures.extra |= link.figures()
         figures.extra |= gemm_figures(self.world, self.settings)
@@ -205,11 +210,19 @@ class TrainTask:
 
         return check_training(self.settings, self.method, self.world, self._chosen())
 
-    def wait_for_update(self) -> None:
-        """Until parameters and moments are those after the last step: updates may run until the next forward needs
-        them. Forwards and state dicts wait themselves."""
+    def gradient_norm(self) -> Tensor:
+        """Global norm of the gradients that `gradients` has formed, 0-dim. Collective."""
+        if isinstance(self.optimizer, PiecewiseAdamW) and self.optimizer.taken is not None:
+            return self.optimizer.taken.norm(self.model.parameters())
+        return self.matrices.gradient_norm(self.model)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's shard of a gradient after `gradients`, on the device or in host memory; None where none was
+        formed."""
         if isinstance(self.optimizer, PiecewiseAdamW):
-            self.optimizer.wait()
+            return self.optimizer.gradient_of(parameter)
+        gradient = parameter.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def again(self) -> None:
         """The step after the last one measured."""
@@ -231,12 +244,17 @@ class TrainTask:
                 ((heads, attended), torch.promote_types(dtype, torch.float32)),
             )
         )
+        taken = self.optimizer.taken if isinstance(self.optimizer, PiecewiseAdamW) else None
+        if taken is not None:
+            taken.active = False  # single layers run now, whose gradients are of no step
         tune_linear_layers(self.model, x_BLE)
         if self._recompute is not None:
             saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
             sizes = [one.nbytes for one in saved.tensors] if saved else []
             self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
             lock_hosted_layers(self.model, x_BLE, self._recompute.hosted)
+        if taken is not None:
+            taken.active = True
         self.world.barrier()  # a rank that was faster would wait for the others within its measured step
 
     def _query_bytes(self) -> int:
@@ -274,8 +292,9 @@ class TrainTask:
         """Peak of the GPU memory of a step that is replayed, whose allocator no longer counts it; 0 for others."""
         return 0 if self._captured is None else self._captured.allocated_bytes
 
-    def step(self, index: int) -> StepResult:
-        """One optimizer step on the batch of that index. Collective."""
+    def step(self, index: int, *, settle: bool = False) -> StepResult:
+        """One optimizer step on the batch of that index. Collective. With `settle` it ends when its update has ended,
+        which may else run on beside the next forward."""
         self._clock.start()
         with record_function(STEP):
             batches = self._next_batches(index)
@@ -285,6 +304,8 @@ class TrainTask:
                 total, norm = self._timed(self._whole_step(batches))
             else:
                 total, norm = self._before_capture(batches)
+            if settle and isinstance(self.optimizer, PiecewiseAdamW):
+                self.optimizer.join()
             # Read while the device still computes, which would otherwise wait for the next step's tokens.
             self._ahead = index + 1, self.batches(index + 1)
             forward_seconds, step_seconds = self._clock.stop()
@@ -360,7 +381,7 @@ class TrainTask:
         total = yield from self._gradients(batches)
         self.inside.mark("update")
         with record_function(OPTIMIZER):
-            norm = self.matrices.gradient_norm(self.model)
+            norm = self.gradient_norm()
             clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm, norm)
             self.optimizer.zero_grad()
         return total, norm

@@ -80,7 +80,8 @@ def compared_records() -> list[RecordPrediction]:
         today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
         slower = settings.lora is not None and record.started_at < ADAPTERS_COPIED_UNTIL
-        slower |= bool(settings.optimizer_offload) and record.started_at < UPDATES_WAITED_UNTIL
+        late = bool(settings.optimizer_offload) and settings.optimizer_states is None
+        slower |= late and record.started_at < UPDATES_WAITED_UNTIL
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
             continue
         hardware = hardware_for(record.gpu)

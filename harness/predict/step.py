@@ -19,12 +19,19 @@ from engine.checkpoint.counts import (
     group_states,
     layers_run_again,
 )
-from engine.checkpoint.planning.cost import BOTH_WAYS, copied_moments, hosted_seconds, update_seconds
+from engine.checkpoint.planning.cost import (
+    BOTH_WAYS,
+    copied_gradients,
+    copied_moments,
+    gradient_seconds,
+    hosted_seconds,
+    update_seconds,
+)
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_parameters, adapter_passes
-from engine.settings import BYTES_OF, TrialSettings, keeps_whole, share_in_8_bits
+from engine.settings import BYTES_OF, TrialSettings, hosted_fraction, keeps_whole, share_in_8_bits
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
 from harness.metrics.hardware import HardwareSpeeds
@@ -159,9 +166,12 @@ def step_time(
     computed = phases["attention forward"] + (phases["matrix products"] + phases["elementwise"]) / 3  # of a step, about
     beside = 0.0
     if settings.optimizer_states is None:
-        moments = copied_moments(settings) / (BOTH_WAYS * speeds.host_gib * GIB)
-        beside = moments * settings.optimizer_offload
-        phases["host copies"] += update_seconds(settings, float(settings.optimizer_offload), moments, computed / calls)
+        offload, link = float(settings.optimizer_offload), speeds.host_gib * GIB
+        moments, gradients = copied_moments(settings), copied_gradients(settings)
+        beside = moments / (BOTH_WAYS * link) * hosted_fraction(settings, offload)
+        coming = (moments + gradients) / (BOTH_WAYS * link)
+        phases["host copies"] += update_seconds(settings, offload, coming, computed / calls)
+        phases["host copies"] += gradient_seconds(settings, offload, gradients / link, 2 * computed / layers)
     phases["host copies"] += _hosted_seconds(settings, speeds, forward, backward, phases, beside)
     if not_captured_reason(settings, "cuda") is not None:
         launching = layers * _LAUNCH_SECONDS[settings.linear_dtype]
@@ -210,7 +220,9 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
     model, shard = settings.model, settings.trained_parameters / settings.world_size
     updated = _update_bytes(settings)
-    waited = float(settings.optimizer_offload) if settings.optimizer_states is not None else 0.0  # others run later
+    waited = 0.0  # of the updates; others run later
+    if settings.optimizer_states is not None:
+        waited = hosted_fraction(settings, settings.optimizer_offload)
     float8 = 0.0
     if settings.linear_dtype == "float8":
         float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)

@@ -53,6 +53,7 @@ _NOT_USED = {
     "planned": "",
     "lora": None,
     "optimizer_states": None,
+    "gradient_offload": False,
 }
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)

@@ -22,7 +22,7 @@ from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
-from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings, hosted_fraction, keeps_whole
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them. On one H200
 # attention of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7%
@@ -78,7 +78,10 @@ class CostModel:
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
-        self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link  # of all, there and back at once
+        # Of all, each way at once; gradients come with them.
+        self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link
+        self._coming = self._moments + copied_gradients(settings) / BOTH_WAYS / speeds.host_link
+        self._gradients = copied_gradients(settings) / speeds.host_link
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         # Where one rank keeps its parameters whole, but not with moments on the host.
@@ -127,7 +130,8 @@ class CostModel:
         settings = self._settings
         added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
         forward = self._forward * settings.model.layers / settings.gradient_accumulation  # of the first micro-batch
-        added += update_seconds(settings, float(choice.optimizer_offload), self._moments, forward)
+        added += update_seconds(settings, float(choice.optimizer_offload), self._coming, forward)
+        added += gradient_seconds(settings, choice.optimizer_offload, self._gradients, 2 * self._forward)
         added += self._gathering if choice.optimizer_offload else 0.0
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
@@ -184,7 +188,8 @@ class CostModel:
         late = choice.optimizer_offload and self._settings.optimizer_states is None
         if not (self._together and late and choice.checkpoint.host_layers):
             return 0.0
-        return self._hosted(choice, self._moments * choice.optimizer_offload) - self._hosted(choice)
+        beside = self._moments * hosted_fraction(self._settings, choice.optimizer_offload)
+        return self._hosted(choice, beside) - self._hosted(choice)
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:
@@ -197,21 +202,37 @@ def copied_moments(settings: TrialSettings) -> float:
     return moment_bytes(settings) * settings.trained_parameters / settings.world_size
 
 
-def update_seconds(settings: TrialSettings, offload: float, moments: float, forward: float) -> float:
-    """Seconds that a step takes longer for the fraction `offload` of the moments in host memory. Copies of all take
-    `moments` seconds, there and back at once.
+def copied_gradients(settings: TrialSettings) -> float:
+    """Bytes of a rank's gradients that backward copies to the host, and the update back."""
+    wide = max(4, BYTES_OF[settings.dtype]) if settings.gradient_offload else 0
+    return wide * settings.trained_parameters / settings.world_size
 
-    The updates run while the next forward computes, `forward` seconds (`engine.memory.moments`); it begins with those
-    of embedding and first layer, whose moments are the last to go to the host. Moments in 8 bits are waited for.
+
+def gradient_seconds(settings: TrialSettings, offload: bool | float, copies: float, backward: float) -> float:
+    """Seconds that a step takes longer because gradients leave for the host, all of them in `copies` seconds: each
+    layer's while the backward of the next computes, `backward` seconds, which else waits for the memory."""
+    hosted, layers = hosted_fraction(settings, offload) * copies, settings.model.layers
+    waits = layers * max(0.0, hosted / layers - backward)
+    return waits + CONTENTION * (hosted - waits)
+
+
+def update_seconds(settings: TrialSettings, offload: float, moments: float, forward: float) -> float:
+    """Seconds that a step takes longer for the fraction `offload` of the moments in host memory. Copies of all to the
+    GPU, gradients among them if they are on the host, take `moments` seconds, as others go back.
+
+    The updates run while the next forward computes, `forward` seconds (`engine.memory.moments`): before its first layer
+    are those of embedding and two layers, whose moments are the last to go to the host, before its last layer all.
+    Moments in 8 bits are waited for.
     """
-    hosted = offload * moments
+    hosted = hosted_fraction(settings, offload) * moments
     if settings.optimizer_states is not None:
         return hosted
     model, lora = settings.model, settings.lora
-    first = adapter_parameters(model, lora) if lora is not None else model.vocab * model.hidden + model.layer_parameters
-    waited = max(0.0, hosted - (1 - first / settings.trained_parameters) * moments)
-    beside = hosted - waited
-    return waited + max(0.0, beside - forward) + 2 * CONTENTION * min(beside, forward)
+    layer, table = model.layer_parameters, model.vocab * model.hidden
+    first = 2 * layer + table if lora is None else 2 * adapter_parameters(model, lora)
+    waited = max(0.0, hosted - (1 - min(1.0, first / settings.trained_parameters)) * moments)
+    beside, hiding = hosted - waited, forward * (model.layers - 1) / model.layers
+    return waited + max(0.0, beside - hiding) + 2 * CONTENTION * min(beside, hiding)
 
 
 def hosted_seconds(hosted: int, spread: int, copy: float, layer: float, hiding: float, beside: float = 0.0) -> float:

@@ -31,7 +31,15 @@ from engine.checkpoint.planning.memory_settings import MemorySettings, memory_se
 from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, PROJECTIONS, adapter_parameters, trained_weights
-from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
+from engine.settings import (
+    BUFFERS,
+    BYTES_OF,
+    PIECE_ELEMENTS,
+    Checkpoint,
+    TrialSettings,
+    hosted_fraction,
+    keeps_whole,
+)
 from engine.shape import ModelShape
 
 GIB = 1 << 30
@@ -226,6 +234,7 @@ class MemoryModel:
         self._parameters = wide * settings.trained_parameters / shards
         self._states = moment_bytes(settings) * settings.trained_parameters / shards
         self._layer_gradient = wide * gradient / shards
+        self._gradients_there = self._parameters if settings.gradient_offload else 0.0  # all of them, in host memory
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
         self._head_gradient = learns * wide * ((0 if shape.tied else table) + shape.hidden) / shards
@@ -314,7 +323,7 @@ class MemoryModel:
         """Bytes of host memory alone: more with a larger part of the MLP kept and, where layers are alike, with each
         more layer there."""
         _, _, of_checkpoint = self._kept(choice.checkpoint)
-        states = self._states * choice.optimizer_offload
+        states = (self._states + self._gradients_there) * self._away(choice)
         return self._process + of_checkpoint + self._saved_on_host(choice) + states
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
@@ -328,7 +337,7 @@ class MemoryModel:
         return RankMemory(
             allocated=needed,
             reserved=_SMALL + _ROUNDING * (needed + held.of_streams),
-            host=self._process + self._states * choice.optimizer_offload,
+            host=self._process + (self._states + self._gradients_there) * self._away(choice),
         )
 
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
@@ -359,7 +368,11 @@ class MemoryModel:
     def _always(self, choice: MemorySettings) -> float:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
         copies = self._by_offload[bool(choice.optimizer_offload)].copies
-        return self._frozen + self._parameters + self._states * (1 - choice.optimizer_offload) + copies
+        return self._frozen + self._parameters + self._states * (1 - self._away(choice)) + copies
+
+    def _away(self, choice: MemorySettings) -> float:
+        """Of the optimizer's states the part in host memory."""
+        return hosted_fraction(self._settings, choice.optimizer_offload)
 
     def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""
@@ -450,25 +463,41 @@ class MemoryModel:
             going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
-            waiting = self._waiting_in_forward(place) if choice.optimizer_offload else 0.0
+            late = choice.optimizer_offload and self._settings.optimizer_states is None
+            waiting = self._waiting_in_forward(place) if late else 0.0
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
             *forward,
-            *((name, activations, self._gradients(place)) for place, name, activations in found),
-            ("optimizer", 0.0, self._parameters),
+            *((name, activations, self._gradients(place, choice)) for place, name, activations in found),
+            ("optimizer", 0.0, self._on_device(self._parameters, choice)),
         ]
 
-    def _gradients(self, layer: int) -> float:
+    def _gradients(self, layer: int, choice: MemorySettings) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
-        return self._head_gradient + (self._layers - 1 - layer) * self._layer_gradient
+        later = self._layers - 1 - layer
+        return self._on_device(
+            self._head_gradient + later * self._layer_gradient,
+            choice,
+            self._layer_gradient * min(later, 2) + self._head_gradient * (later < 2),
+        )
+
+    def _on_device(self, gradients: float, choice: MemorySettings, leaving: float = 0.0) -> float:
+        """Of gradients what is on the device, where those that go to host memory take `leaving` bytes on their way."""
+        if not self._settings.gradient_offload:
+            return gradients
+        return min(gradients, (1 - self._away(choice)) * gradients + leaving)
 
     def _waiting_in_forward(self, layer: int) -> float:
         """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
-        the next layer (`engine.memory.moments`)."""
+        the next layer; and the buffers of updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers:
             return 0.0
-        return self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
+        wide = max(4, self._item)
+        if self._settings.gradient_offload:
+            return BUFFERS * PIECE_ELEMENTS * 3 * wide
+        buffers = BUFFERS * PIECE_ELEMENTS * 2 * wide
+        return self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient + buffers
 
     def _kept(self, checkpoint: Checkpoint) -> tuple[float, float, float]:
         """Inputs and attention's results of the layers that backward computes again, of a whole forward: on the device

@@ -30,7 +30,7 @@ from engine.checkpoint.planning.memory_settings import (
 )
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_groups_unsupported_reason
+from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_groups_unsupported_reason, hosted_fraction
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.10
@@ -537,7 +537,9 @@ def kept_in_words(settings: TrialSettings) -> list[str]:
         words.append(f"attention's backward in at most {settings.head_groups} groups of heads")
     words += [f"LM head in {settings.head_tiles} tiles"] * (settings.head_tiles > 0)
     if settings.optimizer_offload:
-        part = "" if settings.optimizer_offload == 1 else f"{settings.optimizer_offload:.0%} of the "
-        words.append(f"{part}moments on the host")
+        fraction = hosted_fraction(settings, settings.optimizer_offload)
+        part = "" if fraction == 1 else f"{fraction:.0%} of the "
+        what = "moments and gradients" if settings.gradient_offload else "moments"
+        words.append(f"{part}{what} on the host")
     words += ["moments in 8 bits"] * (settings.optimizer_states == "8bit")
     return words

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from engine.burst import METHOD
-from engine.checkpoint.planning.cost import CONTENTION, CostModel, GpuSpeeds, copied_moments, update_seconds
+from engine.checkpoint.planning.cost import (
+    CONTENTION,
+    CostModel,
+    GpuSpeeds,
+    copied_gradients,
+    copied_moments,
+    gradient_seconds,
+    update_seconds,
+)
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import (
     BESIDE_CHECKPOINT,
@@ -31,7 +39,7 @@ from engine.checkpoint.planning.plan import (
     without_effect,
 )
 from engine.method import method_unsupported_reason
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, TrialSettings, hosted_fraction
 from engine.shape import ModelShape
 from tests.slow import slow
 
@@ -237,16 +245,37 @@ def test_moments_in_8_bits_leave_room_and_pass_to_the_host_in_less_than_a_third_
 
 def test_copies_of_moments_cost_what_the_forward_does_not_hide() -> None:
     long, short = settings(seq_len=1 << 17), settings(seq_len=1 << 10)
-    first = (B1.vocab * B1.hidden + B1.layer_parameters) / B1.parameters
+    first = (B1.vocab * B1.hidden + 2 * B1.layer_parameters) / B1.parameters
+    half, hides = hosted_fraction(long, 0.5), (B1.layers - 1) / B1.layers  # all are done before the last layer
     for trial in (long, short):
         moments, forward = (1.0, 2.0) if trial is long else (1.0, 0.25)
-        hidden = min(forward, 0.5)
+        hidden = min(forward * hides, half)
         assert update_seconds(trial, 0.0, moments, forward) == 0
-        assert update_seconds(trial, 0.5, moments, forward) == pytest.approx(0.5 - hidden + 2 * CONTENTION * hidden)
-        beside = min(forward, 1 - first)  # embedding and first layer come before the forward
+        assert update_seconds(trial, 0.5, moments, forward) == pytest.approx(half - hidden + 2 * CONTENTION * hidden)
+        beside = min(forward * hides, 1 - first)  # embedding and two layers come before the first one computes
         assert update_seconds(trial, 1.0, moments, forward) == pytest.approx(1 - beside + 2 * CONTENTION * beside)
     narrow = settings(seq_len=1 << 17, optimizer_states="8bit")
-    assert update_seconds(narrow, 0.5, 1.0, 2.0) == 0.5
+    assert update_seconds(narrow, 0.5, 1.0, 2.0) == half
+
+
+def test_gradients_in_host_memory_leave_those_of_two_layers_on_the_gpu_and_come_back_with_the_moments() -> None:
+    trial = dataclasses.replace(settings(seq_len=1 << 13), checkpoint=Checkpoint(), optimizer_offload=True)
+    with_gradients = dataclasses.replace(trial, gradient_offload=True)
+    before, after = (MemoryModel(each).by_moment(memory_settings_of(each)) for each in (trial, with_gradients))
+    all_of_them, layer = 4 * B1.parameters, 4 * B1.layer_parameters
+    assert before["optimizer"] - after["optimizer"] == pytest.approx(all_of_them)
+    first = "backward of the first layer"
+    later = 4 * (B1.vocab * B1.hidden + B1.hidden) + (B1.layers - 1) * layer
+    assert before[first] - after[first] == pytest.approx(later - 2 * layer)
+    assert memory_of(with_gradients).host - memory_of(trial).host == pytest.approx(all_of_them)
+    assert copied_gradients(with_gradients) == 0.5 * copied_moments(trial) == 0.5 * copied_moments(with_gradients)
+    assert copied_gradients(trial) == 0
+    # Of each layer's copy what the next one's backward does not hide, and 2% of what it does.
+    assert gradient_seconds(trial, True, 0.0, 1.0) == 0
+    assert gradient_seconds(with_gradients, True, 16.0, 1.5) == pytest.approx(CONTENTION * 16)
+    assert gradient_seconds(with_gradients, True, 32.0, 1.5) == pytest.approx(8 + CONTENTION * 24)
+    part = dataclasses.replace(with_gradients, optimizer_offload=0.5)
+    assert memory_of(with_gradients).allocated < memory_of(part).allocated
 
 
 def test_layers_and_moments_in_host_memory_share_the_link_of_a_forward() -> None:
@@ -263,10 +292,12 @@ def test_layers_and_moments_in_host_memory_share_the_link_of_a_forward() -> None
 def test_moments_on_the_host_cost_the_copies_of_gathering_where_one_rank_would_keep_its_parameters_whole() -> None:
     for ranks, more in ((1, 50 * B1.parameters / 3e12), (4, 0.0)):
         cost = CostModel(settings(world_size=ranks, cp_size=ranks), GpuSpeeds())
+        parts = False, 0.25, 0.5
         whole, some, half = (
-            cost.fixed(MemorySettings(checkpoint=Checkpoint(), optimizer_offload=part)) for part in (False, 0.25, 0.5)
+            cost.fixed(MemorySettings(checkpoint=Checkpoint(), optimizer_offload=part)) for part in parts
         )
-        assert some - whole - (half - some) == pytest.approx(more, abs=1e-9)
+        _, first, second = (hosted_fraction(settings(), part) for part in parts)
+        assert some - whole - (half - some) * first / (second - first) == pytest.approx(more, abs=1e-9)
 
 
 def test_a_budget_nothing_fits_in_gives_the_smallest_choice_and_says_so() -> None:

@@ -19,7 +19,7 @@ from engine.memory.moments import BUFFERS, MOMENTS, PiecewiseAdamW
 from engine.memory.offload import host_buffer
 from engine.models.decoder import Decoder
 from engine.optimizer import adamw
-from engine.settings import AdamWSettings
+from engine.settings import AdamWSettings, TrialSettings, hosted_fraction, places_hosted
 from engine.shape import ModelShape
 from tests.ranks import run_on_ranks
 
@@ -116,10 +116,21 @@ def test_a_fraction_leaves_the_states_of_the_other_parameters_on_the_device(
     optimizer = adamw(model, 1e-2, AdamWSettings(), offload=offload)
     train(model, optimizer, range(1))
     given = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+    places = places_hosted(given, offload)
+    assert sorted(hosted) == sorted([given[place] for place in places] * len(MOMENTS))
     elements = sum(hosted) / len(MOMENTS)
-    assert offload * sum(given) <= elements < offload * sum(given) + max(hosted)
-    count = len(hosted) // len(MOMENTS)
-    assert sorted(hosted) == sorted(given[-count:] * len(MOMENTS))  # those given last
+    assert abs(elements - offload * sum(given)) <= max(given) / 2
+    assert hosted_fraction(
+        TrialSettings(task="train", method="burst", model=SHAPE, seq_len=8), offload
+    ) == elements / sum(given)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "places"),
+    [(0.0, []), (0.05, [3]), (0.2, [2, 3]), (0.3, [2, 3]), (0.45, [1, 2, 3]), (0.55, [1, 2, 3]), (0.8, [0, 1, 2, 3])],
+)
+def test_the_last_go_first_and_one_more_where_that_is_nearer(fraction: float, places: list[int]) -> None:
+    assert sorted(places_hosted([10, 6, 3, 1], fraction)) == places
 
 
 @pytest.mark.parametrize(("saves", "loads"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.3, 0.7), (0.7, 0.0)])

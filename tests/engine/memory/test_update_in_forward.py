@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from unittest import mock
 
@@ -21,7 +22,8 @@ import engine.memory.moments
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.memory.moments import PiecewiseAdamW, _Pass, _Piece
-from engine.settings import Checkpoint, TrialSettings
+from engine.optimizer import clip_and_step
+from engine.settings import Checkpoint, Steps, TrialSettings, combination_unsupported_reason
 from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks
@@ -40,9 +42,25 @@ CASES = {
     "in bf16": dataclasses.replace(SETTINGS, dtype="bf16"),
     "two ranks": dataclasses.replace(SETTINGS, cp_size=2, world_size=2),
     "two replicas": dataclasses.replace(SETTINGS, world_size=2),
+    "gradients too": dataclasses.replace(SETTINGS, gradient_offload=True),
+    "a part of the gradients": dataclasses.replace(SETTINGS, gradient_offload=True, optimizer_offload=0.4),
+    "gradients of tied matrices": dataclasses.replace(
+        SETTINGS, gradient_offload=True, model=dataclasses.replace(SHAPE, tied=True)
+    ),
+    "gradients of two ranks": dataclasses.replace(
+        SETTINGS, gradient_offload=True, cp_size=2, world_size=2, dtype="bf16", checkpoint=Checkpoint(every=2)
+    ),
+    "two nodes": dataclasses.replace(SETTINGS, world_size=2, sharding="hybrid", emulate_nodes=2),
+    "gradients after a warm-up step of another length": dataclasses.replace(
+        SETTINGS,
+        gradient_offload=True,
+        checkpoint=Checkpoint(every=0, host_layers=2),
+        steps=Steps(warmup=1, measured=STEPS - 1, warmup_seq_len=32),
+    ),
 }
 Waiting = tuple[nn.Module, list[nn.Module], PiecewiseAdamW]
 _real = PiecewiseAdamW._pass_through
+_kept: list[_Pass] = []  # so that no memory is reused
 
 
 class Runs:
@@ -55,11 +73,12 @@ class Runs:
         next(self._passes)
 
 
-def late(optimizer: PiecewiseAdamW, pieces: list[_Piece], device: torch.device) -> Iterator[_Pass]:
+def late(optimizer: PiecewiseAdamW, pieces: deque[_Piece], device: torch.device) -> Iterator[_Pass]:
     """The same passes, of which none runs before it is waited for."""
+    held = {stage: list(some) for stage, some in itertools.groupby(pieces, lambda piece: piece.stage)}
     passes = _real(optimizer, pieces, device)
-    for stage, some in itertools.groupby(pieces, lambda piece: piece.stage):
-        yield _Pass(stage=stage, over=Runs(passes), pieces=list(some), buffers=[])
+    for stage in list(held):
+        yield _Pass(stage=stage, over=Runs(passes), pieces=held.pop(stage), buffers=[])
 
 
 def trained(settings: TrialSettings, *, is_late: bool) -> dict[str, Tensor]:
@@ -67,7 +86,11 @@ def trained(settings: TrialSettings, *, is_late: bool) -> dict[str, Tensor]:
     engine.memory.moments.PIECE_ELEMENTS = PIECE
     with mock.patch.object(PiecewiseAdamW, "_pass_through", late if is_late else _real):
         task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
-        steps = [task.step(index) for index in range(STEPS)]
+        steps = []
+        for index in range(STEPS):
+            if index == settings.steps.warmup:
+                task._before_full_length()
+            steps.append(task.step(index))
         found = {"loss": torch.tensor([step.loss for step in steps], dtype=torch.float64)}
         found["norm"] = torch.tensor([step.grad_norm for step in steps], dtype=torch.float64)
         parameters = get_model_state_dict(task.model)
@@ -84,7 +107,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def differing(settings: TrialSettings) -> tuple[int, list[str]]:
     """How many tensors are compared, and the names of those that are not the same bit for bit."""
-    found, expected = trained(settings, is_late=True), trained(settings, is_late=False)
+    found = trained(settings, is_late=True)
+    expected = trained(dataclasses.replace(settings, gradient_offload=False), is_late=False)
     assert found.keys() == expected.keys()
     return len(found), [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
 
@@ -97,21 +121,23 @@ def test_steps_are_those_of_updates_that_are_waited_for_at_once_bit_for_bit(case
         assert not names
 
 
-def without_waiting(settings: TrialSettings, stages: int | None) -> bool:
-    """Whether steps differ when forwards wait for fewer stages than they need."""
+def without_waiting(settings: TrialSettings, less: int) -> bool:
+    """Whether steps differ when a part waits for fewer parts than itself and the next."""
     expected, real = trained(settings, is_late=False), PiecewiseAdamW.wait
 
     def wait(self: PiecewiseAdamW, stage: int | None = None) -> None:
-        real(self, stage if stage is None or stages is None else stage - stages)
+        real(self, stage if not stage else stage - less)
 
     with mock.patch.object(PiecewiseAdamW, "wait", wait):
         found = trained(settings, is_late=True)
     return any(not torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize(("stages", "differ"), [(0, False), (1, True)])
-def test_a_forward_that_waits_for_one_part_less_is_found(stages: int, differ: bool) -> None:
-    assert run_on_ranks(1, without_waiting, SETTINGS, stages) == [differ]
+@pytest.mark.parametrize(("ranks", "less", "differ"), [(1, 0, False), (1, 2, True), (2, 0, False), (2, 1, True)])
+def test_a_part_that_waits_for_less_is_found(ranks: int, less: int, differ: bool) -> None:
+    """FSDP2 gathers the next part of several ranks ahead, and nothing of one."""
+    settings = dataclasses.replace(SETTINGS, cp_size=ranks, world_size=ranks)
+    assert run_on_ranks(ranks, without_waiting, settings, less) == [differ] * ranks
 
 
 def layers() -> tuple[nn.Module, list[nn.Module]]:
@@ -199,6 +225,60 @@ def test_gradients_are_held_until_the_forward_reaches_their_part(waiting: Waitin
     assert held == [2, 0, 0]  # of the third part a weight and a bias; none when its forward begins
 
 
+REFUSED = {
+    "task is attention, which has no optimizer": {"task": "attention"},
+    "optimizer_offload is false, and they are updated with": {"optimizer_offload": False},
+    "optimizer_states is 8bit, whose updates are waited for": {
+        "optimizer_states": "8bit",
+        "model": dataclasses.replace(SHAPE, hidden=256, ffn=512, head_dim=64),
+    },
+    "gradient_accumulation is 2, which adds to them": {"gradient_accumulation": 2},
+    "tp_size is 2, whose ranks add to them": {"tp_size": 2, "cp_size": 1, "world_size": 2},
+    "sharding is hybrid, whose sums over nodes hold them": {"sharding": "hybrid", "world_size": 2, "emulate_nodes": 2},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_gradients_go_to_the_host_only_with_what_their_updates_need(words: str) -> None:
+    trial = dataclasses.replace(SETTINGS, gradient_offload=True, **REFUSED[words])
+    reason = combination_unsupported_reason(trial) or ""
+    assert reason.startswith(f"gradient_offload is true, and {words}")
+    assert reason.endswith("; leave gradient_offload out")
+    assert combination_unsupported_reason(dataclasses.replace(SETTINGS, gradient_offload=True)) is None
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    model, parts = layers()
+    optimizer = adamw_of(model)
+    optimizer.update_in_forward(model, parts)
+    optimizer.take_gradients()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="take a step after each backward, or leave gradient_offload out"):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_taken_gradients_and_their_norm_are_those_of_backward_and_two_parts_at_most_stay() -> None:
+    model, parts = layers()
+    model(torch.ones(1, 4)).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(expected)
+    model.zero_grad()
+    optimizer = adamw_of(model)
+    optimizer.update_in_forward(model, parts)
+    optimizer.take_gradients()
+    stay: list[int] = []
+    leaving = optimizer.taken._leaving
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: stay.append(len({one[0] for one in leaving})))
+    model(torch.ones(1, 4)).square().sum().backward()
+    assert max(stay) == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close([optimizer.gradient_of(each) for each in model.parameters()], expected, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.taken.norm(model.parameters()), norm, rtol=0, atol=0)
+
+
 def test_moments_in_8_bits_are_updated_at_once() -> None:
     model, parts = layers()
     optimizer = PiecewiseAdamW(model.parameters(), lr=0.1, fused=True, eight_bit=[parts[0].weight])
@@ -206,22 +286,85 @@ def test_moments_in_8_bits_are_updated_at_once() -> None:
     assert not optimizer._stages
 
 
-def on_a_gpu(settings: TrialSettings) -> tuple[list[float], list[float]]:
-    found = []
-    for hooked in (True, False):
-        torch.manual_seed(0)
-        with mock.patch.object(
-            PiecewiseAdamW, "update_in_forward", PiecewiseAdamW.update_in_forward if hooked else lambda *_: None
-        ):
-            task = TrainTask(settings, METHOD, arrange(settings, torch.device("cuda", 0)))
-        found.append([value for index in range(8) for value in dataclasses.astuple(task.step(index))[:2]])
-    return found[0], found[1]
+def slow(optimizer: PiecewiseAdamW, pieces: deque[_Piece], device: torch.device) -> Iterator[_Pass]:
+    """The same passes, each some milliseconds later: without waits a forward is done before."""
+    passes = _real(optimizer, pieces, device)
+    while True:
+        with torch.cuda.stream(optimizer._streams_of(device)[0]):
+            torch.cuda._sleep(20_000_000)
+        if (launched := next(passes, None)) is None:
+            return
+        yield launched
+
+
+def launch_alone(optimizer: PiecewiseAdamW, stage: int | None = None) -> None:
+    """`PiecewiseAdamW.wait` that waits for nothing. On a CPU, where passes run when they are launched, that is no
+    difference."""
+    optimizer._launch(None if stage is None else stage + engine.memory.moments.AHEAD)
+    while optimizer._running and (stage is None or optimizer._running[0].stage <= stage):
+        _kept.append(optimizer._running.popleft())
+
+
+def on_a_gpu(settings: TrialSettings, waits: bool, passes: object) -> list[Tensor]:
+    """Parameters after steps whose updates nothing else waits for."""
+    with (
+        mock.patch.object(PiecewiseAdamW, "_pass_through", passes),
+        mock.patch.object(PiecewiseAdamW, "wait", PiecewiseAdamW.wait if waits else launch_alone),
+    ):
+        task = TrainTask(settings, METHOD, arrange(settings, torch.device("cuda", 0)))
+        for index in range(STEPS):
+            task.gradients(index)
+            clip_and_step(task.model, task.optimizer, norm=task.gradient_norm())
+            task.optimizer.zero_grad()
+        task.optimizer.join()
+        return [_whole(parameter.detach()).cpu() for parameter in task.model.parameters()]
+
+
+def late_on_a_gpu(settings: TrialSettings) -> tuple[bool, bool, bool]:
+    """Whether parameters are the same with late updates, with late gradients too, and without waits."""
+    expected = on_a_gpu(settings, True, _real)
+    with_gradients = dataclasses.replace(settings, gradient_offload=True)
+    found = (
+        on_a_gpu(settings, True, slow), on_a_gpu(with_gradients, True, slow), on_a_gpu(settings, False, slow)
+    )  # fmt: skip
+    same = [all(map(torch.equal, each, expected)) for each in found]
+    return same[0], same[1], same[2]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: updates run beside a forward there")
-def test_on_a_gpu_steps_are_those_of_updates_that_are_waited_for_at_once() -> None:
-    wide = dataclasses.replace(SHAPE, layers=8, hidden=512, ffn=1024, head_dim=64)
-    settings = dataclasses.replace(SETTINGS, model=wide, seq_len=512, dtype="bf16")
-    [(found, expected)] = run_on_ranks(1, on_a_gpu, settings, backend="nccl")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def test_on_a_gpu_late_updates_are_waited_for() -> None:
+    wide = dataclasses.replace(SHAPE, layers=8, hidden=256, ffn=512, head_dim=64)
+    settings = dataclasses.replace(SETTINGS, model=wide, seq_len=256, dtype="bf16", deterministic=True)
+    assert run_on_ranks(1, late_on_a_gpu, settings, backend="nccl") == [(True, True, False)]
+
+
+def runs_on(settings: TrialSettings) -> list[bool]:
+    """After each of some steps, whether its update still runs: the clock of a step does not wait for it, but for that
+    of the last step."""
+    with mock.patch.object(PiecewiseAdamW, "_pass_through", slow):
+        task = TrainTask(settings, METHOD, arrange(settings, torch.device("cuda", 0)))
+        found = []
+        for index in range(STEPS - 1):
+            task.step(index)
+            found.append(not task.optimizer._running[-1].over.query())
+        over: list[torch.cuda.Event] = []
+        join = task.optimizer.join
+
+        def joined() -> None:
+            task.optimizer._launch(None)
+            over.append(task.optimizer._running[-1].over)
+            join()
+
+        task.optimizer.join = joined
+        task.step(STEPS - 1, settle=True)
+        return [*found, not over[0].query()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: updates run beside a forward there")
+def test_on_a_gpu_an_update_runs_on_into_the_next_step() -> None:
+    wide = dataclasses.replace(SHAPE, layers=8, hidden=256, ffn=512, head_dim=64)
+    settings = dataclasses.replace(SETTINGS, model=wide, seq_len=256, dtype="bf16")
+    [found] = run_on_ranks(1, runs_on, settings, backend="nccl")
+    assert found == [True] * (STEPS - 1) + [False]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, TrialSettings, hosted_fraction
 from engine.shape import ModelShape
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, speeds_of
@@ -110,7 +110,9 @@ def test_moments_in_8_bits_are_counted_by_hand_in_memory_and_in_time() -> None:
     saved = memory_of(LONG).allocated - memory_of(narrow).allocated
     assert saved == pytest.approx((8 * SHAPE.parameters - states) / 4)
     hosted = memory_of(dataclasses.replace(narrow, optimizer_offload=0.5))
-    assert hosted.host - memory_of(narrow).host == pytest.approx(0.5 * states / 4)
+    half = hosted_fraction(LONG, 0.5)  # in whole parameters
+    assert half == pytest.approx(0.5, abs=0.001)
+    assert hosted.host - memory_of(narrow).host == pytest.approx(half * states / 4)
 
     def update_seconds(**changes: Any) -> float:
         time = forecast(dataclasses.replace(LONG, **changes), H200).time
@@ -125,8 +127,8 @@ def test_moments_in_8_bits_are_counted_by_hand_in_memory_and_in_time() -> None:
     assert update_seconds(optimizer_states="8bit") == pytest.approx((update + others) / 4 / memory)
     hosted = update_seconds(optimizer_states="8bit", optimizer_offload=True)  # copies and updates at once
     assert hosted == pytest.approx(max(states / link, update / memory) / 4 + others / 4 / memory)
-    half = update_seconds(optimizer_offload=0.5)  # whose copies the next forward hides
-    assert half == pytest.approx(SHAPE.parameters / 4 * (28 + 12) / memory)
+    part = update_seconds(optimizer_offload=0.5)  # whose copies the next forward hides
+    assert part == pytest.approx(SHAPE.parameters / 4 * (28 + 12) / memory)
     whole = {"cp_size": 1, "world_size": 1, "seq_len": 1 << 14}
     update += (4 + 8 + 2 + 4) * SHAPE.parameters  # and the copies in bf16
     assert update_seconds(**whole, optimizer_states="8bit") == pytest.approx(update / memory)

@@ -40,6 +40,7 @@ def test_every_setting_has_a_column(tmp_path: Path) -> None:
         "planned": "checkpoint.tail",
         "lora": lora,
         "optimizer_states": "8bit",
+        "gradient_offload": True,
     }
     trial = record(checkpoint=Checkpoint(every=1, tail=0.0, plan="auto"), lm_head_fusion=False, **chosen)
     [written] = read(write_results(tmp_path / "results.csv", rows_of([trial])))
