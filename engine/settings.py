@@ -525,6 +525,12 @@ def hosted_fraction(settings: TrialSettings, offload: bool | float) -> float:
     return float(offload) if settings.lora is not None else _hosted_fraction(settings.model, float(offload))
 
 
+def late_fraction(settings: TrialSettings, offload: bool | float) -> float:
+    """Of all elements, those whose updates run beside the next forward: those of `hosted_fraction`, but none with
+    moments in 8 bits, which are waited for."""
+    return hosted_fraction(settings, offload) if settings.optimizer_states is None else 0.0
+
+
 @cache
 def _hosted_fraction(model: ModelShape, fraction: float) -> float:
     sizes = list(model.parameter_sizes().values())

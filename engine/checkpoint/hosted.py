@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from engine.attention.algorithms.saved import Attend
 from engine.linear.shard import Mixer
-from engine.memory.offload import HostStore, SavedTensors
+from engine.memory.offload import HostStore, SavedTensors, local_shard
 from engine.models.decoder import Block, LayerFn, MixCall, Rotary
 from engine.ops.copies import copy_of
 
@@ -155,7 +154,7 @@ def _staying(block: Block, rotary: Rotary) -> frozenset[int]:
     parameters = list(block.parameters())
     copies = (copy_of(parameter) for parameter in parameters)
     shared: Iterable[Tensor] = (*parameters, *rotary, *(copy for copy in copies if copy is not None))
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in shared)
+    local = map(local_shard, shared)
     return frozenset(each.untyped_storage().data_ptr() for each in local)
 
 

@@ -21,7 +21,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +28,7 @@ from engine.attention.algorithms.saved import Attend, FromSaved, SavedOutput
 from engine.checkpoint.counts import inputs_in_store, kept_places
 from engine.checkpoint.hosted import HostedLayers
 from engine.linear.shard import Mixer
-from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store
+from engine.memory.offload import DeviceStore, HostStore, SavedTensors, Store, local_shard
 from engine.models.decoder import Activations, Block, LayerFn, MixCall, Rotary, keep_all
 from engine.ops import RECOMPUTE
 from engine.settings import Checkpoint
@@ -400,7 +399,7 @@ def _has_room(block: Block, x_BLE: Tensor) -> bool:
     The first layer's backward comes last: it needs no further input, and holds the gradients of one layer more.
     """
     trained = (each for each in block.parameters() if each.requires_grad)
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
+    local = map(local_shard, trained)
     return x_BLE.nbytes <= sum(each.nbytes for each in local)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.cuda.streams import own_stream
-from engine.memory.offload import host_like
+from engine.memory.offload import host_like, local_shard
 
 
 class HostedGradients:
@@ -30,12 +31,10 @@ class HostedGradients:
             on the device.
     """
 
-    active = True  # else gradients stay where they are
-
     def __init__(self, parameters: Iterable[Tensor], stages: Mapping[Tensor, int]) -> None:
         self.compute: Any = None  # the stream of forward and backward; the current one when None
-        self._stages = stages
-        self._hosted = {each: host_like(_local(each), _local(each).device) for each in parameters}
+        self._stages, self._paused = stages, False
+        self._hosted = {each: host_like(local_shard(each), local_shard(each).device) for each in parameters}
         self._norms: dict[Tensor, Tensor] = {}  # of this step's
         self._leaving: deque[tuple[int, Any, Tensor]] = deque()  # stage, end of the copy, gradient
         self._copies: Any = None  # the stream of copies
@@ -45,7 +44,7 @@ class HostedGradients:
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and self._copies is not None:  # the host memory goes
-            device = _local(next(iter(self._hosted))).device
+            device = local_shard(next(iter(self._hosted))).device
             torch.get_device_module(device).synchronize(device)
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -57,10 +56,19 @@ class HostedGradients:
         if self._copies is not None:
             stream.wait_stream(self._copies)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gradients that are formed inside stay where they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         """Start the copy of a gradient, on whichever stream has formed it."""
-        if not self.active:
+        if self._paused:
             return
         if parameter in self._norms:
             raise RuntimeError(
@@ -68,7 +76,7 @@ class HostedGradients:
                 "a step after each backward, or leave gradient_offload out"
             )
         assert parameter.grad is not None, "the hook follows the gradient"
-        local, stage = _local(parameter.grad), self._stages.get(parameter, 0)
+        local, stage = local_shard(parameter.grad), self._stages.get(parameter, 0)
         [self._norms[parameter]] = torch._foreach_norm([parameter.grad])  # as that of all is formed
         if self._copies is None:
             self._copies = own_stream(local.device)
@@ -107,7 +115,3 @@ class HostedGradients:
 def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
     if (found := method()) is not None:
         found(parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

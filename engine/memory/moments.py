@@ -28,7 +28,7 @@ from torch.optim.optimizer import StateDict
 
 from engine.cuda.streams import own_stream
 from engine.memory.hosted_gradients import HostedGradients
-from engine.memory.offload import host_like
+from engine.memory.offload import host_like, local_shard
 from engine.ops import adamw_8bit
 from engine.ops.copies import mark_written
 from engine.settings import BUFFERS, PIECE_ELEMENTS, STATES_BLOCK, places_hosted
@@ -166,9 +166,10 @@ class PiecewiseAdamW(torch.optim.AdamW):
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """This rank's shard of a gradient, wherever it is; None where there is none."""
         if (taken := self._taken(parameter)) is not None:
-            torch.get_device_module(_local(parameter).device).synchronize(_local(parameter).device)  # it may still come
+            device = local_shard(parameter).device
+            torch.get_device_module(device).synchronize(device)  # it may still come
             return taken
-        return None if parameter.grad is None else _local(parameter.grad)
+        return None if parameter.grad is None else local_shard(parameter.grad)
 
     def _taken(self, parameter: Tensor) -> Tensor | None:
         return None if self.taken is None else self.taken.get(parameter)
@@ -176,7 +177,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
     def _begin_forward(self, model: nn.Module) -> None:
         self.wait(0)
         if self.taken is not None:
-            device = _local(next(model.parameters())).device
+            device = local_shard(next(model.parameters())).device
             self.taken.compute = torch.get_device_module(device).current_stream()
 
     def wait(self, stage: int | None = None) -> None:
@@ -251,7 +252,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 saved, own = state_dict["state"][number], hosted.get(parameter) or self._new_state(parameter)
                 own["step"].copy_(torch.as_tensor(saved["step"]))
                 for name in own.keys() - {"step"}:
-                    _local(own[name]).copy_(_local(saved[name]))
+                    local_shard(own[name]).copy_(local_shard(saved[name]))
                 self.state[parameter] = own
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[_Piece]:
@@ -267,16 +268,16 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 state.update(self._new_state(parameter))
             steps_done = state["step"].item()
             state["step"] += 1
-            device = _local(parameter).device
+            device = local_shard(parameter).device
             if (device, steps_done) not in counts:
                 counts[device, steps_done] = torch.full((), steps_done + 1, dtype=torch.float32, device=device)
-            elements, offloaded = _local(parameter).numel(), parameter in self._offloaded
+            elements, offloaded = local_shard(parameter).numel(), parameter in self._offloaded
             if not elements:
                 continue
             most = PIECE_ELEMENTS if offloaded else MOST_ELEMENTS
-            gradient = _local(parameter.grad).contiguous() if taken is None else taken
-            own = (_local(parameter.detach()), gradient)
-            parts = (_local(part) for name, part in state.items() if name != "step")
+            gradient = local_shard(parameter.grad).contiguous() if taken is None else taken
+            own = (local_shard(parameter.detach()), gradient)
+            parts = (local_shard(part) for name, part in state.items() if name != "step")
             flat = [each.view(-1) for each in (*own, *parts)]
             for value, gradient, *states in zip(
                 *(each.split(most * each.numel() // elements) for each in flat), strict=True
@@ -288,9 +289,10 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 )  # fmt: skip
 
     def _pass_through(self, pieces: deque[_Piece], device: torch.device) -> Iterator[_Pass]:
-        """Copy each piece's states in, update, and copy them out, on three streams that wait for one another; one pass
-        for each stage, launched when it is asked for. The pieces, by stage, are taken from the queue, so that nothing
-        holds their gradients longer than the passes do.
+        """Copy each piece's states in, update, and copy them out, on three streams that wait for one another. There is
+        one pass for each stage. It is launched when the caller asks for it.
+
+        `pieces` are sorted by stage. Each leaves the queue for its pass, and only the pass holds its gradient then.
 
         The buffers are allocated for the step alone: the rest of forward, and backward, can use their memory.
         """
@@ -309,8 +311,9 @@ class PiecewiseAdamW(torch.optim.AdamW):
         updating.wait_stream(compute)  # where the gradients are formed, and the parameters read
         number = 0
         while pieces:
-            stage = pieces[0].stage
-            passed = [pieces.popleft() for _ in range(sum(piece.stage == stage for piece in pieces))]
+            stage, passed = pieces[0].stage, list[_Piece]()
+            while pieces and pieces[0].stage == stage:
+                passed.append(pieces.popleft())
             try:
                 for piece in passed:
                     index, number = number % BUFFERS, number + 1
@@ -374,7 +377,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
 def _zeros(parameter: Tensor, run: int, dtype: torch.dtype, hosted: bool) -> Tensor:
     """Zeros, one for each `run` elements of a row, sharded as the parameter; in host memory or on its device."""
-    local = _local(parameter)
+    local = local_shard(parameter)
     sizes = [torch.Size((*each.shape[:-1], each.shape[-1] // run)) for each in (local, parameter)]
     like = torch.empty(sizes[0], dtype=dtype, device="meta")
     zeros = (host_like(like, local.device) if hosted else torch.empty_like(like, device=local.device)).zero_()
@@ -394,7 +397,3 @@ def _views(buffer: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     """Tensors like these in a buffer of bytes, one after another."""
     places = itertools.accumulate(map(_bytes_in_buffer, states), initial=0)
     return [buffer[at : at + state.nbytes].view(state.dtype) for at, state in zip(places, states, strict=False)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

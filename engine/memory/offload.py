@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine.cuda.streams import own_stream
 
@@ -63,6 +64,11 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
     """An uninitialised host tensor like `tensor`, contiguous, page-locked when `device` is a CUDA device."""
     return host_buffer(tensor.numel() * tensor.itemsize, device).view(tensor.dtype).view(tensor.shape)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 Tensors = tuple[Tensor, ...]

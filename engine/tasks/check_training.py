@@ -21,7 +21,6 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import as_layout
@@ -42,6 +41,7 @@ from engine.linear.shard import Mix
 from engine.lm_head.loss import plain_loss_sum
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import UNCHECKED, ErrorPlace, Extra, finite_error
+from engine.memory.offload import local_shard
 from engine.method import NativeMethod
 from engine.models.decoder import Decoder, DenseAttention
 from engine.parallelize import frozen_dtype
@@ -284,7 +284,7 @@ class _CheckedStep:
             # The elements of the first adapter have the variance 1 / (3 inputs), those of the matrix 1 / inputs.
             draw_second_adapters(model, self.problem.seed, _ADAPTED / (lora.scale * math.sqrt(lora.rank / 3)))
         for name, parameter in model.named_parameters():
-            _local(parameter).mul_(self._factors.get(name, 1.0))
+            local_shard(parameter).mul_(self._factors.get(name, 1.0))
 
     def compared(self) -> Extra:
         """The extras of `check_training`. Collective."""
@@ -440,11 +440,6 @@ def _factors(shape: ModelShape) -> dict[str, float]:
         for name, parameter in model.named_parameters()
         if parameter.ndim > 1 and name != EMBEDDING and not name.endswith(".conv.weight")
     }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 may have sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _worst_row(found: Tensor, truth: Tensor, first_row: int) -> tuple[float, int]:

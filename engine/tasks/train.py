@@ -19,7 +19,6 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
@@ -42,6 +41,7 @@ from engine.linear.shard import Mix
 from engine.lm_head.loss_kernel import IGNORE
 from engine.measurement import Extra, Measurement
 from engine.memory.moments import PiecewiseAdamW
+from engine.memory.offload import local_shard
 from engine.memory.resources import limit_memory, reset_peaks
 from engine.method import NativeMethod
 from engine.models.decoder import Block
@@ -146,15 +146,17 @@ class TrainTask:
             one_pass=keeps_whole(settings),
             eight_bit=settings.optimizer_states == "8bit",
         )
-        if isinstance(self.optimizer, PiecewiseAdamW):
+        # The same where its updates may run on beside the next forward.
+        self._late = self.optimizer if isinstance(self.optimizer, PiecewiseAdamW) else None
+        if self._late is not None:
             parts = self.model.embedding, *self.model.blocks, self.model.head
-            self.optimizer.update_in_forward(self.model, parts)
+            self._late.update_in_forward(self.model, parts)
             if settings.gradient_offload:
-                self.optimizer.take_gradients()
+                self._late.take_gradients()
         self.cp.segments(
             settings.steps.warmup_seq_len or settings.row_tokens
         )  # raises for a length that does not split
-        self._clock = StepClock(world.device, runs_on=isinstance(self.optimizer, PiecewiseAdamW))
+        self._clock = StepClock(world.device, runs_on=self._late is not None)
         # Why the host launches every step; empty where it launches the first one, and the others are replayed.
         self._not_captured = cuda_graph.not_captured_reason(settings, world.device.type) or ""
         self._captured: CapturedStep | None = None  # after the first step
@@ -197,8 +199,8 @@ class TrainTask:
             ),
             captured_bytes=self.captured_bytes,
         )
-        if isinstance(self.optimizer, PiecewiseAdamW):
-            self.optimizer.wait()  # its copies would take time of what is measured now
+        if self._late is not None:
+            self._late.wait()  # its copies would take time of what is measured now
         # Last, because each would raise every peak.
         figures.extra |= link.figures()
         figures.extra |= gemm_figures(self.world, self.settings)
@@ -212,17 +214,16 @@ class TrainTask:
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients that `gradients` has formed, 0-dim. Collective."""
-        if isinstance(self.optimizer, PiecewiseAdamW) and self.optimizer.taken is not None:
-            return self.optimizer.taken.norm(self.model.parameters())
+        if self._late is not None and self._late.taken is not None:
+            return self._late.taken.norm(self.model.parameters())
         return self.matrices.gradient_norm(self.model)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """This rank's shard of a gradient after `gradients`, on the device or in host memory; None where none was
         formed."""
-        if isinstance(self.optimizer, PiecewiseAdamW):
-            return self.optimizer.gradient_of(parameter)
-        gradient = parameter.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if self._late is not None:
+            return self._late.gradient_of(parameter)
+        return None if parameter.grad is None else local_shard(parameter.grad)
 
     def again(self) -> None:
         """The step after the last one measured."""
@@ -244,17 +245,14 @@ class TrainTask:
                 ((heads, attended), torch.promote_types(dtype, torch.float32)),
             )
         )
-        taken = self.optimizer.taken if isinstance(self.optimizer, PiecewiseAdamW) else None
-        if taken is not None:
-            taken.active = False  # single layers run now, whose gradients are of no step
-        tune_linear_layers(self.model, x_BLE)
-        if self._recompute is not None:
-            saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
-            sizes = [one.nbytes for one in saved.tensors] if saved else []
-            self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
-            lock_hosted_layers(self.model, x_BLE, self._recompute.hosted)
-        if taken is not None:
-            taken.active = True
+        taken = None if self._late is None else self._late.taken
+        with nullcontext() if taken is None else taken.paused():  # single layers run, whose gradients are of no step
+            tune_linear_layers(self.model, x_BLE)
+            if self._recompute is not None:
+                saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
+                sizes = [one.nbytes for one in saved.tensors] if saved else []
+                self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
+                lock_hosted_layers(self.model, x_BLE, self._recompute.hosted)
         self.world.barrier()  # a rank that was faster would wait for the others within its measured step
 
     def _query_bytes(self) -> int:
@@ -304,8 +302,8 @@ class TrainTask:
                 total, norm = self._timed(self._whole_step(batches))
             else:
                 total, norm = self._before_capture(batches)
-            if settle and isinstance(self.optimizer, PiecewiseAdamW):
-                self.optimizer.join()
+            if settle and self._late is not None:
+                self._late.join()
             # Read while the device still computes, which would otherwise wait for the next step's tokens.
             self._ahead = index + 1, self.batches(index + 1)
             forward_seconds, step_seconds = self._clock.stop()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from engine.settings import CudaGraph, Kernel, TrialSettings, keeps_whole
+from engine.settings import CudaGraph, Kernel, TrialSettings, keeps_whole, late_fraction
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
@@ -80,7 +80,7 @@ def compared_records() -> list[RecordPrediction]:
         today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
         slower = settings.lora is not None and record.started_at < ADAPTERS_COPIED_UNTIL
-        late = bool(settings.optimizer_offload) and settings.optimizer_states is None
+        late = late_fraction(settings, settings.optimizer_offload) > 0
         slower |= late and record.started_at < UPDATES_WAITED_UNTIL
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
             continue

@@ -31,7 +31,7 @@ from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.linear.volume import CHUNK, sent_bytes
 from engine.lora import adapter_parameters, adapter_passes
-from engine.settings import BYTES_OF, TrialSettings, hosted_fraction, keeps_whole, share_in_8_bits
+from engine.settings import BYTES_OF, TrialSettings, hosted_fraction, keeps_whole, late_fraction, share_in_8_bits
 from engine.tasks.cuda_graph import not_captured_reason
 from harness.metrics.flops import StepFlops
 from harness.metrics.hardware import HardwareSpeeds
@@ -164,11 +164,10 @@ def step_time(
     if settings.head_groups > 1:  # nothing hides copies back
         phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
     computed = phases["attention forward"] + (phases["matrix products"] + phases["elementwise"]) / 3  # of a step, about
-    beside = 0.0
-    if settings.optimizer_states is None:
-        offload, link = float(settings.optimizer_offload), speeds.host_gib * GIB
-        moments, gradients = copied_moments(settings), copied_gradients(settings)
-        beside = moments / (BOTH_WAYS * link) * hosted_fraction(settings, offload)
+    offload, link = float(settings.optimizer_offload), speeds.host_gib * GIB
+    moments, gradients = copied_moments(settings), copied_gradients(settings)
+    beside = moments / (BOTH_WAYS * link) * late_fraction(settings, offload)
+    if beside:
         coming = (moments + gradients) / (BOTH_WAYS * link)
         phases["host copies"] += update_seconds(settings, offload, coming, computed / calls)
         phases["host copies"] += gradient_seconds(settings, offload, gradients / link, 2 * computed / layers)
@@ -220,9 +219,8 @@ def terms(settings: TrialSettings, work: StepFlops) -> tuple[Term, ...]:
     """The phases of a training step besides attention and what overlaps with a layer."""
     model, shard = settings.model, settings.trained_parameters / settings.world_size
     updated = _update_bytes(settings)
-    waited = 0.0  # of the updates; others run later
-    if settings.optimizer_states is not None:
-        waited = hosted_fraction(settings, settings.optimizer_offload)
+    offload = settings.optimizer_offload
+    waited = hosted_fraction(settings, offload) - late_fraction(settings, offload)  # of the updates
     float8 = 0.0
     if settings.linear_dtype == "float8":
         float8 = model.float8_matrices / (model.layer_matrices + model.recurrence_products)

@@ -22,7 +22,7 @@ from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import MemorySettings
 from engine.lm_head.loss_kernel import gpu_tile_tokens
 from engine.lora import MLP, adapter_parameters, adapter_passes, trained_weights
-from engine.settings import BYTES_OF, Checkpoint, TrialSettings, hosted_fraction, keeps_whole
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings, hosted_fraction, keeps_whole, late_fraction
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them. On one H200
 # attention of 64K tokens takes 2 to 4% longer while copies to the host go on, a matrix product 1%, and both 0.2 to 0.7%
@@ -80,8 +80,8 @@ class CostModel:
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
         # Of all, each way at once; gradients come with them.
         self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link
-        self._coming = self._moments + copied_gradients(settings) / BOTH_WAYS / speeds.host_link
         self._gradients = copied_gradients(settings) / speeds.host_link
+        self._coming = self._moments + self._gradients / BOTH_WAYS
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         # Where one rank keeps its parameters whole, but not with moments on the host.
@@ -95,6 +95,7 @@ class CostModel:
         self._memory = MemoryModel(settings)
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
+        self._offloads: dict[bool | float, float] = {}
         self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
@@ -129,13 +130,20 @@ class CostModel:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
         settings = self._settings
         added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
-        forward = self._forward * settings.model.layers / settings.gradient_accumulation  # of the first micro-batch
-        added += update_seconds(settings, float(choice.optimizer_offload), self._coming, forward)
-        added += gradient_seconds(settings, choice.optimizer_offload, self._gradients, 2 * self._forward)
-        added += self._gathering if choice.optimizer_offload else 0.0
+        added += self._offloaded(choice.optimizer_offload)
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
         return added
+
+    def _offloaded(self, offload: bool | float) -> float:
+        """Of it, what states and gradients in host memory add."""
+        if offload not in self._offloads:
+            settings, added = self._settings, self._gathering if offload else 0.0
+            forward = self._forward * settings.model.layers / settings.gradient_accumulation  # of the first micro-batch
+            added += update_seconds(settings, float(offload), self._coming, forward)
+            added += gradient_seconds(settings, offload, self._gradients, 2 * self._forward)
+            self._offloads[offload] = added
+        return self._offloads[offload]
 
     def repeated(self, choice: MemorySettings) -> float:
         """Of it, repeated work, and the copies of what is offloaded: equal for choices that differ in nothing else."""
@@ -185,11 +193,10 @@ class CostModel:
 
     def _beside_moments(self, choice: MemorySettings) -> float:
         """What these copies take longer because moments leave for the host in the same forward."""
-        late = choice.optimizer_offload and self._settings.optimizer_states is None
+        late = late_fraction(self._settings, choice.optimizer_offload)
         if not (self._together and late and choice.checkpoint.host_layers):
             return 0.0
-        beside = self._moments * hosted_fraction(self._settings, choice.optimizer_offload)
-        return self._hosted(choice, beside) - self._hosted(choice)
+        return self._hosted(choice, self._moments * late) - self._hosted(choice)
 
     def _head_share(self, tail: float) -> float:
         if tail not in self._heads:

@@ -39,6 +39,7 @@ from engine.settings import (
     TrialSettings,
     hosted_fraction,
     keeps_whole,
+    late_fraction,
 )
 from engine.shape import ModelShape
 
@@ -463,7 +464,7 @@ class MemoryModel:
             going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
-            late = choice.optimizer_offload and self._settings.optimizer_states is None
+            late = late_fraction(self._settings, choice.optimizer_offload)
             waiting = self._waiting_in_forward(place) if late else 0.0
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
