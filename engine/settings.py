@@ -45,9 +45,10 @@ WIDEST_HEAD_DIM = max(MAX_HEAD_DIM.values())  # that any of them takes
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 
-# Of moments that are copied from host memory and back: long enough that a copy runs at the link's speed, short enough
-# that the buffers take little memory; one piece is copied in, one is updated, one is copied out.
-PIECE_ELEMENTS, BUFFERS = 1 << 23, 3
+# Of moments that are copied from host memory and back: pieces long enough that a copy runs at the link's speed, and as
+# many buffers as the link fills while an update waits for a kernel of the forward, which may hold all multiprocessors
+# until it ends: 5 ms for a matrix product of 8B on 32K tokens (docs/notes/2026-11-28-updates-beside-the-forward.md).
+PIECE_ELEMENTS, BUFFERS = 1 << 23, 8
 STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where `optimizer_states` is 8bit
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
@@ -170,15 +171,19 @@ class Checkpoint:
         not computed again, so that the layers between them hide copies too. Never the last one, with which backward
         begins."""
         again = self.layers_again(layers)
-        others = max(0, layers - again - 1)
-        count = min(self.host_layers, others)
-        return tuple(again + index * others // count for index in range(count))
+        return _spread(min(self.host_layers, layers - again - 1), again, layers - 1)
 
     def settled(self, layers: int) -> int:
         """The layer after whose forward the last of these has to be in host memory: its copy has had the time of as
         many layers as lie between two of them."""
         hosted = self.hosted(layers)
         return min(layers - 1, hosted[-1] + (layers - self.layers_again(layers) - 1) // len(hosted))
+
+
+@cache
+def _spread(count: int, first: int, end: int) -> tuple[int, ...]:
+    """So many places from `first` to before `end`, evenly."""
+    return tuple(first + index * (end - first) // count for index in range(count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

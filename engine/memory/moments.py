@@ -302,8 +302,8 @@ class PiecewiseAdamW(torch.optim.AdamW):
         if self._eight_bit:
             updating = compute
         most_bytes = max(sum(map(_bytes_in_buffer, piece.copied_in)) for piece in pieces)
-        buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        left: list[Any] = [None] * BUFFERS  # events: the buffer's last piece is in host memory
+        buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(min(BUFFERS, len(pieces)))]
+        left: list[Any] = [None] * len(buffers)  # events: the buffer's last piece is in host memory
         inbound.wait_stream(compute)  # the buffers' memory may still be in use there
         inbound.wait_stream(outbound)  # which writes what the step before left
         if self.taken is not None:
@@ -316,7 +316,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 passed.append(pieces.popleft())
             try:
                 for piece in passed:
-                    index, number = number % BUFFERS, number + 1
+                    index, number = number % len(buffers), number + 1
                     left[index] = self._pass(piece, buffers[index], left[index], runtime, (inbound, updating, outbound))
             except BaseException:
                 runtime.synchronize(device)  # which may still use what goes now
@@ -348,9 +348,10 @@ class PiecewiseAdamW(torch.optim.AdamW):
             return outbound.record_event()
 
     def _streams_of(self, device: torch.device) -> tuple[Any, Any, Any]:
-        """Those of copies in, of updates, and of copies out."""
+        """Those of copies in, of updates, and of copies out. Updates come before the blocks of a forward's kernel that
+        have not begun: else the link would wait for the end of attention."""
         if device not in self._streams:
-            self._streams[device] = own_stream(device), own_stream(device), own_stream(device)
+            self._streams[device] = own_stream(device), own_stream(device, priority=-1), own_stream(device)
         return self._streams[device]
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def step_time(
         phases["host copies"] += settings.checkpoint.layers_again(settings.model.layers) * calls * (moving - waits)
     computed = phases["attention forward"] + (phases["matrix products"] + phases["elementwise"]) / 3  # of a step, about
     offload, link = float(settings.optimizer_offload), speeds.host_gib * GIB
-    moments, gradients = copied_moments(settings), copied_gradients(settings)
+    moments, gradients = copied_moments(settings), copied_gradients(settings) * settings.gradient_offload
     beside = moments / (BOTH_WAYS * link) * late_fraction(settings, offload)
     if beside:
         coming = (moments + gradients) / (BOTH_WAYS * link)

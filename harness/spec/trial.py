@@ -44,7 +44,7 @@ def is_named(trial_id: str, name: str) -> bool:
 
 
 # What the planner chooses since there were records: whether it was open is in no digest.
-_PLANNED_LATER = {"head_groups", "checkpoint.host_layers"}
+_PLANNED_LATER = {"head_groups", "checkpoint.host_layers", "gradient_offload"}
 
 
 def id_of(settings: TrialSettings) -> str:

@@ -78,10 +78,8 @@ class CostModel:
         self._passes_of_mlp = item * self._tokens * of_mlp / speeds.memory  # likewise, beyond multiplications
         weights = model.layer_matrices + model.recurrence_products + adapter_parameters(model, settings.lora)
         self._layer = 2.0 * self._tokens * weights / speeds.gemm + self._passes + self._attention
-        # Of all, each way at once; gradients come with them.
-        self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link
-        self._gradients = copied_gradients(settings) / speeds.host_link
-        self._coming = self._moments + self._gradients / BOTH_WAYS
+        self._moments = copied_moments(settings) / BOTH_WAYS / speeds.host_link  # of all, each way at once
+        self._gradients = copied_gradients(settings) / speeds.host_link  # likewise, one way
         # Of reading and writing the sum of one weight's gradient; in float8 also what is added to it.
         self._sum = (2 if settings.linear_dtype == "same" else 4) * wide * micro / speeds.memory
         # Where one rank keeps its parameters whole, but not with moments on the host.
@@ -95,7 +93,7 @@ class CostModel:
         self._memory = MemoryModel(settings)
         self._heads: dict[float, float] = {}
         self._group_copies = item * self._tokens * attending / speeds.memory  # of one element, in a layer, on average
-        self._offloads: dict[bool | float, float] = {}
+        self._offloads: dict[tuple[bool | float, bool], float] = {}
         self._repeated: dict[tuple[Checkpoint, int, int, int], float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = gpu_tile_tokens(model.vocab, model.hidden, item, self._rank_tokens)
@@ -130,20 +128,24 @@ class CostModel:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
         settings = self._settings
         added = self._sum * added_weights(settings.model, choice.mlp_tiles, choice.projection_tiles, settings.lora)
-        added += self._offloaded(choice.optimizer_offload)
+        added += self._offloaded(choice)
         if choice.head_tiles:
             added += max(0, choice.head_tiles - self.own_head_tiles) * self._head_run
         return added
 
-    def _offloaded(self, offload: bool | float) -> float:
+    def _offloaded(self, choice: MemorySettings) -> float:
         """Of it, what states and gradients in host memory add."""
-        if offload not in self._offloads:
+        offload = choice.optimizer_offload
+        key = offload, choice.gradient_offload
+        if key not in self._offloads:
             settings, added = self._settings, self._gathering if offload else 0.0
+            gradients = self._gradients * choice.gradient_offload
+            coming = self._moments + gradients / BOTH_WAYS  # with their moments
             forward = self._forward * settings.model.layers / settings.gradient_accumulation  # of the first micro-batch
-            added += update_seconds(settings, float(offload), self._coming, forward)
-            added += gradient_seconds(settings, offload, self._gradients, 2 * self._forward)
-            self._offloads[offload] = added
-        return self._offloads[offload]
+            added += update_seconds(settings, float(offload), coming, forward)
+            added += gradient_seconds(settings, offload, gradients, 2 * self._forward)
+            self._offloads[key] = added
+        return self._offloads[key]
 
     def repeated(self, choice: MemorySettings) -> float:
         """Of it, repeated work, and the copies of what is offloaded: equal for choices that differ in nothing else."""
@@ -210,9 +212,8 @@ def copied_moments(settings: TrialSettings) -> float:
 
 
 def copied_gradients(settings: TrialSettings) -> float:
-    """Bytes of a rank's gradients that backward copies to the host, and the update back."""
-    wide = max(4, BYTES_OF[settings.dtype]) if settings.gradient_offload else 0
-    return wide * settings.trained_parameters / settings.world_size
+    """Bytes of a rank's gradients, which backward copies to the host, and the update back, with `gradient_offload`."""
+    return max(4, BYTES_OF[settings.dtype]) * settings.trained_parameters / settings.world_size
 
 
 def gradient_seconds(settings: TrialSettings, offload: bool | float, copies: float, backward: float) -> float:

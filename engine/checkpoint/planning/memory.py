@@ -23,6 +23,7 @@ import itertools
 import operator
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
@@ -180,8 +181,7 @@ class _Kind:
 
     def among(self, places: tuple[int, ...]) -> tuple[int, ...]:
         """Of these places those of its layers."""
-        own = set(self.places)
-        return tuple(place for place in places if place in own)
+        return _in_both(places, self.places)
 
     def ends(self, first: int, end: int) -> dict[str, int]:
         """Of these the last one and the first one. Before the model's first layer no other one is gathered ahead, so
@@ -189,6 +189,11 @@ class _Kind:
         places = self.between(first, end)
         found = {"last": places[-1], "first": places[0]} if places else {}
         return found | ({"second": places[1]} if len(places) > 1 and places[0] == 0 else {})
+
+
+@lru_cache(maxsize=1 << 12)
+def _in_both(places: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(place for place in places if place in others)
 
 
 class MemoryModel:
@@ -235,7 +240,6 @@ class MemoryModel:
         self._parameters = wide * settings.trained_parameters / shards
         self._states = moment_bytes(settings) * settings.trained_parameters / shards
         self._layer_gradient = wide * gradient / shards
-        self._gradients_there = self._parameters if settings.gradient_offload else 0.0  # all of them, in host memory
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
         self._head_gradient = learns * wide * ((0 if shape.tied else table) + shape.hidden) / shards
@@ -324,8 +328,11 @@ class MemoryModel:
         """Bytes of host memory alone: more with a larger part of the MLP kept and, where layers are alike, with each
         more layer there."""
         _, _, of_checkpoint = self._kept(choice.checkpoint)
-        states = (self._states + self._gradients_there) * self._away(choice)
-        return self._process + of_checkpoint + self._saved_on_host(choice) + states
+        return self._process + of_checkpoint + self._saved_on_host(choice) + self._of_optimizer_on_host(choice)
+
+    def _of_optimizer_on_host(self, choice: MemorySettings) -> float:
+        """Of the same moments, and gradients that come beside them."""
+        return (self._states + self._parameters * choice.gradient_offload) * self._away(choice)
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
         """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
@@ -338,7 +345,7 @@ class MemoryModel:
         return RankMemory(
             allocated=needed,
             reserved=_SMALL + _ROUNDING * (needed + held.of_streams),
-            host=self._process + (self._states + self._gradients_there) * self._away(choice),
+            host=self._process + self._of_optimizer_on_host(choice),
         )
 
     def by_moment(self, choice: MemorySettings) -> dict[str, float]:
@@ -465,7 +472,7 @@ class MemoryModel:
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
             late = late_fraction(self._settings, choice.optimizer_offload)
-            waiting = self._waiting_in_forward(place) if late else 0.0
+            waiting = self._waiting_in_forward(place, choice) if late else 0.0
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
@@ -485,17 +492,17 @@ class MemoryModel:
 
     def _on_device(self, gradients: float, choice: MemorySettings, leaving: float = 0.0) -> float:
         """Of gradients what is on the device, where those that go to host memory take `leaving` bytes on their way."""
-        if not self._settings.gradient_offload:
+        if not choice.gradient_offload:
             return gradients
         return min(gradients, (1 - self._away(choice)) * gradients + leaving)
 
-    def _waiting_in_forward(self, layer: int) -> float:
+    def _waiting_in_forward(self, layer: int, choice: MemorySettings) -> float:
         """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
         the next layer; and the buffers of updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers:
             return 0.0
         wide = max(4, self._item)
-        if self._settings.gradient_offload:
+        if choice.gradient_offload:
             return BUFFERS * PIECE_ELEMENTS * 3 * wide
         buffers = BUFFERS * PIECE_ELEMENTS * 2 * wide
         return self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient + buffers

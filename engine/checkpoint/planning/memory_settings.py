@@ -10,7 +10,9 @@ from engine.settings import Checkpoint, TrialSettings
 
 # Dotted names of the settings that the planner may choose.
 OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp", "host_layers")
-BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles", "head_groups")
+BESIDE_CHECKPOINT = (
+    "mlp_tiles", "projection_tiles", "optimizer_offload", "gradient_offload", "head_tiles", "head_groups",
+)  # fmt: skip
 PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
 
 
@@ -22,6 +24,7 @@ class MemorySettings:
     mlp_tiles: int = 1
     projection_tiles: int = 1
     optimizer_offload: bool | float = False
+    gradient_offload: bool = False
     head_tiles: int = 0
     head_groups: int = 1
 

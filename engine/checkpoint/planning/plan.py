@@ -30,7 +30,15 @@ from engine.checkpoint.planning.memory_settings import (
 )
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import Checkpoint, Offload, Replay, TrialSettings, head_groups_unsupported_reason, hosted_fraction
+from engine.settings import (
+    Checkpoint,
+    Offload,
+    Replay,
+    TrialSettings,
+    gradient_offload_unsupported_reason,
+    head_groups_unsupported_reason,
+    hosted_fraction,
+)
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.10
@@ -41,7 +49,7 @@ _NEAREST = 4  # frames that `leanest` compares with every number of whole layers
 _NEARLY = 1.02  # shares of a budget by `leanest` below which another choice may fit
 _ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
 # On a CPU all is host memory.
-_ONLY_WITH_GPU = frozenset({"checkpoint.offload", "checkpoint.host_layers", "optimizer_offload"})
+_ONLY_WITH_GPU = frozenset({"checkpoint.offload", "checkpoint.host_layers", "optimizer_offload", "gradient_offload"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +178,7 @@ class SearchGrid:
     replay: Sequence[Replay] = ("hold", "bisect")
     offload: Sequence[Offload] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool | float] = (False, *(step / 20 for step in range(1, 20)), True)
+    gradient_offload: Sequence[bool] = (False, True)
     head_tiles: Sequence[int] = (0, 32, 128)
     head_groups: Sequence[int] = (1, 8)
     host_layers: Sequence[int] = (0,)  # where it is open: and every other number, in frames that `hosts` names
@@ -212,6 +221,8 @@ class PlanningProblem:
             checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
                 frame = MemorySettings(checkpoint=checkpoint, **each)
+                if frame.gradient_offload and not frame.optimizer_offload and len(compared.gradient_offload) > 1:
+                    continue  # means nothing
                 if self.compares(frame):
                     yield frame
 
@@ -476,6 +487,8 @@ def _mlps(
 def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     """Names of settings of which every value is the same, or one alone can be: there is nothing to choose."""
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
+    if gradient_offload_unsupported_reason(replace(settings, gradient_offload=True)):
+        names |= {"gradient_offload"}
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}
     if head_groups_unsupported_reason(replace(settings, head_groups=2)):

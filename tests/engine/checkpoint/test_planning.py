@@ -268,8 +268,7 @@ def test_gradients_in_host_memory_leave_those_of_two_layers_on_the_gpu_and_come_
     later = 4 * (B1.vocab * B1.hidden + B1.hidden) + (B1.layers - 1) * layer
     assert before[first] - after[first] == pytest.approx(later - 2 * layer)
     assert memory_of(with_gradients).host - memory_of(trial).host == pytest.approx(all_of_them)
-    assert copied_gradients(with_gradients) == 0.5 * copied_moments(trial) == 0.5 * copied_moments(with_gradients)
-    assert copied_gradients(trial) == 0
+    assert copied_gradients(trial) == 0.5 * copied_moments(trial)
     # Of each layer's copy what the next one's backward does not hide, and 2% of what it does.
     assert gradient_seconds(trial, True, 0.0, 1.0) == 0
     assert gradient_seconds(with_gradients, True, 16.0, 1.5) == pytest.approx(CONTENTION * 16)
@@ -386,9 +385,14 @@ def test_the_head_goes_in_more_tiles_where_its_logits_are_what_does_not_fit() ->
 
 
 def test_the_host_is_a_budget_too() -> None:
-    plenty = planned(settings(seq_len=1 << 18), Budget(gpu=24 * GIB, host=500 * GIB))[0]
-    assert plenty.checkpoint.offload == "all"
-    assert planned(settings(seq_len=1 << 18), Budget(gpu=24 * GIB, host=4 * GIB))[0].checkpoint.offload == "none"
+    plenty, some, little = (
+        planned(settings(seq_len=1 << 18), Budget(gpu=24 * GIB, host=host * GIB))[0] for host in (500, 64, 4)
+    )
+    assert plenty.checkpoint.host_layers
+    assert plenty.gradient_offload
+    assert some.checkpoint.offload == "all"
+    assert little.checkpoint.offload == "none"
+    assert not little.checkpoint.host_layers
 
 
 def test_the_words_of_a_plan_say_how_much_of_the_host_it_takes_and_who_set_the_bound() -> None:

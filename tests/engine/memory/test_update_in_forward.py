@@ -366,5 +366,5 @@ def runs_on(settings: TrialSettings) -> list[bool]:
 def test_on_a_gpu_an_update_runs_on_into_the_next_step() -> None:
     wide = dataclasses.replace(SHAPE, layers=8, hidden=256, ffn=512, head_dim=64)
     settings = dataclasses.replace(SETTINGS, model=wide, seq_len=256, dtype="bf16")
-    [found] = run_on_ranks(1, runs_on, settings, backend="nccl")
-    assert found == [True] * (STEPS - 1) + [False]
+    [[_, *found]] = run_on_ranks(1, runs_on, settings, backend="nccl")  # in the first step the GPU loads its kernels
+    assert found == [True] * (STEPS - 2) + [False]
