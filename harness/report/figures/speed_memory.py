@@ -147,7 +147,7 @@ def _spots(layout: FigureLayout) -> list[_PlottedConfiguration]:
         if at := _at(point):
             label = point.series
             if point in planned:
-                label = _budget(point.rows[0])
+                label = ", ".join([_budget(point.rows[0]), *_by_hand(point)])
                 if _kernel(point) != usual[0][0]:
                     label = f"{own} with {kernel_in_words(_kernel(point)) or 'another kernel'}"
             elif point.own and all(one.own for one in layout.points):
@@ -173,6 +173,13 @@ def _budget(row: Row) -> str:
     if not budget or (hardware and budget == f"{hardware.memory_gib:g}GiB"):
         return "all of the GPU"
     return setting_text("memory", budget)
+
+
+def _by_hand(point: SeriesPoint) -> list[str]:
+    """What its name tells beside the budget and the kernel, and no planner chose: `gradient_offload on`."""
+    row = point.rows[0]
+    said = {setting_text(name, row.get(name)) for name in ("memory", "kernel", "checkpoint.plan")}
+    return [told for told in point.series.split(", ")[1:] if told not in said]
 
 
 def _about(row: Row) -> str:

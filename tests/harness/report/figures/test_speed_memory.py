@@ -88,6 +88,13 @@ def test_a_budget_of_all_that_the_gpu_has_reads_so() -> None:
     assert "all of the GPU" in texts(sheet([*BURST[:2], row(125, 0.9, budget="139GiB"), *OTHERS]))
 
 
+def test_what_was_set_by_hand_stands_beside_the_budget() -> None:
+    by_hand = {"gradient_offload": True, "optimizer_offload": True}
+    drawn = texts(sheet([row(17, 1.0, budget="18.5GiB", **by_hand), *BURST[1:], *OTHERS]))
+    assert any(text.startswith("burst in 18.5 GiB, ") and "gradient_offload on" in text for text in drawn)
+    assert {"40 GiB", "all of the GPU"} <= set(drawn)
+
+
 def test_trials_of_two_runs_are_never_compared_in_the_title() -> None:
     elsewhere = [{**one, "run": "another"} for one in OTHERS]
     assert "torchtitan" not in sheet([*BURST, *elsewhere]).title
