@@ -274,7 +274,7 @@ def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(t
     path = tmp_path / "budgets.yaml"
     path.write_text(
         "task: train\nmodel: llama3_8b\nsweep: {memory: [24GiB, 40GiB, 80GiB]}\n"
-        "fixed: {method: burst, dtype: bf16, seq_len: 64k}\n",
+        "fixed: {method: burst, dtype: bf16, seq_len: 64k, gradient_offload: false}\n",
         encoding="utf-8",
     )
     for options in ([], ["--set", "fixed.checkpoint={every: 1, offload: inputs}", "--set", "fixed.mlp_tiles=8"]):

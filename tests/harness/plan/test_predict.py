@@ -54,7 +54,8 @@ def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(tmp_path,
         assert f"{trial['checkpoint.host_layers']} of them on the host" in also
         assert bool(re.search("MLP (and projections )?in 8 tiles", also)) == (trial.get("mlp_tiles", 1) == 8)
         assert ("projections in 8 tiles" in also) == (trial.get("projection_tiles", 1) == 8)
-        assert ("optimizer on the host" in also) == bool(trial["optimizer_offload"])
+        assert bool(re.search("optimizer (and gradients )?on the host", also)) == bool(trial["optimizer_offload"])
+        assert ("and gradients on" in also) == bool(trial.get("gradient_offload"))
 
 
 def test_no_more_is_reserved_than_the_gpu_has() -> None:
