@@ -13,13 +13,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
 from engine.attention.masks import Documents, parse_mask
-from engine.measurement import GpuState, Measurement, UpstreamRun
+from engine.measurement import GpuState, Measurement, UpstreamRun, measured_part
 from engine.reader import from_json, read_json
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class Upstream:
 
     def steps(self, settings: TrialSettings) -> int:
         """Steps that the program runs in all."""
-        return max(settings.steps.warmup, self.warmup) + settings.steps.measured
+        return max(settings.steps.warmup, self.warmup) + settings.steps.settle + settings.steps.measured
 
     def read(self, trial_dir: Path) -> Measurement:
         """The measurement of a finished trial: that of the rank which printed the most steps.
@@ -258,7 +258,7 @@ class Upstream:
         ran = from_json(StartedSystem, read_json(trial_dir / RAN_FILE))
         printed = [self.parse(text) for text in outputs(trial_dir)]
         best = max(printed, key=lambda each: len(seconds_of(each, settings)), default=PrintedSteps())
-        seconds, measured = seconds_of(best, settings), settings.steps.measured
+        seconds, steps = seconds_of(best, settings), settings.steps
         if len(seconds) < self.steps(settings):
             raise ValueError(f"{self.system} printed {len(seconds)} steps, expected {self.steps(settings)}")
         for label, values in (("seconds", seconds), ("loss", best.loss), ("grad_norm", best.grad_norm)):
@@ -266,9 +266,12 @@ class Upstream:
                 raise ValueError(f"{self.system} printed {label} {wrong}, expected a finite number")
         gpus = watched_gpus(trial_dir)
         driver = next((gpu.driver for gpu in gpus if gpu.driver), "")
+        # It may print more steps of warm-up than the trial has, and the forwards of fewer.
+        part, extra = measured_part(replace(steps, warmup=len(seconds) - steps.settle - steps.measured), seconds)
+        lacking = len(seconds) - len(best.forward_seconds)
         return Measurement(
-            step_seconds=seconds[-measured:],
-            forward_seconds=list(best.forward_seconds[-measured:]),
+            step_seconds=seconds[part],
+            forward_seconds=list(best.forward_seconds[max(0, part.start - lacking) : max(0, part.stop - lacking)]),
             loss=list(best.loss),
             grad_norm=list(best.grad_norm),
             peak_allocated_bytes=_all(each.peak_allocated_bytes for each in printed),
@@ -282,7 +285,7 @@ class Upstream:
             gpus_after=[gpu.after for gpu in gpus],
             data=ran.data
             or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
-            extra={UPSTREAM: described(ran, printed=best.own)},
+            extra=extra | {UPSTREAM: described(ran, printed=best.own)},
         )
 
 

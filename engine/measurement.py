@@ -20,9 +20,12 @@ from engine.reader import Meta, from_json, read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.settings import Steps
+
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
 ALLOCATION_RETRIES: Final = "allocation_retries"  # entry of `extra`
+WARM_UP: Final = "warm_up"  # likewise
 LINK: Final = "link_gib_per_second"  # entry of `extra`
 UNCHECKED: Final = "unchecked"  # entry of `extra`
 CHECK_UNFINISHED = "the trial ended during its check"
@@ -98,6 +101,13 @@ class UpstreamRun(TypedDict, total=False):
     ended: str
 
 
+class WarmUp(TypedDict):
+    """How a trial with `steps.settle` warmed up."""
+
+    steps: Annotated[int, Meta(ge=0, le=1 << 40)]  # before the first measured one
+    settled: bool  # whether the last two of them agreed
+
+
 class Extra(TypedDict, total=False):
     """Raw values that only some trials have. A method may add others of its own, of plain JSON values.
 
@@ -111,6 +121,7 @@ class Extra(TypedDict, total=False):
     unchecked: str  # why no errors were measured, where they should have been
     profile: StepProfile
     upstream: UpstreamRun
+    warm_up: WarmUp
     allocation_retries: list[Annotated[int, Meta(ge=0, le=1 << 40)]]  # by rank, where one had to repeat an allocation
     computed_sent_bytes: list[Bytes]  # by rank, as the plan computes them
     computed_sent_between_nodes_bytes: list[Bytes]
@@ -123,11 +134,21 @@ class Extra(TypedDict, total=False):
     gemm_tflops: dict[str, dict[str, Speed]]  # by product and direction
 
 
+def measured_part(steps: Steps, seconds: Sequence[float]) -> tuple[slice, Extra]:
+    """Of all steps of a trial, whose times on the slowest rank these are, those that are measured; and what its record
+    says of its warm-up where that was to settle."""
+    if not steps.settle:
+        return slice(steps.warmup, steps.total), {}
+    settled = steps.settled(seconds)
+    first = steps.warmup + steps.settle if settled is None else settled
+    return slice(first, first + steps.measured), {"warm_up": {"steps": first, "settled": settled is not None}}
+
+
 @dataclass(kw_only=True, slots=True)
 class Measurement:
     """Raw figures of one trial, gathered on rank 0.
 
-    Times are wall seconds of the slowest rank, one entry per measured step, warm-up excluded. `loss` and `grad_norm`
+    Times are wall seconds of the slowest rank, one entry per measured step, others excluded. `loss` and `grad_norm`
     hold every step in order, warm-up included: means over all target tokens of the whole sequence (task train).
     """
 

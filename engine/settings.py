@@ -53,6 +53,8 @@ STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where 
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
+SETTLED_WITHIN = 0.01  # by which two steps may differ that end a warm-up
+
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 
 BYTES_OF_UNIT = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}  # that a size may be written in
@@ -190,6 +192,9 @@ def _spread(count: int, first: int, end: int) -> tuple[int, ...]:
 class Steps:
     """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed.
 
+    `settle` are further steps, so that all trials of an experiment do the same work: those measured are the first ones
+    that come after two steps in a row which took the same time within 1%.
+
     Where a step takes minutes, `warmup_seq_len` warms up on shorter sequences: kernels are compiled, connections
     opened and optimizer states made all the same. Before the first measured step, host memory for a step of full length
     is locked, and one linear layer runs forward and backward at full length, where the model has such layers: the
@@ -197,12 +202,15 @@ class Steps:
     """
 
     warmup: int = 1
+    settle: int = 0  # the most steps beyond those that may pass until two agree; 0: measured are all after the warm-up
     measured: int = 3
     warmup_seq_len: int = 0  # tokens of a sequence of the warm-up steps of task train; 0: those of the trial
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
             raise ValueError(f"steps.warmup is {self.warmup}; expected 0 or more")
+        if self.settle < 0:
+            raise ValueError(f"steps.settle is {self.settle}; expected 0 or more")
         if self.measured < 1:
             raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
         if self.warmup_seq_len < 0:
@@ -210,8 +218,17 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """Warm-up steps and measured ones."""
-        return self.warmup + self.measured
+        """Steps that are run."""
+        return self.warmup + self.settle + self.measured
+
+    def settled(self, seconds: Sequence[float]) -> int | None:
+        """Of all steps, whose times these are, the first one after two that agree, where it may be the first measured
+        one; None where no two agree in time. Steps of another length do not count."""
+        first = self.warmup if self.warmup_seq_len else 0
+        for index in range(max(self.warmup, first + 2), self.warmup + self.settle + 1):
+            if abs(seconds[index - 1] - seconds[index - 2]) <= SETTLED_WITHIN * seconds[index - 2]:
+                return index
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,6 +323,11 @@ class TrialSettings:
             raise ValueError(
                 f"mask documents takes the lengths of packed text, which task {self.task} has none of; write them, "
                 "such as documents:4k,1k,..."
+            )
+        if self.steps.settle:
+            raise ValueError(
+                f"steps.settle is {self.steps.settle}, but with mask documents each step has other documents, and no "
+                "two need take the same time; leave steps.settle out"
             )
         if self.steps.warmup and self.steps.warmup_seq_len not in (0, self.seq_len):
             raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from engine.tasks.task import (
     context_parallel,
     l2_flush,
     measured,
+    of_measured_steps,
     read_gpus,
     timed,
 )
@@ -88,11 +90,7 @@ class AttentionTask:
             self.cp,
             before,
             after,
-            Measurement(
-                step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
-                forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
-                chosen=self.attend.resolved(),
-            ),
+            replace(of_measured_steps(self.world, plan, step_seconds, forward_seconds), chosen=self.attend.resolved()),
         )
         self.attend.annotate(figures)
         if (computed := self.attend.computed_sent()) is not None:

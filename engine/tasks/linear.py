@@ -10,6 +10,7 @@ Shape letters as in `engine.models.linear`.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -35,6 +36,7 @@ from engine.tasks.task import (
     documents_of,
     l2_flush,
     measured,
+    of_measured_steps,
     read_gpus,
     timed,
 )
@@ -94,10 +96,9 @@ class LinearTask:
                 seconds.append(timed(self.world, self._forward_backward, flush)[1])
             on_progress({"step": index + 1, "of": plan.total, "seconds": seconds[-1][1]})
         after = read_gpus(self.world)
-        counted = seconds[plan.warmup :]
-        figures = Measurement(
-            step_seconds=self.world.slowest([step for _, step in counted]),
-            forward_seconds=self.world.slowest([forward for forward, _ in counted]),
+        forward_seconds, step_seconds = map(list, zip(*seconds, strict=True))
+        figures = replace(
+            of_measured_steps(self.world, plan, step_seconds, forward_seconds),
             chosen={"linear_kernel": kernel_of(self.world.device.type, DTYPES[self.settings.dtype])},
         )
         return measured(self.world, self.cp, before, after, figures)

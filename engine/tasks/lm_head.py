@@ -7,6 +7,7 @@ weight is gathered; nothing is sent. Small problems are also compared with a pla
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,17 @@ from engine.method import NativeMethod
 from engine.ops import LM_HEAD
 from engine.ops.autograd import accumulation_dtype
 from engine.settings import TrialSettings
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, StepClock, context_parallel, measured, read_gpus, timed
+from engine.tasks.task import (
+    DTYPES,
+    AroundStep,
+    OnProgress,
+    StepClock,
+    context_parallel,
+    measured,
+    of_measured_steps,
+    read_gpus,
+    timed,
+)
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run fits and is quick
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor peaked at one word
@@ -66,19 +77,19 @@ class HeadTask:
             del gradients  # before the next step forms its own
             on_progress({"step": index + 1, "of": plan.total, "seconds": seconds[-1][1]})
         after = read_gpus(self.world)
-        counted = seconds[plan.warmup :]
+        forward_seconds, step_seconds = map(list, zip(*seconds, strict=True))
+        times = of_measured_steps(self.world, plan, step_seconds, forward_seconds)
         figures = measured(
             self.world,
             self.cp,
             before,
             after,
-            Measurement(
-                step_seconds=self.world.slowest([step for _, step in counted]),
-                forward_seconds=self.world.slowest([forward for forward, _ in counted]),
+            replace(
+                times,
                 loss=self._summed(losses),
                 grad_norm=[square**0.5 for square in self._summed([norm.square() for norm in norms])],
                 chosen=self._chosen(),
-                extra={"held_gib": self._held_bytes() / _GIB},
+                extra=times.extra | {"held_gib": self._held_bytes() / _GIB},
             ),
         )
         return figures

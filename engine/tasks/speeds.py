@@ -177,7 +177,8 @@ class LinkProbes:
         """
         if index == 0:
             self._measure("before")
-        if index == self._steps.warmup + self._steps.measured // 2:
+        steps = self._steps
+        if index == steps.warmup + (steps.settle + steps.measured) // 2:
             self._measure("between")
 
     def figures(self) -> Extra:

@@ -22,13 +22,13 @@ from engine.attention.comm_volume import SentBytes
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents, Mask, parse_mask
 from engine.distributed import World
-from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
+from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement, measured_part
 from engine.memory.gpu_state import GpuReading, read_gpu
 from engine.memory.resources import device_name, software, usage
 from engine.method import NativeMethod
 from engine.models.decoder import AttendCall, Block, LayerFn, MixCall, Rotary
 from engine.ops import STEP
-from engine.settings import TrialSettings
+from engine.settings import Steps, TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in
 
@@ -166,6 +166,14 @@ def measured(
     if any(retries):
         found.extra[ALLOCATION_RETRIES] = retries
     return found
+
+
+def of_measured_steps(world: World, steps: Steps, step: list[float], forward: list[float]) -> Measurement:
+    """Times of the measured steps on the slowest rank, from this rank's seconds of all steps and of their forwards.
+    Collective."""
+    step_seconds = world.slowest(step)
+    part, extra = measured_part(steps, step_seconds)
+    return Measurement(step_seconds=step_seconds[part], forward_seconds=world.slowest(forward[part]), extra=extra)
 
 
 def l2_flush(device: torch.device) -> Tensor:

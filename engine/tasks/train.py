@@ -68,6 +68,7 @@ from engine.tasks.task import (
     context_parallel,
     documents_of,
     measured,
+    of_measured_steps,
     read_gpus,
 )
 from engine.tasks.tuning import lock_hosted_layers, tune_linear_layers
@@ -183,15 +184,14 @@ class TrainTask:
             done = steps[-1]
             on_progress({"step": index + 1, "of": plan.total, "loss": done.loss, "seconds": done.step_seconds})
         after = read_gpus(self.world)
-        timed = steps[plan.warmup :]
+        seconds = [step.step_seconds for step in steps], [step.forward_seconds for step in steps]
         figures = measured(
             self.world,
             self.cp,
             before,
             after,
-            Measurement(
-                step_seconds=self.world.slowest([step.step_seconds for step in timed]),
-                forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
+            replace(
+                of_measured_steps(self.world, plan, *seconds),
                 loss=[step.loss for step in steps],
                 grad_norm=[step.grad_norm for step in steps],
                 chosen=self._chosen(),

@@ -25,7 +25,7 @@ _HOST_SHARE = 0.9  # of the host's memory, beside GPUs
 _CPU_SHARE = 0.5  # of it, where ranks compute on it: data, other processes and the file cache need some
 
 
-# A search takes up to some seconds, and a command may ask for the same one again: for a plan and for its forecasts.
+# A search takes seconds, and a command may ask for the same one again: for a plan and for its forecasts.
 _planned = lru_cache(maxsize=256)(planned)
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from cluster.files.reader import Node, Text, build, check_keys, read_yaml
-from engine.measurement import ALLOCATION_RETRIES, UNCHECKED
+from engine.measurement import ALLOCATION_RETRIES, UNCHECKED, WARM_UP
 from engine.reader import Meta
+from engine.settings import SETTLED_WITHIN
 from harness.base.errors import UsageError
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
@@ -196,6 +197,10 @@ def _shown_by(record: Record) -> list[str]:
         longer = "longer" if change > 0 else "shorter"
         found.append(
             f"steps still changed: in every round the last took {abs(change):.1%} {longer} than the first or more"
+        )
+    if (warm_up := measured.extra.get(WARM_UP)) is not None and not warm_up["settled"]:
+        found.append(
+            f"of {warm_up['steps']} warm-up steps no two in a row took the same time within {SETTLED_WITHIN:.0%}"
         )
     if len(measured.step_seconds) == 1:
         found.append(ONE_STEP)

@@ -237,7 +237,7 @@ def limits_of(trial: Trial, machine: Machine) -> dict[Limit, Passed]:
         found[limit] = Passed(limit=limit, seconds=given or max(default, predicted), origin=origin)
 
     step = step_seconds(trial.settings, machine)
-    steps = trial.settings.steps.warmup + trial.settings.steps.measured + STEPS_BEYOND
+    steps = trial.settings.steps.total + STEPS_BEYOND
     add("start", trial.start_seconds, START_SECONDS)
     add("trial", trial.deadline_seconds, TRIAL_SECONDS, steps, f"each of {steps} steps")
     add("hang", trial.hang_seconds, max(SHORTEST_HANG, (trial.deadline_seconds or TRIAL_SECONDS) / 2), 1, "a step")

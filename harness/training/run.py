@@ -81,7 +81,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         say(f"checkpoint auto: {order.plan.words}")
     if start.over_nodes:
         order = replace(order, config=_with_absolute_paths(order.config))
-    config = order.config
+    asked, config = config, order.config
     with refusing():
         facts = check_start(order)
     run_file = start.run_dir / RUN_FILE
@@ -104,7 +104,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         raise UsageError(f"this run cannot start: {outcome.reason}")
     if outcome.status != "ok":
         left = replace(start.machine, nodes=start.machine.nodes - len(outcome.lost))
-        fewer = {} if not outcome.lost or left.nodes < 1 else (settings_that_fit(config, left) or {})
+        # As asked for: what was planned for all hosts need not be possible on fewer, where it is planned again.
+        fewer = {} if not outcome.lost or left.nodes < 1 else (settings_that_fit(asked, left) or {})
         again = start.resized(fewer, left) if start.resized is not None and fewer else start.again
         say(
             f"training ended ({outcome.status}): {outcome.reason}; see {os.path.relpath(attempt)}; "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 
-from engine.measurement import Measurement
+from engine.measurement import WARM_UP, Measurement
 from harness.records.record import MEASURED, Record, Round
 from harness.spec.trial import id_of
 from harness.verify.finding import Failure
@@ -86,10 +86,16 @@ def _measurement(record: Record, measured: Measurement) -> Iterator[tuple[str, s
         values = getattr(measured, name)
         if settings.task == "attention" and values:
             yield f"{name} of task attention", "none: attention alone has no loss"
-        elif "upstream" in measured.extra and len(values) > steps.warmup + steps.measured:
+        elif "upstream" in measured.extra and len(values) > steps.total:
             continue  # a foreign program may need further steps of warm-up, and its record keeps what it printed
-        elif len(values) not in (0, steps.warmup + steps.measured):
-            yield f"{len(values)} values of {name}", f"one per step, {steps.warmup + steps.measured}"
+        elif len(values) not in (0, steps.total):
+            yield f"{len(values)} values of {name}", f"one per step, {steps.total}"
+    warm_up = measured.extra.get(WARM_UP)
+    if (warm_up is not None) != bool(steps.settle) and measured.step_seconds:
+        yield f"warm_up {warm_up} in the measurement", f"one where steps.settle is not 0, and it is {steps.settle}"
+    most = steps.warmup + steps.settle
+    if warm_up is not None and "upstream" not in measured.extra and not steps.warmup <= warm_up["steps"] <= most:
+        yield f"{warm_up['steps']} steps of warm-up", f"from steps.warmup to steps.warmup + steps.settle, {most}"
     if min(measured.grad_norm, default=0.0) < 0:
         yield f"grad_norm {min(measured.grad_norm):g}", "a norm of at least 0"
     if record.gpu and measured.device != record.gpu:

@@ -786,6 +786,16 @@ def test_a_measurement_holds_raw_steps_and_the_systems_own_print_beside_them(tmp
     assert found.extra["upstream"]["printed"] == {"throughput per GPU (TFLOP/s/GPU)": 378.7}
 
 
+def test_steps_of_another_system_are_measured_when_two_of_them_have_agreed(tmp_path: Path) -> None:
+    trial = settings("megatron_lm_upstream", cp_size=2, steps=Steps(warmup=1, settle=3, measured=2))
+    times = [9000.0, 8000.0, 4000.0, 2000.0, 2010.0, 5000.0, 6000.0]  # two steps of warm-up are its own
+    finished(tmp_path, trial, "".join(megatron_line(step, each) for step, each in enumerate(times, 1)))
+    found = method_named("megatron_lm_upstream").read(tmp_path)
+    assert found.step_seconds == [5.0, 6.0]
+    assert found.extra["warm_up"] == {"steps": 5, "settled": True}
+    assert len(found.loss) == len(times)
+
+
 def test_steps_of_a_system_that_prints_speeds_follow_from_the_tokens(tmp_path: Path) -> None:
     line = "step: 1  loss: 1.0  grad_norm: 1.0  memory: 1.0GiB(1.0%)  tps: 4,096  tflops: 1.0  mfu: 1.0%\n"
     trial = settings("torchtitan_upstream", cp_size=2, steps=Steps(warmup=0, measured=1))

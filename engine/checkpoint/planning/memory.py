@@ -20,6 +20,7 @@ measured. tests/engine/checkpoint/test_planning_memory.py keeps that.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -239,6 +240,11 @@ class MemoryModel:
             layer += trained
         self._parameters = wide * settings.trained_parameters / shards
         self._states = moment_bytes(settings) * settings.trained_parameters / shards
+        # Of all elements, those in the buffers of updates (`engine.memory.moments`).
+        widest = max(shape.hidden, shape.ffn, shape.heads * shape.head_dim)
+        largest = max(map(math.prod, shape.parameter_sizes().values())) if lora is None else lora.rank * widest
+        piece = min(PIECE_ELEMENTS, largest / shards)
+        self._in_buffers = min(1.0, BUFFERS * piece * shards / settings.trained_parameters)
         self._layer_gradient = wide * gradient / shards
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
@@ -478,7 +484,7 @@ class MemoryModel:
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
             *forward,
             *((name, activations, self._gradients(place, choice)) for place, name, activations in found),
-            ("optimizer", 0.0, self._on_device(self._parameters, choice)),
+            ("optimizer", 0.0, self._on_device(self._parameters, choice) + self._buffers(choice)),
         ]
 
     def _gradients(self, layer: int, choice: MemorySettings) -> float:
@@ -501,11 +507,15 @@ class MemoryModel:
         the next layer; and the buffers of updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers:
             return 0.0
-        wide = max(4, self._item)
-        if choice.gradient_offload:
-            return BUFFERS * PIECE_ELEMENTS * 3 * wide
-        buffers = BUFFERS * PIECE_ELEMENTS * 2 * wide
-        return self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient + buffers
+        gradients = self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
+        return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
+
+    def _buffers(self, choice: MemorySettings) -> float:
+        """What passes through the GPU at once of states in host memory, and of gradients there."""
+        if not choice.optimizer_offload:
+            return 0.0
+        each = self._states + self._parameters * choice.gradient_offload
+        return self._in_buffers * each
 
     def _kept(self, checkpoint: Checkpoint) -> tuple[float, float, float]:
         """Inputs and attention's results of the layers that backward computes again, of a whole forward: on the device

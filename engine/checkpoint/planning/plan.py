@@ -154,13 +154,17 @@ def _problem(
     grid: SearchGrid | None = None,
 ) -> PlanningProblem:
     on_gpu, grid = budget.gpu is not None, grid or SearchGrid()
+    opened, idle = open_names(settings), without_effect(settings, on_gpu=on_gpu)
+    own, default = memory_settings_of(settings), MemorySettings(checkpoint=settings.checkpoint)
+    # An earlier plan may have given it another value.
+    start = replace(own, **{name: getattr(default, name) for name in opened & idle & set(BESIDE_CHECKPOINT)})
     groups = dict.fromkeys(min(groups, settings.model.kv_heads) for groups in grid.head_groups)  # more are refused
     return PlanningProblem(
         memory=MemoryModel(settings, on_gpu=on_gpu),
         cost=CostModel(settings, speeds or GpuSpeeds()),
         share=lambda memory: budget.share(memory, correction),
-        start=memory_settings_of(settings),
-        open_names=open_names(settings) - without_effect(settings, on_gpu=on_gpu),
+        start=start,
+        open_names=opened - idle,
         layers=settings.model.layers,
         grid=replace(grid, head_groups=tuple(groups)),
     )
@@ -221,7 +225,7 @@ class PlanningProblem:
             checkpoint = Checkpoint(every=every, offload=offload, replay=replay, tail=tail, mlp=mlp)
             for each in beside:
                 frame = MemorySettings(checkpoint=checkpoint, **each)
-                if frame.gradient_offload and not frame.optimizer_offload and len(compared.gradient_offload) > 1:
+                if frame.gradient_offload and not frame.optimizer_offload and any(compared.optimizer_offload):
                     continue  # means nothing
                 if self.compares(frame):
                     yield frame

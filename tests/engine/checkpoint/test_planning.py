@@ -39,7 +39,7 @@ from engine.checkpoint.planning.plan import (
     without_effect,
 )
 from engine.method import method_unsupported_reason
-from engine.settings import Checkpoint, TrialSettings, hosted_fraction
+from engine.settings import BUFFERS, PIECE_ELEMENTS, Checkpoint, TrialSettings, hosted_fraction
 from engine.shape import ModelShape
 from tests.slow import slow
 
@@ -263,16 +263,17 @@ def test_gradients_in_host_memory_leave_those_of_two_layers_on_the_gpu_and_come_
     with_gradients = dataclasses.replace(trial, gradient_offload=True)
     before, after = (MemoryModel(each).by_moment(memory_settings_of(each)) for each in (trial, with_gradients))
     all_of_them, layer = 4 * B1.parameters, 4 * B1.layer_parameters
-    assert before["optimizer"] - after["optimizer"] == pytest.approx(all_of_them)
+    in_buffers = 4 * BUFFERS * PIECE_ELEMENTS
+    assert before["optimizer"] - after["optimizer"] == pytest.approx(all_of_them - in_buffers)
     first = "backward of the first layer"
     later = 4 * (B1.vocab * B1.hidden + B1.hidden) + (B1.layers - 1) * layer
     assert before[first] - after[first] == pytest.approx(later - 2 * layer)
     assert memory_of(with_gradients).host - memory_of(trial).host == pytest.approx(all_of_them)
     assert copied_gradients(trial) == 0.5 * copied_moments(trial)
-    # Of each layer's copy what the next one's backward does not hide, and 2% of what it does.
+    # Of each layer's copy what the next one's backward does not hide, and 4% of what it does.
     assert gradient_seconds(trial, True, 0.0, 1.0) == 0
-    assert gradient_seconds(with_gradients, True, 16.0, 1.5) == pytest.approx(CONTENTION * 16)
-    assert gradient_seconds(with_gradients, True, 32.0, 1.5) == pytest.approx(8 + CONTENTION * 24)
+    assert gradient_seconds(with_gradients, True, 16.0, 1.5) == pytest.approx(2 * CONTENTION * 16)
+    assert gradient_seconds(with_gradients, True, 32.0, 1.5) == pytest.approx(8 + 2 * CONTENTION * 24)
     part = dataclasses.replace(with_gradients, optimizer_offload=0.5)
     assert memory_of(with_gradients).allocated < memory_of(part).allocated
 

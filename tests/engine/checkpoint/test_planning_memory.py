@@ -14,7 +14,7 @@ from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.settings import Checkpoint, TrialSettings, from_json
 from engine.shape import ModelShape
 from harness.metrics.hardware import hardware_for
-from harness.plan.own_records import TODAY, gradients_in_place
+from harness.plan.own_records import gradients_in_place, of_today
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -27,8 +27,9 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any], bool]]:
     for run, stored in stored_records():
         record = stored.data
         settings = from_json(TrialSettings, record["settings"])
-        # What started earlier saved more: layers had not learned to form the product of SwiGLU again.
-        if record["started_at"] < TODAY or settings.task != "train" or settings.method.endswith("_upstream"):
+        if settings.task != "train" or settings.method.endswith("_upstream"):
+            continue
+        if not of_today(settings, record["started_at"]):
             continue
         if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
             in_place = gradients_in_place(settings, record["started_at"])

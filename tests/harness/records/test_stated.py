@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.measurement import ALLOCATION_RETRIES, GpuState
+from engine.measurement import ALLOCATION_RETRIES, WARM_UP, GpuState
 from harness.base.errors import UsageError
 from harness.records.record import Round, write_record
 from harness.records.stated import NOTHING_STATED, caveats_of, stated_in
@@ -152,6 +152,15 @@ def test_a_trial_without_figures_has_only_what_is_stated(tmp_path: Path) -> None
     stated = stated_in(states(tmp_path, WHOLE))
     assert caveats_of(record(status="oom", method="ring"), stated) == ["its commit is gone", "ran on first"]
     assert caveats_of(record(status="oom"), NOTHING_STATED) == []
+
+
+def test_a_record_whose_warm_up_did_not_settle_says_so() -> None:
+    found = record()
+    assert found.measurement is not None
+    for settled in (True, False):
+        found.measurement.extra[WARM_UP] = {"steps": 6, "settled": settled}
+        words = "of 6 warm-up steps no two in a row took the same time within 1%"
+        assert (words in caveats_of(found, NOTHING_STATED)) is not settled
 
 
 def test_a_record_whose_gpus_ran_out_of_memory_between_steps_says_so() -> None:

@@ -89,6 +89,8 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rank": (lambda one: one["measurement"]["peak_rss_bytes"].append(1), "expected one per rank, 1"),
     "bytes": (lambda one: one["measurement"].update(sent_bytes=[-1]), "bytes of at least 0"),
     "a loss": (lambda one: one["measurement"]["loss"].pop(), "3 values of loss; expected one per step, 4"),
+    "a warm-up that nothing asked for": (
+        lambda one: one["measurement"]["extra"].update(warm_up={"steps": 1, "settled": True}), "steps.settle is not 0"),
     "a norm": (lambda one: one["measurement"].update(grad_norm=[1, 1, 1, -1]), "a norm of at least 0"),
     "a device": (lambda one: one["measurement"].update(device=H200), "'cpu' as in the record"),
     "a wall time": (lambda one: one.update(wall_seconds=0.1), "no less than its steps"),
