@@ -201,6 +201,7 @@ _NAMED_BY = (
     "learning_rate", "data", "emulate_nodes", "steps", "seed",
 )  # fmt: skip
 _NAMED_BY_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+_NAMED_BY_STEPS = ("warmup", "measured", "warmup_seq_len")
 _NAMED_BY_MODEL = (  # the published models have no other feature
     "name", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "rope_base",
     "norm_eps", "note",
@@ -222,6 +223,7 @@ class Configuration:
         settings = {key: settings[key] for key in _NAMED_BY}
         settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
         settings["model"] = {key: settings["model"][key] for key in _NAMED_BY_MODEL}
+        settings["steps"] = {key: settings["steps"][key] for key in _NAMED_BY_STEPS}
         exchange = {
             "schedule": self.attention.schedule,
             "backward": self.attention.resolved.backward,
