@@ -38,6 +38,7 @@ from engine.checkpoint.planning.plan import (
     planned,
     without_effect,
 )
+from engine.lora import Lora
 from engine.method import method_unsupported_reason
 from engine.settings import BUFFERS, PIECE_ELEMENTS, Checkpoint, TrialSettings, hosted_fraction
 from engine.shape import ModelShape
@@ -276,6 +277,27 @@ def test_gradients_in_host_memory_leave_those_of_two_layers_on_the_gpu_and_come_
     assert gradient_seconds(with_gradients, True, 32.0, 1.5) == pytest.approx(8 + 2 * CONTENTION * 24)
     part = dataclasses.replace(with_gradients, optimizer_offload=0.5)
     assert memory_of(with_gradients).allocated < memory_of(part).allocated
+
+
+def test_gradients_on_the_host_take_moments_along_and_stay_out_of_plans_that_cannot_have_them() -> None:
+    by_hand = settings(given=("gradient_offload",), gradient_offload=True)
+    assert planned(by_hand, Budget(gpu=139 * GIB))[0].optimizer_offload
+    chosen = planned(settings(seq_len=1 << 17), Budget(gpu=16 * GIB))[0]
+    assert chosen.gradient_offload
+    again = planned(dataclasses.replace(chosen, gradient_accumulation=2), Budget(gpu=139 * GIB))[0]
+    assert not again.gradient_offload
+
+
+def test_updates_hold_buffers_as_large_as_the_parameters_fill() -> None:
+    def buffers(trial: TrialSettings) -> float:
+        hosted = MemoryModel(trial).by_moment(memory_settings_of(trial))["optimizer"]
+        always = 4 * trial.trained_parameters + 2 * B1.parameters * (trial.lora is not None)
+        return hosted - always - 4 * trial.trained_parameters  # gradients
+
+    trial = dataclasses.replace(settings(seq_len=1 << 13), checkpoint=Checkpoint(), optimizer_offload=True)
+    assert buffers(trial) == pytest.approx(8 * BUFFERS * PIECE_ELEMENTS)
+    narrow = dataclasses.replace(trial, lora=Lora(rank=16, alpha=32, targets=("q", "v")))
+    assert buffers(narrow) == pytest.approx(8 * BUFFERS * 16 * B1.ffn)  # no adapter is larger
 
 
 def test_layers_and_moments_in_host_memory_share_the_link_of_a_forward() -> None:

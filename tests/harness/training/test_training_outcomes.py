@@ -19,6 +19,7 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
+from harness.training import run
 from harness.training.progress import is_training_run, training_next_steps, training_status
 from harness.training.run import Start, order_of, train
 
@@ -36,8 +37,10 @@ class ScriptedLauncher:
 
     name = "scripted"
 
-    def __init__(self, *ends: tuple[str, str, dict[str, object] | None], saved: int | None = None) -> None:
-        self.ends, self.saved = list(ends), saved
+    def __init__(
+        self, *ends: tuple[str, str, dict[str, object] | None], saved: int | None = None, lost: tuple[str, ...] = ()
+    ) -> None:
+        self.ends, self.saved, self.lost = list(ends), saved, lost
         self.jobs: list[Job] = []
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
@@ -47,18 +50,23 @@ class ScriptedLauncher:
             write_json(job.trial_dir / "outcome.json", left)
         if self.saved is not None:
             (job.trial_dir.parents[1] / "checkpoints" / f"step-{self.saved:08d}").mkdir(parents=True, exist_ok=True)
-        return Outcome(status=status, reason=reason, wall_seconds=1.0, hosts=["here"])  # type: ignore[arg-type]
+        known = {"status": status, "reason": reason, "lost": self.lost}
+        return Outcome(**known, wall_seconds=1.0, hosts=["here"])  # type: ignore[arg-type]
 
     def close(self) -> None:
         pass
 
 
 def ended(
-    run_dir: Path, launcher: ScriptedLauncher, resume: bool = False, config: TrainingConfig = CONFIG
+    run_dir: Path,
+    launcher: ScriptedLauncher,
+    resume: bool = False,
+    config: TrainingConfig = CONFIG,
+    machine: Machine = CPU,
 ) -> tuple[int, list[str]]:
     said: list[str] = []
     start = Start(
-        machine=CPU,
+        machine=machine,
         launcher=launcher,
         run_dir=run_dir,
         resume=resume,
@@ -93,6 +101,21 @@ def test_a_failure_names_its_reason_where_to_look_and_what_is_saved(tmp_path: Pa
     assert "run/attempts/1; the state after step 7 is saved, go on with: burst train 'a b.yaml' --resume" in said
     code, [said] = ended(tmp_path / "other", ScriptedLauncher(("failed", "rank 0: broke", None)))
     assert (code, said.endswith("; no checkpoint was written, start again with: burst train 'a b.yaml'")) == (1, True)
+
+
+def test_after_a_lost_host_what_was_planned_for_all_of_them_is_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients in host memory, which no plan of several micro-batches has."""
+
+    def plan(settings: TrialSettings, *_: object) -> tuple[TrialSettings, None]:
+        return replace(settings, optimizer_offload=True, gradient_offload=True), None
+
+    monkeypatch.setattr(run, "planned_for", plan)
+    config = replace(CONFIG, settings=replace(SETTINGS, cp_size=1, world_size=4))
+    launcher = ScriptedLauncher(("failed", "host b is gone", None), saved=7, lost=("b",))
+    _, [said] = ended(tmp_path / "run", launcher, config=config, machine=replace(CPU, nodes=2, ranks_per_node=2))
+    assert said.endswith("--resume --set world_size=2 --set gradient_accumulation=2")
 
 
 def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:
