@@ -69,8 +69,8 @@ class Scripted:
             raise KeyboardInterrupt
         if how.startswith("ok"):
             seconds = float(how.partition(" ")[2] or number)
-            extra = {LINK: {"before": seconds}}
-            write_measurement(job.trial_dir, Measurement(step_seconds=[seconds], loss=[1.0], gpus=self.gpus, extra=extra))
+            figures = Measurement(step_seconds=[seconds], loss=[1.0], gpus=self.gpus, extra={LINK: {"before": seconds}})
+            write_measurement(job.trial_dir, figures)
             return Outcome(status="ok", reason="", wall_seconds=2.0, hosts=["here"])
         return Outcome(status=how, reason=f"the reason of {how}", wall_seconds=2.0, hosts=["here"])  # type: ignore[arg-type]
 
