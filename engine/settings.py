@@ -211,6 +211,12 @@ class Steps:
             raise ValueError(f"steps.warmup is {self.warmup}; expected 0 or more")
         if self.settle < 0:
             raise ValueError(f"steps.settle is {self.settle}; expected 0 or more")
+        full = 0 if self.warmup_seq_len else self.warmup  # warm-up steps of full length
+        if self.settle and full + self.settle < 2:
+            raise ValueError(
+                f"steps.settle is {self.settle}, which leaves fewer than two steps of full length before those "
+                f"measured, and two are compared; give at least {2 - full}"
+            )
         if self.measured < 1:
             raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
         if self.warmup_seq_len < 0:

@@ -50,8 +50,8 @@ class BurstEngineArtifact(Upstream):
         model, checkpoint = settings.model, settings.checkpoint
         if self.steps(settings) > MOST_STEPS:
             return (
-                f"{self.name} ends by itself after printing {MOST_STEPS} steps, found warmup {settings.steps.warmup} "
-                f"and measured {settings.steps.measured}; set steps.warmup and steps.measured to 1"
+                f"{self.name} ends by itself after printing {MOST_STEPS} steps, found {self.steps(settings)}; set "
+                "steps.warmup and steps.measured to 1, and leave steps.settle out"
             )
         if model.kv_heads != model.heads:
             return (

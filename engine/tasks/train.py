@@ -180,7 +180,7 @@ class TrainTask:
                 self.inside.step(on_progress, index + 1, plan.total, self.seq_len(index)),
             ):
                 # An update runs into the next step, which has its time: without a warm-up step the first has none.
-                steps.append(self.step(index, settle=not plan.warmup and index == plan.total - 1))
+                steps.append(self.step(index, settle=not (plan.warmup or plan.settle) and index == plan.total - 1))
             done = steps[-1]
             on_progress({"step": index + 1, "of": plan.total, "loss": done.loss, "seconds": done.step_seconds})
         after = read_gpus(self.world)

@@ -199,9 +199,7 @@ def _shown_by(record: Record) -> list[str]:
             f"steps still changed: in every round the last took {abs(change):.1%} {longer} than the first or more"
         )
     if (warm_up := measured.extra.get(WARM_UP)) is not None and not warm_up["settled"]:
-        found.append(
-            f"of {warm_up['steps']} warm-up steps no two in a row took the same time within {SETTLED_WITHIN:.0%}"
-        )
+        found.append(f"no two warm-up steps in a row took the same time within {SETTLED_WITHIN:.0%}")
     if len(measured.step_seconds) == 1:
         found.append(ONE_STEP)
     profile = measured.extra.get("profile")

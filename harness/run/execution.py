@@ -295,30 +295,7 @@ class Execution:
                 return self._limited()
             if (stopped := self._round(number, due)) is not None:
                 return stopped
-            if elsewhere := self._measured_elsewhere(number, due):
-                count = counted(len(elsewhere), "trial")
-                self._view.note(f"round {number} had begun on other GPUs: {count} of it measured again on these")
-                if (stopped := self._round(number, elsewhere)) is not None:
-                    return stopped
             number += 1
-
-    def _measured_elsewhere(self, number: int, ran: Collection[str]) -> dict[str, Trial]:
-        """The trials that were measured in a round on GPUs none of which those had that have just `ran` in it: a round
-        compares trials on one machine. Their earlier attempts stay in their directories."""
-        rounds = {each: round_in(record, number) for each, record in self._kept.items()}
-        here = {gpu for each in ran if (one := rounds.get(each)) is not None for gpu in one.gpus}
-        if not here or (self._resume is not None and self._resume.mix):
-            return {}
-        return {
-            each: trial
-            for each, trial in self._trials.items()
-            if each not in ran
-            and (one := rounds.get(each)) is not None
-            and one.gpus
-            and here.isdisjoint(one.gpus)
-            and trial.unsupported_reason is None
-            and self._may_execute(each, trial)
-        }
 
     def failed(self) -> int:
         """Trials that failed, or a round of which did."""

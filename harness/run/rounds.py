@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol, TypeVar
 
-from engine.measurement import ALLOCATION_RETRIES, LINK, Extra, Measurement
+from engine.measurement import ALLOCATION_RETRIES, LINK, WARM_UP, Extra, Measurement
 from harness.records.judging import judged, worse_errors
 from harness.records.record import RESULTS, Record, Round, Status
 from harness.spec.trial import Trial
@@ -161,7 +161,10 @@ def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round])
         peak_allocated_bytes=_largest(before.peak_allocated_bytes, latest.peak_allocated_bytes),
         peak_reserved_bytes=_largest(before.peak_reserved_bytes, latest.peak_reserved_bytes),
         peak_rss_bytes=_largest(before.peak_rss_bytes, latest.peak_rss_bytes),
-        extra=latest.extra | worse_errors(before.extra, latest.extra) | _retries(before, latest),
+        extra=latest.extra
+        | worse_errors(before.extra, latest.extra)
+        | _retries(before, latest)
+        | _warm_up(before, latest),
     )
 
 
@@ -170,6 +173,14 @@ def _retries(before: Measurement, latest: Measurement) -> Extra:
     counts = [one.extra.get(ALLOCATION_RETRIES, []) for one in (before, latest)]
     added = [sum(pair) for pair in itertools.zip_longest(*counts, fillvalue=0)]
     return {ALLOCATION_RETRIES: added} if added else {}
+
+
+def _warm_up(before: Measurement, latest: Measurement) -> Extra:
+    """The entry of `extra` for all rounds: the longest of them, and settled where each was; no entry where none has."""
+    found = [one for each in (before, latest) if (one := each.extra.get(WARM_UP)) is not None]
+    if not found:
+        return {}
+    return {WARM_UP: {"steps": max(one["steps"] for one in found), "settled": all(one["settled"] for one in found)}}
 
 
 def _largest(before: list[int], latest: list[int]) -> list[int]:

@@ -76,8 +76,11 @@ def test_every_task_runs_all_steps_and_all_ranks_measure_the_same_ones() -> None
             assert len(measured["loss"]) in (0, 7)
 
 
-def test_with_packed_documents_no_two_steps_need_agree() -> None:
+def test_a_warm_up_that_cannot_settle_is_refused() -> None:
     with pytest.raises(ValueError, match="each step has other documents"):
         dataclasses.replace(SETTINGS, mask="documents", steps=Steps(settle=1))
+    for few in ({"warmup": 0, "settle": 1}, {"warmup": 3, "settle": 1, "warmup_seq_len": 16}):
+        with pytest.raises(ValueError, match=r"two are compared; give at least 2"):
+            Steps(**few)
     with pytest.raises(ValueError, match=r"steps\.settle is -1; expected 0 or more"):
         Steps(settle=-1)

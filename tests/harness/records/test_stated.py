@@ -159,7 +159,7 @@ def test_a_record_whose_warm_up_did_not_settle_says_so() -> None:
     assert found.measurement is not None
     for settled in (True, False):
         found.measurement.extra[WARM_UP] = {"steps": 6, "settled": settled}
-        words = "of 6 warm-up steps no two in a row took the same time within 1%"
+        words = "no two warm-up steps in a row took the same time within 1%"
         assert (words in caveats_of(found, NOTHING_STATED)) is not settled
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from engine.measurement import ALLOCATION_RETRIES, GpuState, Measurement
+from engine.measurement import ALLOCATION_RETRIES, WARM_UP, GpuState, Measurement
 from engine.settings import TrialSettings
 from engine.shape import ModelShape
 from harness.records.record import Record, Round, Status
@@ -84,6 +86,21 @@ def test_rounds_become_one_record_with_all_steps_the_largest_peaks_and_the_rest_
     assert [each.number for each in both.rounds] == [1, 2, 3]
     assert both.step_seconds_by_round == [[1.0, 2.0], [3.0], [4.0, 5.0]]
     assert (both.wall_seconds, both.started_at) == (30.0, "2026-01-01")
+
+
+def test_a_warm_up_has_settled_where_that_of_each_round_has():
+    def together(*rounds: tuple[int, bool] | None) -> Any:
+        records = [
+            attempt(number, [1.0], extra={} if one is None else {WARM_UP: {"steps": one[0], "settled": one[1]}})
+            for number, one in enumerate(rounds, 1)
+        ]
+        whole = functools.reduce(with_round, records)
+        assert whole.measurement is not None
+        return whole.measurement.extra.get(WARM_UP)
+
+    assert together((3, True), (2, True), (2, True)) == {"steps": 3, "settled": True}
+    assert together((6, False), (3, True)) == together((3, True), (6, False)) == {"steps": 6, "settled": False}
+    assert together(None, None) is None
 
 
 def test_repeated_allocations_of_all_rounds_are_added_up_for_each_rank():

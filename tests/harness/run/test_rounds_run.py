@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, ends: Ends, gpus: Sequence[str] = ()) -> None:
-        self.ends, self.gpus = ends, list(gpus)
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
         self.ran: list[tuple[int, int]] = []  # (seed, round) in the order in which they began
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
@@ -69,8 +69,8 @@ class Scripted:
             raise KeyboardInterrupt
         if how.startswith("ok"):
             seconds = float(how.partition(" ")[2] or number)
-            figures = Measurement(step_seconds=[seconds], loss=[1.0], gpus=self.gpus, extra={LINK: {"before": seconds}})
-            write_measurement(job.trial_dir, figures)
+            extra = {LINK: {"before": seconds}}
+            write_measurement(job.trial_dir, Measurement(step_seconds=[seconds], loss=[1.0], extra=extra))
             return Outcome(status="ok", reason="", wall_seconds=2.0, hosts=["here"])
         return Outcome(status=how, reason=f"the reason of {how}", wall_seconds=2.0, hosts=["here"])  # type: ignore[arg-type]
 
@@ -91,10 +91,9 @@ class Runner:
         resume: Resume | None = None,
         machine: Machine = CPU,
         shuffle: Shuffle = lambda order: None,
-        gpus: Sequence[str] = (),
         **more: Any,
     ) -> tuple[int, list[tuple[int, int]]]:
-        launcher = Scripted(ends, gpus)
+        launcher = Scripted(ends)
         code = run_experiment(
             "exp",
             trials,
@@ -126,26 +125,6 @@ def run(tmp_path: Path) -> Runner:
 
 def statuses(record: Record) -> list[tuple[int, str]]:
     return [(one.number, one.status) for one in record.rounds]
-
-
-@pytest.mark.parametrize(
-    ("there", "mix", "again"),
-    [
-        (["b"], False, [(0, 2)]),  # the round had begun on another GPU
-        (["b"], True, []),
-        (["a", "b"], False, []),  # ranks may take turns on the GPUs of one host
-        ([], False, []),
-    ],
-)
-def test_a_round_that_goes_on_on_other_gpus_is_measured_there_as_a_whole(run, there, mix, again):
-    trials = [trial(seed) for seed in range(3)]
-    run(trials, TWICE, lambda seed, number: "ctrl-c" if (seed, number) == (1, 2) else "ok", gpus=["a"])
-    code, ran = run(trials, TWICE, gpus=there, resume=Resume(mix=mix))
-    assert (code, ran) == (0, [(1, 2), (2, 2), *again])
-    gpus = {seed: [one.gpus for one in record.rounds] for seed, record in run.records().items()}
-    assert gpus == {0: [["a"], there if again else ["a"]], 1: [["a"], there], 2: [["a"], there]}
-    [first, *_] = [record.rounds[-1] for record in run.records().values()]
-    assert first.place == (3 if again else 1)
 
 
 def test_every_round_runs_all_trials_in_an_order_of_its_own_and_records_round_and_place(run):
