@@ -489,9 +489,10 @@ def _mlps(
 
 
 def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
-    """Names of settings of which every value is the same, or one alone can be: there is nothing to choose."""
+    """Names of settings of which every value is the same, or that have one value which a planner may choose."""
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
-    if gradient_offload_unsupported_reason(replace(settings, gradient_offload=True)):
+    # Several GPUs have not run it yet: there it is for a user to set.
+    if settings.world_size > 1 or gradient_offload_unsupported_reason(replace(settings, gradient_offload=True)):
         names |= {"gradient_offload"}
     if not forms_tiles(settings) or settings.tp_size > 1:
         names |= {"head_tiles"}

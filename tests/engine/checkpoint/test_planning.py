@@ -284,8 +284,11 @@ def test_gradients_on_the_host_take_moments_along_and_stay_out_of_plans_that_can
     assert planned(by_hand, Budget(gpu=139 * GIB))[0].optimizer_offload
     chosen = planned(settings(seq_len=1 << 17), Budget(gpu=16 * GIB))[0]
     assert chosen.gradient_offload
-    again = planned(dataclasses.replace(chosen, gradient_accumulation=2), Budget(gpu=139 * GIB))[0]
-    assert not again.gradient_offload
+    for other in ({"gradient_accumulation": 2}, {"cp_size": 2, "world_size": 2}):
+        again = planned(dataclasses.replace(chosen, **other), Budget(gpu=139 * GIB))[0]
+        assert not again.gradient_offload
+    on_two = settings(given=("gradient_offload",), gradient_offload=True, cp_size=2, world_size=2)
+    assert planned(on_two, Budget(gpu=139 * GIB))[0].gradient_offload
 
 
 def test_updates_hold_buffers_as_large_as_the_parameters_fill() -> None:
