@@ -245,7 +245,7 @@ class Upstream:
 
     def steps(self, settings: TrialSettings) -> int:
         """Steps that the program runs in all."""
-        return max(settings.steps.warmup, self.warmup) + settings.steps.settle + settings.steps.measured
+        return max(settings.steps.warmup, self.warmup) + settings.steps.after_warmup
 
     def read(self, trial_dir: Path) -> Measurement:
         """The measurement of a finished trial: that of the rank which printed the most steps.
@@ -267,7 +267,7 @@ class Upstream:
         gpus = watched_gpus(trial_dir)
         driver = next((gpu.driver for gpu in gpus if gpu.driver), "")
         # It may print more steps of warm-up than the trial has, and the forwards of fewer.
-        part, extra = measured_part(replace(steps, warmup=len(seconds) - steps.settle - steps.measured), seconds)
+        part, extra = measured_part(replace(steps, warmup=len(seconds) - steps.after_warmup), seconds)
         lacking = len(seconds) - len(best.forward_seconds)
         return Measurement(
             step_seconds=seconds[part],

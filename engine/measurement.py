@@ -141,7 +141,7 @@ def measured_part(steps: Steps, seconds: Sequence[float]) -> tuple[slice, Extra]
         return slice(steps.warmup, steps.total), {}
     settled = steps.settled(seconds)
     first = steps.warmup + steps.settle if settled is None else settled
-    return slice(first, first + steps.measured), {"warm_up": {"steps": first, "settled": settled is not None}}
+    return slice(first, first + steps.measured), {WARM_UP: {"steps": first, "settled": settled is not None}}
 
 
 @dataclass(kw_only=True, slots=True)

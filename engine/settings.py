@@ -225,7 +225,12 @@ class Steps:
     @property
     def total(self) -> int:
         """Steps that are run."""
-        return self.warmup + self.settle + self.measured
+        return self.warmup + self.after_warmup
+
+    @property
+    def after_warmup(self) -> int:
+        """Of them those after the warm-up steps, the measured ones among them."""
+        return self.settle + self.measured
 
     def settled(self, seconds: Sequence[float]) -> int | None:
         """Of all steps, whose times these are, the first one after two that agree, where it may be the first measured

@@ -29,8 +29,7 @@ _REASON_CHARACTERS = 200  # of an error's first line
 
 def step_to_trace(settings: TrialSettings) -> Of:
     """One step more, or in task train the measured one itself where a single one is: such a step takes minutes."""
-    single = settings.steps.settle + settings.steps.measured == 1
-    return "measured_step" if settings.task == "train" and single else "extra_step"
+    return "measured_step" if settings.task == "train" and settings.steps.after_warmup == 1 else "extra_step"
 
 
 class StepProfiler:

@@ -177,8 +177,7 @@ class LinkProbes:
         """
         if index == 0:
             self._measure("before")
-        steps = self._steps
-        if index == steps.warmup + (steps.settle + steps.measured) // 2:
+        if index == self._steps.warmup + self._steps.after_warmup // 2:
             self._measure("between")
 
     def figures(self) -> Extra:

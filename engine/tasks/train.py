@@ -180,7 +180,7 @@ class TrainTask:
                 self.inside.step(on_progress, index + 1, plan.total, self.seq_len(index)),
             ):
                 # An update runs into the next step, which has its time: without a warm-up step the first has none.
-                steps.append(self.step(index, settle=not (plan.warmup or plan.settle) and index == plan.total - 1))
+                steps.append(self.step(index, with_update=not (plan.warmup or plan.settle) and index == plan.total - 1))
             done = steps[-1]
             on_progress({"step": index + 1, "of": plan.total, "loss": done.loss, "seconds": done.step_seconds})
         after = read_gpus(self.world)
@@ -290,8 +290,8 @@ class TrainTask:
         """Peak of the GPU memory of a step that is replayed, whose allocator no longer counts it; 0 for others."""
         return 0 if self._captured is None else self._captured.allocated_bytes
 
-    def step(self, index: int, *, settle: bool = False) -> StepResult:
-        """One optimizer step on the batch of that index. Collective. With `settle` it ends when its update has ended,
+    def step(self, index: int, *, with_update: bool = False) -> StepResult:
+        """One optimizer step on the batch of that index. Collective. `with_update`: it ends when its update has ended,
         which may else run on beside the next forward."""
         self._clock.start()
         with record_function(STEP):
@@ -302,7 +302,7 @@ class TrainTask:
                 total, norm = self._timed(self._whole_step(batches))
             else:
                 total, norm = self._before_capture(batches)
-            if settle and self._late is not None:
+            if with_update and self._late is not None:
                 self._late.join()
             # Read while the device still computes, which would otherwise wait for the next step's tokens.
             self._ahead = index + 1, self.batches(index + 1)

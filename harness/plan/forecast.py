@@ -233,7 +233,7 @@ def cost_of(
             continue
         count += 1
         warm_up = _warm_up_seconds(settings, hardware, hosts, time)
-        taken = rounds * (START_SECONDS + warm_up + (settings.steps.total - settings.steps.warmup) * time.seconds)
+        taken = rounds * (START_SECONDS + warm_up + settings.steps.after_warmup * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)

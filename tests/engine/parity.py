@@ -95,7 +95,7 @@ def parallel_runs(cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, 
         }
         task.optimizer.zero_grad()
         for step in range(steps):
-            task.step(step, settle=step == steps - 1)
+            task.step(step, with_update=step == steps - 1)
         whole = {key: whole_of(parameter).detach().double().numpy() for key, parameter in task.model.named_parameters()}
         results[name]["parameters"] = whole if steps and world.rank == 0 else {}
     return results

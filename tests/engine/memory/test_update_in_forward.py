@@ -357,7 +357,7 @@ def runs_on(settings: TrialSettings) -> list[bool]:
             join()
 
         task.optimizer.join = joined
-        task.step(STEPS - 1, settle=True)
+        task.step(STEPS - 1, with_update=True)
         return [*found, not over[0].query()]
 
 

@@ -27,7 +27,7 @@ TASKS: list[type[Task]] = [TrainTask, AttentionTask, HeadTask]
 @pytest.mark.parametrize(
     ("steps", "seconds", "first", "settled"),
     [
-        (Steps(warmup=2, measured=3), [9, 5, 1, 1, 1], 2, None),  # nothing is asked for
+        (Steps(warmup=2, measured=3), [9, 5, 1, 1, 1], 2, None),  # settle is 0
         (Steps(warmup=2, settle=3, measured=2), [1.0, 1.005, 7, 7, 7, 7, 7], 2, True),  # the warm-up itself agrees
         (Steps(warmup=2, settle=3, measured=2), [9, 5, 1.00, 1.02, 1.03, 7, 7], 5, True),
         (Steps(warmup=2, settle=3, measured=2), [9, 5, 1.00, 1.009, 7, 7, 7], 4, True),  # steps after those are no more
