@@ -174,7 +174,7 @@ class Upstream:
             )
         words = settings.checkpoint.upstream
         if words != "default" and not any(re.fullmatch(pattern, words) for pattern in self.recomputes.values()):
-            forms = f"one of {', '.join(self.recomputes)}" if self.recomputes else "nothing"
+            forms = " or ".join(self.recomputes) or "nothing"
             return f"{self.name} takes {forms} as checkpoint.upstream, found {words!r}; set it to what it takes"
         if settings.task == "train" and settings.checkpoint.offload != "none":
             return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"

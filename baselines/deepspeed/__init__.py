@@ -1,7 +1,8 @@
 """DeepSpeed as its authors ship it: Ulysses' attention alone, or ZeRO-3 with ALST around a Llama of transformers.
 
 `task: attention` calls DistributedAttention around torch's own attention. `task: train` runs UlyssesSPAttentionHF under
-ZeRO-3, with the loss and, with `mlp_tiles`, the MLP in tiles.
+ZeRO-3, with the loss and, with `mlp_tiles`, the MLP in tiles; on GPUs Liger-Kernel computes norms, rotary embedding and
+the untiled MLP, as in ALST's evaluation. `checkpoint.upstream: offload` moves layers' inputs to the host.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class DeepSpeed(UpstreamAttention):
     offloads_parts = True
     fa4_beside_torch = True
     tokens = "plain"
+    recomputes: Mapping[str, str] = {"offload": "offload"}  # recomputes each layer, its inputs in host memory
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, cp_size = settings.model, settings.cp_size
@@ -49,6 +51,11 @@ class DeepSpeed(UpstreamAttention):
         if settings.task == "train":
             if (reason := model_reason(self, settings)) is not None:
                 return reason
+            if settings.checkpoint.upstream == "offload" and not settings.checkpoint.every:
+                return (
+                    f"{self.name} moves the inputs of recomputed layers, found checkpoint.upstream offload and "
+                    "checkpoint.every 0; set every to 1"
+                )
         elif settings.kernel != "auto":
             return f"{self.name} attends with torch's own kernel, found kernel {settings.kernel}; set kernel to auto"
         elif settings.world_size != cp_size:
@@ -67,6 +74,7 @@ class DeepSpeed(UpstreamAttention):
             "engine": "deepspeed",
             "loss_tiles": max(1, local // _LOSS_TILE_TOKENS),
             "mlp_tiles": settings.mlp_tiles,
+            "offload": settings.checkpoint.upstream == "offload",
             "deepspeed": zero_config(settings),
         }
 

@@ -4,8 +4,9 @@
 random weights, under TRL and no trainer those with which burst starts, and learns the tokens of the trial's file. Rank
 0 prints one line of JSON per step: seconds of the slowest rank, loss, norm.
 
-`engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. With `left` in the request
-rank 0 leaves the first parameters, the gradients of the first step and all losses (`burst setup baselines fidelity`).
+`engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles, Liger-Kernel for the rest,
+and with `offload` layers' inputs in host memory. With `left` in the request rank 0 leaves the first parameters, the
+gradients of the first step and all losses (`burst setup baselines fidelity`).
 `engine: trl` is TRL's SFT trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the
 model with Liger-Kernel, on one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves. Sequences
 of `documents` are one packed row, or with `padded` a row each.
@@ -61,6 +62,17 @@ def start_as_ours(model, request):
                 place.copy_(drawn.view_as(place))
 
 
+# What puts Liger's kernels into a model, by its type.
+LIGER = {"llama": "apply_liger_kernel_to_llama", "qwen3_5_text": "apply_liger_kernel_to_qwen3_5"}
+
+
+def take_liger(request, **parts):
+    """Put Liger's kernels into the model's classes, without those of its parts that are given as False."""
+    import liger_kernel.transformers
+
+    getattr(liger_kernel.transformers, LIGER[request["config"]["model_type"]])(**parts)
+
+
 def tile_mlp(tiles):
     """DeepSpeed's TiledMLP in the place of the model's MLP, as its documentation shows."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -86,6 +98,8 @@ def train_with_deepspeed(request):
     rank, world, cp_size = comm.get_rank(), comm.get_world_size(), request["cp_size"]
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(request["seed"])
+    if cuda:  # its kernels are of GPUs; loss and MLP in tiles are DeepSpeed's
+        take_liger(request, swiglu=request["mlp_tiles"] == 1, fused_linear_cross_entropy=False)
     if request["mlp_tiles"] > 1:
         tile_mlp(request["mlp_tiles"])
     config = model_config(request)
@@ -104,6 +118,12 @@ def train_with_deepspeed(request):
     own = slice(part * length, (part + 1) * length)
     positions = torch.arange(request["seq_len"], device=device)[own].expand(request["batch_size"], -1)
 
+    moved = contextlib.nullcontext()
+    if request["offload"]:
+        from deepspeed.runtime.activation_checkpointing import offload_activations
+
+        moved = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager()
+
     def tile_loss(head, hidden, targets):  # [tokens, hidden] and [tokens]
         return torch.nn.functional.cross_entropy(head(hidden).float(), targets)
 
@@ -114,12 +134,15 @@ def train_with_deepspeed(request):
             torch.cuda.synchronize()
         start = time.perf_counter()
         module = engine.module
-        hidden = module.model(input_ids=inputs, position_ids=positions, use_cache=False).last_hidden_state
-        head = module.lm_head
-        loss = TiledFusedLogitsLoss.apply(
-            tile_loss, head, hidden, targets, None, request["loss_tiles"], [head.weight], "mean"
-        )
-        engine.backward(loss)
+        with moved:
+            hidden = module.model(input_ids=inputs, position_ids=positions, use_cache=False).last_hidden_state
+            head = module.lm_head
+            loss = TiledFusedLogitsLoss.apply(
+                tile_loss, head, hidden, targets, None, request["loss_tiles"], [head.weight], "mean"
+            )
+            engine.backward(loss)
+        if request["offload"]:
+            check_moved(moved.stats, config.num_hidden_layers, cuda)
         if left and step == 0:
             left["gradients"] = whole_gradients(named)
         engine.step()
@@ -137,6 +160,14 @@ def train_with_deepspeed(request):
     if left and rank == 0:
         torch.save(left, f"{request['left']}.rank0.pt")
     finish(rank, world)
+
+
+def check_moved(stats, layers, cuda):
+    """End the trial where DeepSpeed left inputs of layers on the GPU, which it does without a word where it does not
+    know a model's layers. The last one's stays; those of CPU ranks are looked at and left where they are."""
+    found, expected = (stats.offloaded_tensors, layers - 1) if cuda else (stats.skipped_marked_tensors, layers)
+    if found != expected:
+        sys.exit(f"DeepSpeed moved inputs of {found} layers, expected {expected}; leave checkpoint.upstream out")
 
 
 def whole_parameters(named):
@@ -257,10 +288,6 @@ def padded(request, inputs, targets):
     return {"input_ids": documents, "shift_labels": labels, "attention_mask": real.to(inputs.device, torch.long)}
 
 
-# What puts Liger's kernels into a model, by its type.
-LIGER = {"llama": "apply_liger_kernel_to_llama", "qwen3_5_text": "apply_liger_kernel_to_qwen3_5"}
-
-
 def linear_kernel(model):
     """What computes the recurrence of linear layers: `fla` where transformers found flash-linear-attention when it was
     imported, else `torch`. transformers has no call that says so. None where there are no such layers."""
@@ -276,9 +303,7 @@ def train_plain(request):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(request["seed"])
     if cuda:  # its kernels are of GPUs
-        import liger_kernel.transformers
-
-        getattr(liger_kernel.transformers, LIGER[request["config"]["model_type"]])()
+        take_liger(request)
     else:  # so are flash-linear-attention's, which transformers takes wherever they are installed
         sys.modules["fla"] = None
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}

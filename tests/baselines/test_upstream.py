@@ -477,12 +477,13 @@ def test_products_in_float8_are_each_systems_own_recipe_of_one_scale_for_a_tenso
 @pytest.mark.parametrize(
     ("method", "words", "reason"),
     [
-        ("megatron_lm_upstream", "block", "takes one of block N, modules NAME,..., offload N as checkpoint.upstream"),
+        ("megatron_lm_upstream", "block", "takes block N or modules NAME,... or offload N as checkpoint.upstream"),
         ("megatron_lm_upstream", "modules moe", "found 'modules moe'"),
         ("megatron_lm_upstream", "block 17", "can block at most 16 of the 16 layers"),
         ("megatron_lm_upstream", "offload 16", "can offload at most 15 of the 16 layers"),
-        ("torchtitan_upstream", "budget 2", "takes one of every N, budget SHARE as checkpoint.upstream"),
-        ("deepspeed_upstream", "offload", "takes nothing as checkpoint.upstream, found 'offload'"),
+        ("torchtitan_upstream", "budget 2", "takes every N or budget SHARE as checkpoint.upstream"),
+        ("deepspeed_upstream", "budget 0.5", "takes offload as checkpoint.upstream, found 'budget 0.5'"),
+        ("transformers_upstream", "offload", "takes nothing as checkpoint.upstream, found 'offload'"),
         ("burst", "offload", "burst has no choice of checkpoint.upstream, found 'offload'; leave it out"),
         ("megatron_cp", "block 8", "megatron_cp has no choice of checkpoint.upstream"),
     ],
@@ -515,11 +516,18 @@ def test_the_requests_of_transformers_trainers() -> None:
     assert command == "UPSTREAM/env/bin/python -u BASELINES/programs/train_transformers.py /T/attention.json"
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["loss_tiles"], request["mlp_tiles"]) == ("deepspeed", 2, 4)
+    assert request["offload"] is False
     offloaded = {"device": "cpu", "pin_memory": True, "ratio": 1.0}
     assert request["deepspeed"]["zero_optimization"]["offload_optimizer"] == offloaded
     _, _, files = rendered("deepspeed_upstream", task="train", cp_size=2, optimizer_offload=0.4)
     zero = json.loads(files["attention.json"])["deepspeed"]["zero_optimization"]
     assert zero["offload_optimizer"] == offloaded | {"ratio": 0.4}
+    inputs = {"task": "train", "checkpoint": Checkpoint(every=1, tail=0, upstream="offload")}
+    _, _, files = rendered("deepspeed_upstream", **inputs)
+    assert json.loads(files["attention.json"])["offload"] is True
+    kept = settings("deepspeed_upstream", task="train", checkpoint=Checkpoint(every=0, upstream="offload"))
+    reason = method_named("deepspeed_upstream").refuse(kept)
+    assert "inputs of recomputed layers, found checkpoint.upstream offload and checkpoint.every 0" in str(reason)
     part = settings("megatron_deepspeed_upstream", cp_size=8, optimizer_offload=0.4)
     reason = method_named("megatron_deepspeed_upstream").refuse(part)
     assert "moves the whole optimizer to the host or none of it, found optimizer_offload 0.4" in str(reason)

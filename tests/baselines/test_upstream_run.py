@@ -256,16 +256,16 @@ def test_deepspeeds_own_attention_runs_on_two_ranks(launcher: LocalLauncher, tmp
 
 
 @pytest.mark.slow  # a model of transformers under ZeRO-3 takes half a minute to be imported and made
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "inputs"), [(2, "default"), (2, "offload"), (4, "default")])
 def test_deepspeed_trains_with_its_own_sequence_parallelism(
-    launcher: LocalLauncher, tmp_path: Path, ranks: int
+    launcher: LocalLauncher, tmp_path: Path, ranks: int, inputs: str
 ) -> None:
     trial = settings(
         "deepspeed_upstream",
         task="train",
         dtype="bf16",
         cp_size=ranks,
-        checkpoint=Checkpoint(every=1, tail=0),
+        checkpoint=Checkpoint(every=1, tail=0, upstream=inputs),
         learning_rate=1e-3,
         mlp_tiles=2,
     )
