@@ -121,7 +121,7 @@ COMMANDS = [
     ("verify pack r.jsonl --out new.jsonl", "harness.verify.packing.pack_lines", "packing r.jsonl"),
     ("reproduce", "harness.reproduce.points.runs_in", "reading the records of all runs"),
     ("reproduce e2e_main --draw-only", "harness.reproduce.predicted.predicted_for_paper", "predicting e2e_main"),
-    ("train train.yaml", "harness.training.run.train", "preparing the run of train.yaml"),
+    ("train train.yaml", "harness.commands.train._start", "preparing the run of train.yaml"),
     ("train data exp.yaml --out tokens", "engine.data.store.build_store", "writing the tokens of tokens"),
     ("setup calibrate", "harness.predict.calibration.measure", "measuring matrix products"),
     ("setup baselines fidelity", "baselines.fidelity.run.run_systems", "running cases of all installed systems"),
