@@ -436,7 +436,39 @@ def combination_unsupported_reason(settings: TrialSettings) -> str | None:
         or gradient_offload_unsupported_reason(settings)
         or float8_unsupported_reason(settings)
         or head_groups_unsupported_reason(settings)
+        or checkpoint_unsupported_reason(settings)
+        or _tiles_unsupported_reason(settings)
     )
+
+
+def checkpoint_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why values of `checkpoint` that a user gave do not go together, or not with the model's layers, or None."""
+    checkpoint, layers, planned = settings.checkpoint, settings.model.layers, settings.planned.split()
+    if settings.task != "train" or {"checkpoint.every", "checkpoint.whole_layers"}.intersection(planned):
+        return None
+    if checkpoint.whole_layers > layers:
+        return (
+            f"checkpoint.whole_layers is {checkpoint.whole_layers}, and model {settings.model.name} has {layers} "
+            f"layers; set it to at most {layers}"
+        )
+    again = checkpoint.layers_again(layers)
+    if checkpoint.host_layers > (most := max(0, layers - again - 1)):
+        return (
+            f"checkpoint.host_layers is {checkpoint.host_layers}, and of the {layers - again} layers that are not "
+            f"computed again at most {most} can be in host memory, the last one never; set it to at most {most}, or "
+            "checkpoint.every to 0"
+        )
+    return None
+
+
+def _tiles_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why a user asked for more runs of tokens than a rank has tokens, or None."""
+    tokens = settings.row_tokens // settings.cp_size * (1 if settings.packs else settings.batch_size)
+    planned = settings.planned.split()
+    for name in ("mlp_tiles", "projection_tiles", "head_tiles"):
+        if name not in planned and (tiles := getattr(settings, name)) > max(1, tokens):
+            return f"{name} is {tiles}, and a rank has {tokens} tokens; set it to at most {tokens}"
+    return None
 
 
 def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:

@@ -128,6 +128,11 @@ def _warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | 
     seq_len = settings.steps.warmup_seq_len
     if settings.task != "train" or seq_len in (0, settings.seq_len) or not settings.steps.warmup:
         return None
+    if seq_len > settings.seq_len:
+        return (
+            f"steps.warmup_seq_len {seq_len} is longer than seq_len {settings.seq_len}, and takes more memory; give "
+            "fewer tokens, or 0, which warms up at the trial's own length"
+        )
     reason = parse_mask(settings.mask).unsupported_reason(seq_len)
     if reason is None and layout is not None:
         reason = split_unsupported_reason(layout, seq_len, settings.cp_size)

@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.problem import RUNS_OF_TOKENS
 from engine.lora import Lora
-from engine.settings import Checkpoint, TrialSettings
+from engine.settings import Checkpoint, TrialSettings, checkpoint_unsupported_reason
 from engine.shape import ModelShape
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
@@ -89,10 +89,13 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Logits formed at once have no tiles, and adapters no groups of heads. Burst refuses two combinations: tokens that
+    """Logits formed at once have no tiles, adapters no groups of heads, and layers in host memory are some of those
+    that are kept whole. Burst refuses two combinations: tokens that
     are not consecutive cannot be exchanged for heads or gathered, and all_gather has no query side. Other methods say
     which ones they refuse."""
     if (row["head_tiles"] and not row["lm_head_fusion"]) or (row["head_groups"] > 1 and row["lora"] is not None):
+        return False
+    if checkpoint_unsupported_reason(settings_of(row)):
         return False
     if row["method"] == "burst":
         queries_gathered = row["schedule"] == "all_gather" and row["backward"] == "query"

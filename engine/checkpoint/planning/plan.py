@@ -97,8 +97,11 @@ def planned(
     chosen = with_memory_settings(settings, choice)
     memory = problem.memory.of(choice)
     seconds = problem.cost.seconds(choice)
+    words = _words(chosen, budget, memory, seconds, fits=found is not None)
+    if not found and fits_with_gradients_away(settings, budget):
+        words += "; something fits with gradient_offload true, which is not chosen on several GPUs"
     forecast = Forecast(
-        words=_words(chosen, budget, memory, seconds, fits=found is not None),
+        words=words,
         fits=found is not None,
         budget_bytes=None if budget.bytes == float("inf") else int(budget.bytes),
         allocated_bytes=int(memory.allocated if budget.gpu is not None else memory.without_gpu),
@@ -111,6 +114,16 @@ def planned(
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
     return chosen, forecast
+
+
+def fits_with_gradients_away(settings: TrialSettings, budget: Budget) -> bool:
+    """Whether something fits with gradients in host memory, where a user has to ask for them: on several GPUs."""
+    name = "gradient_offload"
+    if settings.world_size == 1 or budget.gpu is None or name not in open_names(settings):
+        return False
+    others = " ".join(each for each in settings.planned.split() if each != name)
+    away = replace(settings, gradient_offload=True, planned=others)
+    return not gradient_offload_unsupported_reason(away) and fits_somehow(away, budget)
 
 
 def least_gpu_bytes(settings: TrialSettings) -> float:
@@ -491,6 +504,8 @@ def _mlps(
 def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     """Names of settings of which every value is the same, or that have one value which a planner may choose."""
     names = frozenset() if on_gpu else _ONLY_WITH_GPU
+    if settings.gradient_offload and "gradient_offload" not in settings.planned.split():
+        names -= {"optimizer_offload"}  # gradients on the host are of moments there
     # Several GPUs have not run it yet: there it is for a user to set.
     if settings.world_size > 1 or gradient_offload_unsupported_reason(replace(settings, gradient_offload=True)):
         names |= {"gradient_offload"}

@@ -182,8 +182,8 @@ def _cost(cost: Cost, rows: list[dict[str, Any]]) -> str:
     """What the trials that are predicted to fit take, one after another."""
     if not cost.trials:
         can_run = [row for row in rows if row["can_run"]]
-        if can_run and not any(map(_runs, can_run)):
-            return "None of them is predicted to fit, so no time is added up"
+        if not any(map(_runs, can_run)):
+            return f"None of them {'is predicted to fit' if can_run else 'can run'}, so no time is added up"
         return (
             "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, of the "
             "methods in docs/plan.md, of kernels made for GPUs (head dims up to 256) and of other tasks than linear"
@@ -197,23 +197,28 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     """A sentence for each size of room that trials are predicted not to fit."""
     from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, NOTHING_FITS
 
-    beyond: dict[float, list[dict[str, Any]]] = {}
+    beyond: dict[tuple[float, bool], list[dict[str, Any]]] = {}
     for row in rows:
         if row["can_run"] and row["predicted_to_fit"] is False:
-            beyond.setdefault(row["gpu_room_gib"], []).append(row)
+            tried = str(row.get("checkpoint_plan")).startswith(NOTHING_FITS)  # by the planner
+            beyond.setdefault((row["gpu_room_gib"], tried), []).append(row)
     further = "further " if any(map(_runs, rows)) else ""
     found = []
-    for room, large in sorted(beyond.items()):
-        where, more = f"a GPU has {room:g}", "GPUs with more memory"
+    for (room, tried), large in sorted(beyond.items()):
+        where, more = f"a GPU has {room:g} GiB", "GPUs with more memory"
         if room != memory_gib:
-            where, more = f"the setting memory leaves {room:g}", "a larger setting memory"
-        advice = "docs/memory.md has settings that need less"
-        if all(str(row.get("checkpoint_plan")).startswith(NOTHING_FITS) for row in large):  # the planner has tried them
-            advice = f"take more GPUs, a shorter sequence or {more}"
+            where, more = f"the setting memory leaves {room:g} GiB", "a larger setting memory"
+        trials = f"{len(large)} {further}trial{'s' if len(large) > 1 else ''}"
+        if tried:
+            found.append(
+                f"For {trials} nothing fits that the planner may choose, where {where}; take more GPUs, a shorter "
+                f"sequence or {more}"
+            )
+            continue
         least = min(row["predicted_gpu_gib"] for row in large)
         found.append(
-            f"{len(large)} {further}trial{'s' if len(large) > 1 else ''} would hold {least:,.0f} GiB of tensors or "
-            f"more by this prediction, which may be {ALLOCATED_WITHIN:.0%} too low, where {where}; {advice}"
+            f"{trials} would hold {least:.3g} GiB of tensors or more by this prediction, which may be "
+            f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has settings that need less"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +21,15 @@ _BAR = 20  # characters of the longest bar
 def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[TrialForecast]]:
     """The frontier of each trial, as `asked` before the planner chose. Of trials that differ in their budget alone the
     largest counts. Raises UsageError for a trial that has none."""
-    from engine.checkpoint.planning.plan import least_gpu_bytes
+    from engine.checkpoint.planning.plan import fits_with_gradients_away, least_gpu_bytes
     from harness.base.lengths import format_length
     from harness.metrics.throughput import GIB
-    from harness.plan.forecast import frontier
+    from harness.plan.checkpointing import budget_of
+    from harness.plan.forecast import frontier, machine_of
     from harness.plan.predict import gpu_room
+    from harness.plan.unsupported import unsupported_reason
+
+    machine = machine_of(hardware)
 
     largest: dict[TrialSettings, TrialSettings] = {}
     for each in asked:
@@ -38,6 +43,8 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
             raise UsageError(str(error)) from None
         if not rows:
             room, least = gpu_room(each, hardware), math.ceil(least_gpu_bytes(each) / GIB)
+            away = fits_with_gradients_away(each, budget_of(each, machine, hardware))
+            advice = "gradient_offload true, " if away else ""
             where, larger = (hardware.title, "") if room == hardware.memory_gib else ("memory", "memory, ")
             trial = (
                 f"{each.method} with {each.model.name}, {format_length(each.seq_len)} tokens and cp_size {each.cp_size}"
@@ -45,12 +52,14 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
             if least <= room:
                 raise UsageError(
                     f"{trial} needs more of a host than {each.host_memory or 'is assumed'} beside {room:g} GiB of a "
-                    f"GPU ({where}); give a larger host_memory, {larger}--gpus or a smaller --seq-len"
+                    f"GPU ({where}); give {advice}a larger host_memory, {larger}--gpus or a smaller --seq-len"
                 )
             raise UsageError(
-                f"{trial} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give a larger {larger}"
-                "--gpus or a smaller --seq-len"
+                f"{trial} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give {advice}a larger "
+                f"{larger}--gpus or a smaller --seq-len"
             )
+        if reason := unsupported_reason(rows[0].settings, machine):
+            raise UsageError(reason)
         found.append(rows)
     return found
 
@@ -89,7 +98,8 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
     settings, hardware = rows[0].settings, rows[0].hardware
     seconds = [each.time.seconds for each in rows if each.time]
     plans: dict[str, int] = {}
-    for each in rows:
+    for alike in _of_one_plan(rows):
+        each, budgets = alike[0], [three(gpu_room(one.settings, hardware)) for one in alike]
         peak, own = each.gpu_gib or 0.0, each.time.seconds if each.time else None
         times = ["", "", ""]
         if own is not None and each.tokens_per_gpu_per_second is not None:
@@ -97,7 +107,7 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
         words = "; ".join(kept_in_words(each.settings))
         number = plans.setdefault(words or "nothing is computed again or moved", len(plans) + 1)
         table.add_row(
-            three(gpu_room(each.settings, hardware)), three(peak), three(each.host_gib or 0.0), *times,
+            " to ".join(dict.fromkeys((budgets[-1], budgets[0]))), three(peak), three(each.host_gib or 0.0), *times,
             _bar(peak / hardware.memory_gib), _bar(min(seconds) / own if own else 0.0), f"({number})",
         )  # fmt: skip
     console = stdout_console()
@@ -109,10 +119,17 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
         console.print(f"({number}) {words}", markup=False, highlight=False)
     if rows[0].reason:
         console.print(f"No time is predicted: {rows[0].reason}", markup=False, highlight=False)
+    asked = settings.world_size > 1 and not settings.gradient_offload
+    least = " without gradient_offload, which is not chosen on several GPUs" if asked else ""
     console.print(
         "Memory is the peak as a part of the GPU's, speed a part of the fastest row's. The last row's budget is the "
-        "least in whole GiB.", markup=False, highlight=False,
+        f"least in whole GiB{least}.", markup=False, highlight=False,
     )  # fmt: skip
+
+
+def _of_one_plan(rows: Sequence[TrialForecast]) -> list[list[TrialForecast]]:
+    """Budgets side by side, as many together as have the same plan."""
+    return [list(alike) for _, alike in itertools.groupby(rows, lambda row: replace(row.settings, memory=""))]
 
 
 def _bar(share: float) -> str:

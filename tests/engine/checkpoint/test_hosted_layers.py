@@ -239,7 +239,7 @@ def locked_by_a_run(settings: TrialSettings) -> tuple[list[float], int, int]:
     ("checkpoint", "shape"),
     [
         (Checkpoint(every=0, host_layers=4, mlp=0.3), SHAPE),
-        (Checkpoint(every=0, host_layers=2, offload="all"), SHAPE),
+        (Checkpoint(every=1, whole_layers=LAYERS - 1, host_layers=2, offload="all"), SHAPE),
         (Checkpoint(every=0, host_layers=5), HYBRID),
     ],
     ids=["parts", "offload", "hybrid"],

@@ -289,6 +289,9 @@ def test_gradients_on_the_host_take_moments_along_and_stay_out_of_plans_that_can
         assert not again.gradient_offload
     on_two = settings(given=("gradient_offload",), gradient_offload=True, cp_size=2, world_size=2)
     assert planned(on_two, Budget(gpu=139 * GIB))[0].gradient_offload
+    on_cpu = planned(by_hand, Budget(gpu=None))[0]  # where nothing else moves what is host memory anyway
+    assert on_cpu.gradient_offload
+    assert on_cpu.optimizer_offload
 
 
 def test_updates_hold_buffers_as_large_as_the_parameters_fill() -> None:

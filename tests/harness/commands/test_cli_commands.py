@@ -231,13 +231,40 @@ def test_a_plan_in_which_nothing_fits_says_so_once_and_what_would_help(capsys):
     words = ["--model", "1b", "--seq-len", "64k", "--gpus", "1", "--hardware", "h200", "--set", "memory=1GiB"]
     assert main(["plan", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "None of them is predicted to fit, so no time is added up 1 trial would hold" in printed
-    assert "where the setting memory leaves 1; take more GPUs, a shorter sequence or a larger setting memory" in printed
+    assert (
+        "None of them is predicted to fit, so no time is added up For 1 trial nothing fits that the planner may "
+        "choose, where the setting memory leaves 1 GiB; take more GPUs, a shorter sequence or a larger setting memory"
+    ) in printed
+    assert "would hold" not in printed
     assert "No time is predicted" not in printed
     assert main(["plan", *words[:3], "64M", *words[4:8]]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert " of 139 GiB (the GPU's own)" in printed
     assert "e+0" not in printed
+
+
+def test_what_several_gpus_have_to_be_told_is_named_where_nothing_else_fits(capsys):
+    words = ["--model", "1b", "--seq-len", "128k", "--gpus", "2", "--hardware", "h200", "--set", "memory=9GiB"]
+    told = "something fits with gradient_offload true, which is not chosen on several GPUs"
+    [row] = plan_rows(capsys, *words)
+    assert row["predicted_to_fit"] is False
+    assert str(row["checkpoint_plan"]).endswith(f"; {told}")
+    [asked] = plan_rows(capsys, *words, "--set", "gradient_offload=true")
+    assert asked["predicted_to_fit"] is True
+    for other in ("gradient_offload=false", "memory=5GiB"):  # as a user has decided; too little for these also
+        [row] = plan_rows(capsys, *words, "--set", other)
+        assert row["predicted_to_fit"] is False
+        assert told not in str(row["checkpoint_plan"])
+    assert main(["plan", *words, "--frontier"]) == 2
+    assert "found 9 (memory); give gradient_offload true, a larger memory, --gpus or" in capsys.readouterr().err
+
+
+def test_a_plan_of_which_nothing_can_run_gives_no_reason_of_its_own_for_a_time(capsys):
+    words = ["--model", "llama3_8b", "--seq-len", "128k", "--gpus", "1", "--hardware", "h200"]
+    assert main(["plan", *words, "--set", "host_memory=1GiB"]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "None of them can run, so no time is added up" in printed
+    assert "No time is predicted" not in printed
 
 
 def test_what_does_not_fit_the_share_of_a_host_without_gpus_is_not_among_those_that_can_run(monkeypatch, capsys):
@@ -285,9 +312,9 @@ def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(t
         assert main(["plan", *words]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         assert "3 trials, 1 can run on" in printed
-        assert "1 further trial would hold 6" in printed
-        assert "where the setting memory leaves 24;" in printed
-        assert "where the setting memory leaves 40;" in printed
+        assert ("1 further trial would hold 6" if options else "For 1 further trial nothing fits that") in printed
+        assert "where the setting memory leaves 24 GiB;" in printed
+        assert "where the setting memory leaves 40 GiB;" in printed
         assert "mlp_tiles checkpoint" not in printed  # the list of what was left open has no column
 
 

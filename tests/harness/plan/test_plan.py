@@ -277,6 +277,44 @@ def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Pa
     assert attention.unsupported_reason is cold.unsupported_reason is None
 
 
+def test_a_warm_up_longer_than_the_trial_is_refused_because_the_peaks_would_be_its_own(tmp_path: Path) -> None:
+    changes = ("fixed.method=burst", "fixed.cp_size=1")
+    reason = _only_unsupported_reason(tmp_path, "steps.warmup_seq_len=2k")
+    assert reason.startswith("steps.warmup_seq_len 2048 is longer than seq_len 1024, and takes more memory; give fewer")
+    for fine in ("steps.warmup_seq_len=1k", "steps.warmup_seq_len=512"):
+        assert _plan(tmp_path, *changes, fine)[0].unsupported_reason is None
+    assert _plan(tmp_path, *changes, "steps.warmup_seq_len=2k", "steps.warmup=0")[0].unsupported_reason is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        ("{every: 1, host_layers: 2}", "checkpoint.host_layers is 2, and of the 0 layers that are not computed again"),
+        ("{every: 0, host_layers: 2}", "at most 1 can be in host memory, the last one never; set it to at most 1"),
+        ("{every: 1, whole_layers: 3}", "checkpoint.whole_layers is 3, and model tiny has 2 layers; set it to at mo"),
+        ("{plan: auto, every: 0, whole_layers: 0, host_layers: 2}", "checkpoint.host_layers is 2, and of the 2 laye"),
+    ],
+)
+def test_more_layers_than_there_are_to_keep_are_refused(tmp_path: Path, checkpoint, reason: str) -> None:
+    changes = ("fixed.method=burst", "fixed.cp_size=1")
+    assert reason in _only_unsupported_reason(tmp_path, f"fixed.checkpoint={checkpoint}")
+    assert _plan(tmp_path, *changes, f"fixed.checkpoint={checkpoint}", "task=attention")[0].unsupported_reason is None
+
+
+def test_layers_that_a_plan_may_keep_are_not_refused(tmp_path: Path) -> None:
+    for given in ("{plan: auto, host_layers: 1}", "{every: 0, host_layers: 1}"):
+        trials = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", f"fixed.checkpoint={given}")
+        assert [trial.unsupported_reason for trial in trials] == [None], given
+
+
+@pytest.mark.parametrize("name", ["mlp_tiles", "projection_tiles", "head_tiles"])
+def test_more_tiles_than_tokens_are_refused(tmp_path: Path, name: str) -> None:
+    changes = ("fixed.method=burst", "fixed.cp_size=2")
+    assert _plan(tmp_path, *changes, f"fixed.{name}=512")[0].unsupported_reason is None
+    [trial] = _plan(tmp_path, *changes, f"fixed.{name}=513")
+    assert trial.unsupported_reason == f"{name} is 513, and a rank has 512 tokens; set it to at most 512"
+
+
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
     trials = _plan(tmp_path, "fixed.cp_size=8", "fixed.model.heads=24", "fixed.model.kv_heads=3")
     reasons = {trial.settings.method: trial.unsupported_reason for trial in trials}

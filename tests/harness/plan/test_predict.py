@@ -18,6 +18,7 @@ from harness.metrics.hardware import hardware_named, speeds_of
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import START_SECONDS, cost_of, forecast
 from harness.plan.predict import predict
+from harness.report.tables.table import significant
 
 H200 = hardware_named("h200")
 SHAPE = ModelShape(name="s", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
@@ -56,6 +57,29 @@ def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(tmp_path,
         assert ("projections in 8 tiles" in also) == (trial.get("projection_tiles", 1) == 8)
         assert bool(re.search("optimizer (and gradients )?on the host", also)) == bool(trial["optimizer_offload"])
         assert ("and gradients on" in also) == bool(trial.get("gradient_offload"))
+
+
+def test_the_frontier_on_the_memory_page_is_what_is_planned_for_its_budgets(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    [(command, excerpt)] = re.findall(
+        r"^`burst (plan [^`]*?) --frontier`[^`]*```\n(.*?)```", page, re.MULTILINE | re.DOTALL
+    )
+    shown = [line.split()[:6] for line in excerpt.splitlines()[1:]]
+    budgets = ", ".join(f"{float(row[0]):g}GiB" for row in shown)
+    assert main([*command.split(), "--set", f"sweep.memory=[{budgets}]", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    least = min(trial["predicted_seconds"] for trial in planned)
+    three = significant(3)
+    assert shown == [
+        [
+            three(float(trial["memory"].removesuffix("GiB"))),
+            *(three(trial[f"predicted_{name}_gib"]) for name in ("gpu", "host")),
+            three(trial["predicted_seconds"]),
+            f"{trial['predicted_seconds'] / least - 1:.1%}",
+            three(trial["seq_len"] / trial["predicted_seconds"]),
+        ]
+        for trial in planned
+    ]
 
 
 def test_no_more_is_reserved_than_the_gpu_has() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,6 +273,10 @@ def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
     assert "█" in printed
     assert "(1) all 16 layers whole" in printed
     assert " of them on the host" in printed
+    assert main([*words, "--frontier"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ *[\d.]+ to 139 ", printed, re.MULTILINE)  # budgets of the same plan are one row
+    assert printed.endswith("The last row's budget is the least in whole GiB.\n")
 
 
 def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_allowed(capsys) -> None:
@@ -321,6 +326,10 @@ def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_all
         (
             ["--frontier", "--hardware", "h200", "--model", "1b", "--set", "memory=1GiB"],
             "GiB of a GPU, found 1 (memory); give a larger memory, --gpus or a smaller --seq-len",
+        ),
+        (
+            ["--frontier", "--hardware", "h200", "--model", "1b", "--seq-len", "100", "--gpus", "3"],
+            "seq_len 100 does not split into 2 x cp_size = 6 equal zigzag chunks",
         ),
         (
             ["--longest", "--hardware", "h200", "--model", "1b", "--set", "memory=1GiB"],
