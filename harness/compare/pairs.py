@@ -167,6 +167,11 @@ class TrialPair:
         return self.found.apart if self.found else ()
 
     @property
+    def later(self) -> bool:
+        """Whether both have rounds of the same numbers of one run, of which one side ran later."""
+        return self.found is not None and self.found.later
+
+    @property
     def outcome(self) -> Outcome:
         """`lost`: measured in A and not in B; `gained`: the reverse; `neither`: in none of the two."""
         before, now = (member.record.status == "ok" for member in (self.reference, self.candidate))

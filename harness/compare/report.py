@@ -74,8 +74,12 @@ def heading(comparison: Comparison) -> list[str]:
     for found, what in ((packages, "packages that one of the two has"), (variables, "environment variables")):
         if len(found) > _MOST_LISTED_FACTS:
             lines.append(f"Differs: {len(found) - _MOST_LISTED_FACTS} more {what} (--json lists all)")
-    if any(pair.paired for pair in measured):
-        lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
+    paired, later = (sum(map(attrgetter(name), measured)) for name in ("paired", "later"))
+    if paired:
+        which = "a pair" if paired == len(measured) else _of(paired, len(measured))
+        lines.append(f"Both sides of {which} ran in the same rounds, which are drawn together.")
+    if later:
+        lines.append(f"In {_pairs(later)} one side ran later than the other: rounds are drawn one by one.")
     for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():
         lines.append(f"Left out: {numbers_text(rounds)} of {_pairs(count)}, which ran on two machines.")
     return lines
@@ -241,6 +245,7 @@ def _pair_to_plain(pair: TrialPair, tolerance: float, names: dict[int, str]) -> 
             "by_round": list(times.by_round) if times.by_round else None,
             "verdict": times.verdict(),
             "paired": pair.paired,
+            "one_side_ran_later": pair.later,
             "rounds_on_two_machines": list(pair.apart),
         },
         "memory": {

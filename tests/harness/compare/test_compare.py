@@ -150,6 +150,35 @@ def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
     assert "Left out: round 2 of 1 pair, which ran on two machines." in heading(found)
 
 
+def test_a_trial_that_ran_again_later_is_no_pair_with_the_rounds_before(tmp_path: Path, capsys) -> None:
+    # Round 2 is slow for both: in pairs that cancels out.
+    steps = [[0.100, 0.1001], [0.110, 0.1101], [0.100, 0.1001], [0.105, 0.1051]]
+    longer = [[1.02 * step for step in of_round] for of_round in steps]
+    trials = [record(rounds=steps), record(method="ring", rounds=longer)]
+    run = run_of(tmp_path / "run", [*trials, next_day(record(method="ulysses", rounds=longer))])
+    assert main(["compare", str(run), "--methods", "burst", "ring"]) == 0
+    text = said(capsys)
+    assert "Both sides of a pair ran in the same rounds, which are drawn together." in text
+    assert "1 slower" in text
+    assert main(["compare", str(run), "--methods", "burst", "ulysses", "--json"]) == 0
+    time = json.loads(said(capsys))["pairs"][0]["time"]
+    assert (time["paired"], time["one_side_ran_later"], time["verdict"]) == (False, True, "not distinguishable")
+    assert main(["compare", str(run), "--methods", "burst", "ulysses"]) == 0
+    text = said(capsys)
+    assert "In 1 pair one side ran later than the other: rounds are drawn one by one." in text
+    assert "drawn together" not in text
+
+
+def test_how_many_pairs_ran_in_the_same_rounds_is_said_where_not_all_did(tmp_path: Path) -> None:
+    trials = [record(method=method, seq_len=length, rounds=around(0.2))
+              for method in ("burst", "ring") for length in (1024, 2048)]  # fmt: skip
+    run = run_of(tmp_path / "run", [*trials[:3], next_day(trials[3])])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    lines = heading(compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True))
+    assert "Both sides of 1 of 2 pairs ran in the same rounds, which are drawn together." in lines
+    assert "In 1 pair one side ran later than the other: rounds are drawn one by one." in lines
+
+
 def test_a_round_of_which_one_of_several_trials_ran_elsewhere_is_no_pair(tmp_path: Path) -> None:
     ours, theirs = record(rounds=[[0.1], [0.1]]), record(method="ring", rounds=[[0.2], [0.2]])
     elsewhere = record(method="ring", seed=1, rounds=[[0.2], [0.2]])
