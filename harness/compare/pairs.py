@@ -28,6 +28,7 @@ Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
 _MOST_HELD = 100  # trials of each side that are held against each other to find what differs
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
+_STEPS = "steps."  # begins the names of settings that say how many steps are run, and how many of them are timed
 _SHORT = 12  # characters of a commit in a message
 
 
@@ -294,7 +295,7 @@ class Comparison:
                     if values[0] != values[1]:
                         found[(name, *values)] += 1
         order = list(_FACTS)
-        ranked = sorted(found, key=lambda item: (order.index(item[0].partition(" ")[0]), item))
+        ranked = sorted(found, key=lambda item: (order.index(re.split("[ .]", item[0])[0]), item))
         return [(*item, found[item]) for item in ranked]
 
 
@@ -350,11 +351,14 @@ def _ordered(members: Iterable[ComparedRecord]) -> list[ComparedRecord]:
     return [places[id(row)] for row in in_order(member.row for member in places.values())]
 
 
-_FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")
+_FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "steps", "commit", "ran")
 
 
 def _facts(member: ComparedRecord) -> dict[str, str]:
-    """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS."""
+    """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS.
+
+    Steps make no other trial, but after a shorter warm-up, or later in a trial, they may take another time.
+    """
     record, row = member.record, member.row
     software = record.measurement.software if record.measurement else {}
     return {
@@ -365,6 +369,7 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
         "hosts": ", ".join(sorted(set(record.hosts))),
         "launcher": record.launcher,
         **{f"environment {name}": value for name, value in record.environment.items()},
+        **{name: str(value) for name, value in row.items() if name.startswith(_STEPS)},
         "commit": record.commit,
         "ran": row["ran"] or "",
     }
@@ -373,7 +378,7 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
 def _counts(name: str) -> bool:
     """Whether a setting makes another trial: how many steps it took does not, nor which values were the planner's
     choice, since the values themselves are settings."""
-    return name != "planned" and not name.startswith("steps.")
+    return name != "planned" and not name.startswith(_STEPS)
 
 
 def is_across(name: str, across: Sequence[str]) -> bool:

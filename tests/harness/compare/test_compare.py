@@ -65,6 +65,22 @@ def test_trials_are_paired_by_their_settings_whatever_their_steps(tmp_path: Path
     assert [member.row["seq_len"] for member in found.only_candidate] == [4096]
 
 
+def test_other_steps_are_listed_among_the_differences_and_other_rounds_are_not(tmp_path: Path, capsys) -> None:
+    run_of(tmp_path / "a", [record(task="train", steps=Steps(measured=3), rounds=[[0.1] * 3])])
+    now = record(task="train", steps=Steps(measured=5, warmup=2, warmup_seq_len=512), rounds=[[0.1] * 5] * 2)
+    run_of(tmp_path / "b", [now])
+    sides = [str(tmp_path / name) for name in ("a", "b")]
+    assert main(["compare", *sides]) == 0
+    assert [line for line in said(capsys).splitlines() if line.startswith("Differs")] == [
+        "Differs: steps.measured: A 3, B 5 (all pairs)",
+        "Differs: steps.warmup: A 1, B 2 (all pairs)",
+        "Differs: steps.warmup_seq_len: A 0, B 512 (all pairs)",
+    ]
+    assert main(["compare", *sides, "--json"]) == 0
+    found = json.loads(said(capsys))["differences"]
+    assert {"fact": "steps.measured", "reference": "3", "candidate": "5", "pairs": 1} in found
+
+
 @pytest.mark.parametrize(
     ("seconds", "verdict", "regression"),
     [(0.2, "not distinguishable", ""), (0.3, "slower", "slower (1.500 × the time)"), (0.1, "faster", ""),
