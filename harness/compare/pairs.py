@@ -221,6 +221,14 @@ class TrialPair:
         times = self.times
         return times is not None and times.interval is None and times.verdict(tolerance) == "not distinguishable"
 
+    @property
+    def verdict(self) -> str:
+        """In words for readers; empty without times. JSON keeps that of the ratio, on which scripts rely: `not
+        distinguishable` there also stands for `not judged`."""
+        if self.times is None:
+            return ""
+        return "not judged" if self.too_few_rounds(0.0) else self.times.verdict()
+
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
 

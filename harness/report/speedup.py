@@ -53,9 +53,12 @@ class Speedup:
     @property
     def text(self) -> str:
         """The verdict, with the reason where there is no interval."""
+        return self.text_of(self.verdict)
+
+    def text_of(self, verdict: str) -> str:
+        """The same with other words for the verdict."""
         few = self.rounds < ROUNDS_FOR_INTERVAL and self.verdict == "not distinguishable"
-        text = f"{self.verdict} ({rounds_text(self.rounds)})" if few else self.verdict
-        return "; ".join([text, *self.caveats])
+        return "; ".join([f"{verdict} ({rounds_text(self.rounds)})" if few else verdict, *self.caveats])
 
     @property
     def caveats(self) -> list[str]:

@@ -109,17 +109,25 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     assert pair.times is not None
     assert (pair.times.interval, pair.regression(0.02)) == (None, "")
     names = trial_names(found)
-    assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
-    assert closing(found, names)[-1].endswith(
+    assert "9.000 one round not judged" in " ".join(pair_lines(found, names)[2].split())
+    [line] = comparison_of(found, names).texts()
+    assert "not judged (one round)" in line
+    [last] = closing(found, names)
+    assert last.startswith("B against A in 1 pair: 1 not judged; ")
+    assert last.endswith(
         " 9.000. The time of the pair is not judged, with too few rounds; steps.rounds: 3 gives an interval."
     )
-    assert to_plain(found, names)["not_judged"] == 1
+    plain = to_plain(found, names)
+    assert (plain["not_judged"], plain["verdicts"]) == (1, {"not distinguishable": 1})
+    time = plain["pairs"][0]["time"]
+    assert (time["judged"], time["verdict"]) == (False, "not distinguishable")  # the value that scripts know
 
 
 def test_no_regression_is_said_of_the_pairs_alone_that_have_rounds_enough(tmp_path: Path) -> None:
     lengths = {1024: around(0.2), 2048: [[0.2]], 4096: [[0.1], [0.3]]}
     trials = [record(seq_len=length, rounds=rounds) for length, rounds in lengths.items()]
     found = compared(tmp_path, trials, list(map(next_day, trials)))
+    assert "B against A in 3 pairs: 1 not distinguishable, 2 not judged" in closing(found, trial_names(found))[-1]
     assert closing(found, trial_names(found))[-1].endswith(
         "No regression beyond 2%. The time of 2 of 3 pairs is not judged, with too few rounds; steps.rounds: 3 gives "
         "an interval."
