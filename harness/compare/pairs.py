@@ -28,6 +28,7 @@ Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
 _MOST_HELD = 100  # trials of each side that are held against each other to find what differs
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
+_STEPS = "steps."  # begins the names of settings that say how many steps are run, and how many of them are timed
 _SHORT = 12  # characters of a commit in a message
 
 
@@ -167,6 +168,11 @@ class TrialPair:
         return self.found.apart if self.found else ()
 
     @property
+    def later(self) -> bool:
+        """Whether both have rounds of the same numbers of one run, of which one side ran later."""
+        return self.found is not None and self.found.later
+
+    @property
     def outcome(self) -> Outcome:
         """`lost`: measured in A and not in B; `gained`: the reverse; `neither`: in none of the two."""
         before, now = (member.record.status == "ok" for member in (self.reference, self.candidate))
@@ -214,6 +220,14 @@ class TrialPair:
         only two rounds that agree say something."""
         times = self.times
         return times is not None and times.interval is None and times.verdict(tolerance) == "not distinguishable"
+
+    @property
+    def verdict(self) -> str:
+        """In words for readers; empty without times. JSON keeps that of the ratio, on which scripts rely: `not
+        distinguishable` there also stands for `not judged`."""
+        if self.times is None:
+            return ""
+        return "not judged" if self.too_few_rounds(0.0) else self.times.verdict()
 
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
@@ -289,7 +303,7 @@ class Comparison:
                     if values[0] != values[1]:
                         found[(name, *values)] += 1
         order = list(_FACTS)
-        ranked = sorted(found, key=lambda item: (order.index(item[0].partition(" ")[0]), item))
+        ranked = sorted(found, key=lambda item: (order.index(re.split("[ .]", item[0])[0]), item))
         return [(*item, found[item]) for item in ranked]
 
 
@@ -345,11 +359,14 @@ def _ordered(members: Iterable[ComparedRecord]) -> list[ComparedRecord]:
     return [places[id(row)] for row in in_order(member.row for member in places.values())]
 
 
-_FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")
+_FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "steps", "commit", "ran")
 
 
 def _facts(member: ComparedRecord) -> dict[str, str]:
-    """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS."""
+    """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS.
+
+    Steps make no other trial, but after a shorter warm-up, or later in a trial, they may take another time.
+    """
     record, row = member.record, member.row
     software = record.measurement.software if record.measurement else {}
     return {
@@ -360,6 +377,7 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
         "hosts": ", ".join(sorted(set(record.hosts))),
         "launcher": record.launcher,
         **{f"environment {name}": value for name, value in record.environment.items()},
+        **{name: str(value) for name, value in row.items() if name.startswith(_STEPS)},
         "commit": record.commit,
         "ran": row["ran"] or "",
     }
@@ -368,7 +386,7 @@ def _facts(member: ComparedRecord) -> dict[str, str]:
 def _counts(name: str) -> bool:
     """Whether a setting makes another trial: how many steps it took does not, nor which values were the planner's
     choice, since the values themselves are settings."""
-    return name != "planned" and not name.startswith("steps.")
+    return name != "planned" and not name.startswith(_STEPS)
 
 
 def is_across(name: str, across: Sequence[str]) -> bool:

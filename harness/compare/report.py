@@ -74,8 +74,12 @@ def heading(comparison: Comparison) -> list[str]:
     for found, what in ((packages, "packages that one of the two has"), (variables, "environment variables")):
         if len(found) > _MOST_LISTED_FACTS:
             lines.append(f"Differs: {len(found) - _MOST_LISTED_FACTS} more {what} (--json lists all)")
-    if any(pair.paired for pair in measured):
-        lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
+    paired, later = (sum(map(attrgetter(name), measured)) for name in ("paired", "later"))
+    if paired:
+        which = "a pair" if paired == len(measured) else _of(paired, len(measured))
+        lines.append(f"Both sides of {which} ran in the same rounds, which are drawn together.")
+    if later:
+        lines.append(f"In {_pairs(later)} one side ran later than the other: rounds are drawn one by one.")
     for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():
         lines.append(f"Left out: {numbers_text(rounds)} of {_pairs(count)}, which ran on two machines.")
     return lines
@@ -84,8 +88,8 @@ def heading(comparison: Comparison) -> list[str]:
 def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
     """Counts of verdicts, geometric mean, and every regression."""
     tolerance = comparison.tolerance
-    verdicts = comparison.verdicts
-    counted = [f"{verdicts[word]} {word}" for word in get_args(Verdict) if verdicts[word]]
+    verdicts = Counter(pair.verdict for pair in comparison.pairs)
+    counted = [f"{verdicts[word]} {word}" for word in (*get_args(Verdict), "not judged") if verdicts[word]]
     others = [pair.outcome for pair in comparison.pairs if pair.outcome != "compared"]
     words = {"lost": "measured in A alone", "gained": "measured in B alone", "neither": "without a number in both"}
     counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]
@@ -162,7 +166,7 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
         *times("B", candidate),
         number("B ÷ A", lambda pair: pair.times and pair.times.value, ratio),
         number("interval", lambda pair: pair.spread, _interval),
-        text("verdict", lambda pair: pair.found and pair.found.text),
+        text("verdict", lambda pair: pair.found and pair.found.text_of(pair.verdict)),
         peak("A", reference),
         peak("B", candidate),
         number("memory B ÷ A", lambda pair: pair.memory, ratio),
@@ -172,11 +176,11 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
     )
     note = (
         "ms = median over n measured steps; B ÷ A = ratio of these medians; interval = its 95% interval, whole rounds "
-        "resampled, absent where a side has fewer than three rounds; faster and slower mean that it excludes 1; "
-        f"{TWO_VALUES}. GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within {percent}. Loss "
-        f"difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. A regression is beyond {percent}: slower "
-        "with the whole interval or in both of two rounds, more memory, or no number any more. "
-        + " ".join(heading(comparison)[2:])
+        "resampled, absent where a side has fewer than three rounds; faster and slower mean that it excludes 1; not "
+        f"judged: too few rounds; {TWO_VALUES}. GiB = peak per GPU (on a CPU of the process), maximum over ranks; "
+        f"equal within {percent}. Loss difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. A regression "
+        f"is beyond {percent}: slower with the whole interval or in both of two rounds, more memory, or no number any "
+        "more. " + " ".join(heading(comparison)[2:])
     )
     title = f"B: {comparison.labels[1]}, against A: {comparison.labels[0]}"
     table = table_of(
@@ -240,7 +244,9 @@ def _pair_to_plain(pair: TrialPair, tolerance: float, names: dict[int, str]) -> 
             "interval": [times.interval.low, times.interval.high] if times.interval else None,
             "by_round": list(times.by_round) if times.by_round else None,
             "verdict": times.verdict(),
+            "judged": not pair.too_few_rounds(tolerance),
             "paired": pair.paired,
+            "one_side_ran_later": pair.later,
             "rounds_on_two_machines": list(pair.apart),
         },
         "memory": {
@@ -270,7 +276,7 @@ def _cells(pair: TrialPair, tolerance: float) -> tuple[str, ...]:
         _time_cell(pair.candidate),
         f"{times.value:.3f}" if times else "",
         _interval(spread).replace(" to ", "–") if spread else rounds_text(1) if times else "",
-        times.verdict() if times else "" if pair.outcome == "neither" else pair.outcome,
+        pair.verdict if times else "" if pair.outcome == "neither" else pair.outcome,
         "" if memory is None else "equal" if pair.memory_word(tolerance) == "equal" else f"{100 * (memory - 1):+.1f}%",
         "" if pair.loss is None else f"{pair.loss:.0e}" if pair.loss else "0",
     )

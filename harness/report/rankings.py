@@ -19,7 +19,6 @@ from harness.report.results import Row, grouped
 from harness.report.speedup import (
     SlowBaseline,
     Speedup,
-    apart_text,
     marked,
     rounds_of,
     rounds_text,
@@ -180,7 +179,7 @@ def verdict_sentence(ranking: SizeRanking) -> str:
     theirs, ratio = other.short, f"{ratio_text(found.ratio)} times as fast"
     rounds = rounds_text(found.rounds)
     sure = f"{found.between}, {rounds}" if isinstance(found.spread, Interval) else f"{found.between} in {rounds}"
-    sure += f"; {apart_text(found.apart)}" if found.apart else ""
+    sure = "; ".join([sure, *found.caveats])
     if found.spread is None:
         return f"{ours} ran {ratio} as {theirs} in one round, which cannot tell a difference from noise."
     if found.verdict == "not distinguishable":

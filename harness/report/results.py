@@ -77,8 +77,8 @@ def row_of(record: Record, run: str = "", stated: StatedProvenance = NOTHING_STA
 
     `stated`: what the run's provenance.yaml says of its records.
 
-    Lists (`step_seconds_by_round` with its `round_numbers`, `machines` and `link_by_round`, `loss_by_step`,
-    `grad_norm_by_step`) are for tables and figures, not results.csv.
+    Lists (`step_seconds_by_round` with its `round_numbers`, `round_starts`, `machines` and `link_by_round`,
+    `loss_by_step`, `grad_norm_by_step`) are for tables and figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -126,6 +126,7 @@ def row_of(record: Record, run: str = "", stated: StatedProvenance = NOTHING_STA
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],
+        round_starts=_round_starts(record) if record.status == "ok" else [],
         machines=_machines(record, stated) if record.status == "ok" else [],
         link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds and record.status == "ok"],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
@@ -151,6 +152,11 @@ def _of_plan(record: Record) -> Row:
 def _round_numbers(record: Record) -> list[int]:
     """Numbers of the rounds behind `step_seconds_by_round`; a record from before there were rounds holds the first."""
     return [one.number for one in record.rounds if one.step_seconds] if record.rounds else [1]
+
+
+def _round_starts(record: Record) -> list[str]:
+    """When each of `round_numbers` started, ISO 8601 in UTC; empty texts where a record does not tell."""
+    return [one.started_at for one in record.rounds if one.step_seconds] if record.rounds else [record.started_at]
 
 
 @dataclass(frozen=True, slots=True)

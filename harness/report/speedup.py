@@ -6,7 +6,8 @@ resampled (`harness.metrics.intervals`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from baselines.originals import ORIGINALS
@@ -24,13 +25,15 @@ class Speedup:
     """How many times as fast one side is as another, by the ratio of their median steps.
 
     `paired`: rounds of one number were taken together. `apart`: rounds that ran on two machines, which are left out
-    unless no other is there.
+    unless no other is there. `later`: the sides have rounds of the same numbers, but one of them ran later, so that
+    they are no pairs.
     """
 
     times: Ratio  # of the steps: below 1 the side named first is faster
     rounds: int  # of the side with fewer
     paired: bool
     apart: tuple[int, ...] = ()
+    later: bool = False
 
     @property
     def value(self) -> float:
@@ -50,9 +53,18 @@ class Speedup:
     @property
     def text(self) -> str:
         """The verdict, with the reason where there is no interval."""
+        return self.text_of(self.verdict)
+
+    def text_of(self, verdict: str) -> str:
+        """The same with other words for the verdict."""
         few = self.rounds < ROUNDS_FOR_INTERVAL and self.verdict == "not distinguishable"
-        text = f"{self.verdict} ({rounds_text(self.rounds)})" if few else self.verdict
-        return f"{text}; {apart_text(self.apart)}" if self.apart else text
+        return "; ".join([f"{verdict} ({rounds_text(self.rounds)})" if few else verdict, *self.caveats])
+
+    @property
+    def caveats(self) -> list[str]:
+        """What was unlike in the conditions of the two sides: `round 2 ran on two machines`, `one side ran later`."""
+        apart = [f"{numbers_text(self.apart)} ran on two machines"] if self.apart else []
+        return [*apart, *(["one side ran later"] if self.later else [])]
 
     @property
     def between(self) -> str:
@@ -109,16 +121,12 @@ def numbers_text(numbers: tuple[int, ...]) -> str:
     return f"round{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def apart_text(apart: tuple[int, ...]) -> str:
-    """`round 2 ran on two machines`."""
-    return f"{numbers_text(apart)} ran on two machines"
-
-
 def speedup(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Speedup | None:
     """Speed of trials over that of others; None where one side has no steps.
 
     Of one run, rounds are drawn in pairs where both sides ran in the same ones. A round that the sides ran on two
-    machines is no pair: it would compare the machines. Where every round is such a one, they are drawn one by one.
+    machines is no pair: it would compare the machines. Where every round is such a one, they are drawn one by one, and
+    so they are where one side ran later: what slowed a round of the one did not slow that of the other.
     """
     rows, others = list(rows), list(others)
     ours, theirs = rounds_of(rows), rounds_of(others)
@@ -128,9 +136,12 @@ def speedup(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True)
     kept = [{n: steps for n, steps in side.items() if n not in apart} for side in (ours, theirs)]
     if all(kept):
         ours, theirs = kept
-    paired = one_run and list(ours) == list(theirs) and not set(ours) & set(apart)
+    same = one_run and list(ours) == list(theirs) and not set(ours) & set(apart)
+    later = same and not _ran_together(rows, others, ours)
+    paired = same and not later
     times = median_ratio(list(ours.values()), list(theirs.values()), paired=paired)
-    return Speedup(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
+    rounds = min(len(ours), len(theirs))
+    return Speedup(times=times, rounds=rounds, paired=paired and rounds > 1, apart=apart, later=later)
 
 
 def _apart(rows: Iterable[Row], others: Iterable[Row]) -> tuple[int, ...]:
@@ -143,6 +154,37 @@ def _apart(rows: Iterable[Row], others: Iterable[Row]) -> tuple[int, ...]:
     ours, theirs = sides
     both = sorted(ours.keys() & theirs.keys())
     return tuple(n for n in both if not all(one.is_same(other) for one in ours[n] for other in theirs[n]))
+
+
+def _ran_together(rows: Iterable[Row], others: Iterable[Row], rounds: Collection[int]) -> bool:
+    """Whether the two sides ran these rounds together: each trial beside one of the other side. Trials of a seed that
+    was added in a later call ran beside each other then."""
+    ours, theirs = ([row for row in side if row["round_numbers"]] for side in (rows, others))
+    return all(
+        any(_took_turns(one, other, rounds) for other in beside)
+        for side, beside in ((ours, theirs), (theirs, ours))
+        for one in side
+    )
+
+
+def _took_turns(one: Row, other: Row, rounds: Collection[int]) -> bool:
+    """Whether both trials ran each of these rounds before the next round of either; True where a record does not tell
+    when its rounds started.
+
+    A trial that runs again keeps the numbers of its rounds, so that its first one starts after the other's last. The
+    gap between the two starts of a round says nothing: a run may be resumed a day later. Hence a last round that one of
+    the two ran again is not noticed.
+    """
+    starts: dict[int, list[str]] = {}
+    for row in (one, other):
+        for number, start in zip(row["round_numbers"], row["round_starts"], strict=True):
+            if number in rounds:
+                starts.setdefault(number, []).append(start)
+    if not all(map(all, starts.values())):
+        return True
+    # Times in UTC by ISO 8601 are ordered as their texts. A round that both ran again is no longer in that of numbers.
+    spans = sorted((min(found), max(found)) for found in starts.values())
+    return all(last <= following for (_, last), (following, _) in itertools.pairwise(spans))
 
 
 def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:

@@ -58,6 +58,7 @@ class RunVerification:
     files: int = 0  # results.csv, tables, figures and sums that were compared; a packed run may have none
     failures: list[Failure] = field(default_factory=list)
     stated: list[Gap] = field(default_factory=list)
+    float64_unchecked: int = 0  # ok records of our engine that hold no errors against float64
     unchecked: list[str] = field(default_factory=list)  # sentences: what could not be looked up here
     compared: list[RowComparison] = field(default_factory=list)
     partnerless: list[str] = field(default_factory=list)  # rows that one of the two runs lacks
@@ -100,6 +101,8 @@ def _summary(verdict: RunVerification) -> str:
         passed = sum(one.passed for one in verdict.compared)
         parts.append(f"{passed} of {len(verdict.compared)} comparisons with the reference pass")
     parts.append(counted(len(verdict.failures), "failure") if verdict.failures else "all checks hold")
+    if verdict.float64_unchecked:
+        parts.append(f"{counted(verdict.float64_unchecked, 'record')} not checked against float64")
     if verdict.stated:
         parts.append(f"{counted(len(verdict.stated), 'gap')} stated")
     return ", ".join(parts)

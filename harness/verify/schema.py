@@ -17,6 +17,12 @@ _CLOCK = timedelta(seconds=2)
 _PER_RANK = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes", "sent_bytes", "gpus", "gpus_before", "gpus_after",
 )  # fmt: skip
+_WITH_LOSS = ("train", "lm_head")  # tasks whose every step gives a loss and a gradient norm
+
+
+def is_of_our_engine(measured: Measurement) -> bool:
+    """Whether our engine measured this, and no compared system that runs its own program."""
+    return "upstream" not in measured.extra
 
 
 def schema_failures(trial: str, record: Record) -> Iterator[Failure]:
@@ -82,19 +88,22 @@ def _measurement(record: Record, measured: Measurement) -> Iterator[tuple[str, s
     given = max(1, sum(bool(one.step_seconds) for one in record.rounds))
     if len(measured.step_seconds) != steps.measured * given:
         yield f"{len(measured.step_seconds)} step_seconds", f"steps.measured x rounds, {steps.measured * given}"
+    ours = is_of_our_engine(measured)
     for name in ("loss", "grad_norm"):
         values = getattr(measured, name)
         if settings.task == "attention" and values:
             yield f"{name} of task attention", "none: attention alone has no loss"
-        elif "upstream" in measured.extra and len(values) > steps.total:
+        elif not ours and len(values) > steps.total:
             continue  # a foreign program may need further steps of warm-up, and its record keeps what it printed
-        elif len(values) not in (0, steps.total):
+        elif not values and not (ours and settings.task in _WITH_LOSS):
+            continue  # attention, linear layers, and a foreign program that prints none
+        elif len(values) != steps.total:
             yield f"{len(values)} values of {name}", f"one per step, {steps.total}"
     warm_up = measured.extra.get(WARM_UP)
     if (warm_up is not None) != bool(steps.settle) and measured.step_seconds:
         yield f"warm_up {warm_up} in the measurement", f"one where steps.settle is not 0, and it is {steps.settle}"
     most = steps.warmup + steps.settle
-    if warm_up is not None and "upstream" not in measured.extra and not steps.warmup <= warm_up["steps"] <= most:
+    if warm_up is not None and ours and not steps.warmup <= warm_up["steps"] <= most:
         yield f"{warm_up['steps']} steps of warm-up", f"from steps.warmup to steps.warmup + steps.settle, {most}"
     if min(measured.grad_norm, default=0.0) < 0:
         yield f"grad_norm {min(measured.grad_norm):g}", "a norm of at least 0"

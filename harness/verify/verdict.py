@@ -10,6 +10,7 @@ from pathlib import Path
 from harness.base.errors import UsageError
 from harness.metrics.intervals import median_ratio
 from harness.metrics.throughput import GIB
+from harness.records.judging import ERROR
 from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
 from harness.records.stored import RESULTS_FILE, RUN_FILE, StoredRun, run_named, runs_below, stored_run
@@ -17,7 +18,7 @@ from harness.report.results import Row, RunRecords
 from harness.verify.finding import Failure, RowComparison, RunVerification
 from harness.verify.products import read_results, report_failures, results_failures
 from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements
-from harness.verify.schema import schema_failures
+from harness.verify.schema import is_of_our_engine, schema_failures
 from harness.verify.unpacking import SUMS_FILE, sums_failures
 
 
@@ -76,6 +77,7 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
             continue
         records[record.trial_id] = record
         failures += schema_failures(one.trial, record)
+        verdict.float64_unchecked += _lacks_errors(record)
         for finding in provenance_findings(record, one.content.decode(), stated, history):
             if isinstance(finding, Failure):
                 failures.append(finding)
@@ -96,6 +98,15 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
     if history.absent:
         verdict.unchecked.append(f"whether commits are in the history: {history.absent}")
     return verdict, records
+
+
+def _lacks_errors(record: Record) -> bool:
+    """Whether our engine gave figures that were not compared with float64. No failure: a check may be left out, with
+    its reason in the record, and the first records are older than the check."""
+    measured = record.measurement
+    if record.status != "ok" or measured is None or not is_of_our_engine(measured):
+        return False
+    return not measured.extra.get(ERROR)
 
 
 def _shown(place: RecordPlace) -> str:

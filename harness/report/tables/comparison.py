@@ -113,8 +113,8 @@ def _note(points: Sequence[SpeedupPoint]) -> str:
     rounds = {len(rounds_of(group)) for group in groups}
     if max(rounds) >= ROUNDS_FOR_INTERVAL:
         sentences.append(
-            "interval = 95% interval of that ratio, whole rounds resampled, those of both methods in pairs; "
-            "faster and slower mean that it excludes 1"
+            "interval = 95% interval of that ratio, whole rounds resampled, those that both methods ran together in "
+            "pairs; faster and slower mean that it excludes 1"
         )
     if 2 in rounds:
         sentences.append(f"interval: {TWO_VALUES}")

@@ -65,6 +65,22 @@ def test_trials_are_paired_by_their_settings_whatever_their_steps(tmp_path: Path
     assert [member.row["seq_len"] for member in found.only_candidate] == [4096]
 
 
+def test_other_steps_are_listed_among_the_differences_and_other_rounds_are_not(tmp_path: Path, capsys) -> None:
+    run_of(tmp_path / "a", [record(task="train", steps=Steps(measured=3), rounds=[[0.1] * 3])])
+    now = record(task="train", steps=Steps(measured=5, warmup=2, warmup_seq_len=512), rounds=[[0.1] * 5] * 2)
+    run_of(tmp_path / "b", [now])
+    sides = [str(tmp_path / name) for name in ("a", "b")]
+    assert main(["compare", *sides]) == 0
+    assert [line for line in said(capsys).splitlines() if line.startswith("Differs")] == [
+        "Differs: steps.measured: A 3, B 5 (all pairs)",
+        "Differs: steps.warmup: A 1, B 2 (all pairs)",
+        "Differs: steps.warmup_seq_len: A 0, B 512 (all pairs)",
+    ]
+    assert main(["compare", *sides, "--json"]) == 0
+    found = json.loads(said(capsys))["differences"]
+    assert {"fact": "steps.measured", "reference": "3", "candidate": "5", "pairs": 1} in found
+
+
 @pytest.mark.parametrize(
     ("seconds", "verdict", "regression"),
     [(0.2, "not distinguishable", ""), (0.3, "slower", "slower (1.500 × the time)"), (0.1, "faster", ""),
@@ -93,17 +109,25 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     assert pair.times is not None
     assert (pair.times.interval, pair.regression(0.02)) == (None, "")
     names = trial_names(found)
-    assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
-    assert closing(found, names)[-1].endswith(
+    assert "9.000 one round not judged" in " ".join(pair_lines(found, names)[2].split())
+    [line] = comparison_of(found, names).texts()
+    assert "not judged (one round)" in line
+    [last] = closing(found, names)
+    assert last.startswith("B against A in 1 pair: 1 not judged; ")
+    assert last.endswith(
         " 9.000. The time of the pair is not judged, with too few rounds; steps.rounds: 3 gives an interval."
     )
-    assert to_plain(found, names)["not_judged"] == 1
+    plain = to_plain(found, names)
+    assert (plain["not_judged"], plain["verdicts"]) == (1, {"not distinguishable": 1})
+    time = plain["pairs"][0]["time"]
+    assert (time["judged"], time["verdict"]) == (False, "not distinguishable")  # the value that scripts know
 
 
 def test_no_regression_is_said_of_the_pairs_alone_that_have_rounds_enough(tmp_path: Path) -> None:
     lengths = {1024: around(0.2), 2048: [[0.2]], 4096: [[0.1], [0.3]]}
     trials = [record(seq_len=length, rounds=rounds) for length, rounds in lengths.items()]
     found = compared(tmp_path, trials, list(map(next_day, trials)))
+    assert "B against A in 3 pairs: 1 not distinguishable, 2 not judged" in closing(found, trial_names(found))[-1]
     assert closing(found, trial_names(found))[-1].endswith(
         "No regression beyond 2%. The time of 2 of 3 pairs is not judged, with too few rounds; steps.rounds: 3 gives "
         "an interval."
@@ -148,6 +172,35 @@ def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
     assert pair.times is not None
     assert (pair.paired, pair.apart, pair.times.by_round) == (True, (2,), (2.0, 2.0))
     assert "Left out: round 2 of 1 pair, which ran on two machines." in heading(found)
+
+
+def test_a_trial_that_ran_again_later_is_no_pair_with_the_rounds_before(tmp_path: Path, capsys) -> None:
+    # Round 2 is slow for both: in pairs that cancels out.
+    steps = [[0.100, 0.1001], [0.110, 0.1101], [0.100, 0.1001], [0.105, 0.1051]]
+    longer = [[1.02 * step for step in of_round] for of_round in steps]
+    trials = [record(rounds=steps), record(method="ring", rounds=longer)]
+    run = run_of(tmp_path / "run", [*trials, next_day(record(method="ulysses", rounds=longer))])
+    assert main(["compare", str(run), "--methods", "burst", "ring"]) == 0
+    text = said(capsys)
+    assert "Both sides of a pair ran in the same rounds, which are drawn together." in text
+    assert "1 slower" in text
+    assert main(["compare", str(run), "--methods", "burst", "ulysses", "--json"]) == 0
+    time = json.loads(said(capsys))["pairs"][0]["time"]
+    assert (time["paired"], time["one_side_ran_later"], time["verdict"]) == (False, True, "not distinguishable")
+    assert main(["compare", str(run), "--methods", "burst", "ulysses"]) == 0
+    text = said(capsys)
+    assert "In 1 pair one side ran later than the other: rounds are drawn one by one." in text
+    assert "drawn together" not in text
+
+
+def test_how_many_pairs_ran_in_the_same_rounds_is_said_where_not_all_did(tmp_path: Path) -> None:
+    trials = [record(method=method, seq_len=length, rounds=around(0.2))
+              for method in ("burst", "ring") for length in (1024, 2048)]  # fmt: skip
+    run = run_of(tmp_path / "run", [*trials[:3], next_day(trials[3])])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    lines = heading(compare(("a", "b"), *sides, tolerance=0.02, across=["method"], one_run=True))
+    assert "Both sides of 1 of 2 pairs ran in the same rounds, which are drawn together." in lines
+    assert "In 1 pair one side ran later than the other: rounds are drawn one by one." in lines
 
 
 def test_a_round_of_which_one_of_several_trials_ran_elsewhere_is_no_pair(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rank": (lambda one: one["measurement"]["peak_rss_bytes"].append(1), "expected one per rank, 1"),
     "bytes": (lambda one: one["measurement"].update(sent_bytes=[-1]), "bytes of at least 0"),
     "a loss": (lambda one: one["measurement"]["loss"].pop(), "3 values of loss; expected one per step, 4"),
+    "all losses": (lambda one: one["measurement"].update(loss=[]), "0 values of loss; expected one per step, 4"),
+    "all norms": (lambda one: one["measurement"].pop("grad_norm"), "0 values of grad_norm; expected one per step, 4"),
     "a warm-up that nothing asked for": (
         lambda one: one["measurement"]["extra"].update(warm_up={"steps": 1, "settled": True}), "steps.settle is not 0"),
     "a norm": (lambda one: one["measurement"].update(grad_norm=[1, 1, 1, -1]), "a norm of at least 0"),
@@ -124,6 +126,29 @@ def test_task_attention_times_its_forward_by_itself_so_that_may_be_the_longer_on
     one.measurement.forward_seconds[0] = 0.0
     code, text = verified(capsys, reported(tmp_path / "zero", [one]))
     assert (code, "forward_seconds 0 in a step of" in text) == (1, True), text
+
+
+def test_a_system_that_prints_no_loss_has_a_complete_record(tmp_path: Path, capsys) -> None:
+    one = record(method="torchtitan_upstream")
+    assert one.measurement is not None
+    one.measurement.loss = one.measurement.grad_norm = []
+    one.measurement.extra["upstream"] = {"release": "0.2"}
+    code, text = verified(capsys, reported(tmp_path / "run", [one]))
+    assert code == 0, text
+
+
+def test_records_that_were_never_checked_against_float64_are_counted_and_no_failure(tmp_path: Path, capsys) -> None:
+    checked, unchecked = (record(task="attention", seq_len=length) for length in (1024, 2048))
+    upstream, out_of_memory = record(method="torchtitan_upstream"), record(method="ulysses", status="oom")
+    for one in (unchecked, upstream):
+        assert one.measurement is not None
+        one.measurement.extra = {} if one is unchecked else {"upstream": {"release": "0.2"}}
+    assert "float64" not in verified(capsys, reported(tmp_path / "whole", [checked, upstream, out_of_memory]))[1]
+    run = reported(tmp_path / "run", [checked, unchecked, upstream, out_of_memory])
+    code, text = verified(capsys, run)
+    assert code == 0, text
+    assert "all checks hold, 1 record not checked against float64" in text
+    assert json.loads(verified(capsys, run, "--json")[1])["runs"][0]["float64_unchecked"] == 1
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.records.record import Record
 from harness.report.results import rows_of
 from harness.report.speedup import rounds_of, speedup
 from harness.report.tables.comparison import comparison_table
@@ -79,6 +80,48 @@ def test_rounds_of_one_run_are_drawn_in_pairs_where_both_methods_ran_in_the_same
     assert line["verdict"] == "faster"
     [line], _ = compared(record(rounds=ours), record(method="ring", rounds=[*theirs[:3], [], theirs[3]]))
     assert line["verdict"] == "not distinguishable"
+
+
+def at_hours(trial: Record, *hours: int) -> Record:
+    """The trial with rounds that started at these hours."""
+    starts = [f"2026-01-02T{hour:02}:00:00+00:00" if hour else "" for hour in hours]
+    rounds = [replace(one, started_at=start) for one, start in zip(trial.rounds, starts, strict=True)]
+    return replace(trial, rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "together"),
+    [
+        ((1, 3, 5), (2, 4, 6), True),
+        ((2, 3, 6), (1, 4, 5), True),  # each round in an order of its own
+        ((1, 1, 1), (1, 1, 1), True),  # rounds shorter than what the clock tells
+        ((1, 3, 15), (2, 4, 16), True),  # resumed between rounds, or a round added
+        ((1, 3, 15), (2, 14, 16), True),  # resumed within the second one
+        ((1, 7, 5), (2, 8, 6), True),  # both ran their second round again
+        ((0, 0, 0), (7, 8, 9), True),  # no record of when
+        ((1, 3, 5), (7, 8, 9), False),  # one side ran again
+        ((7, 8, 9), (1, 3, 5), False),
+        ((1, 3, 5), (2, 7, 6), False),  # of one side the second round alone
+    ],
+)
+def test_rounds_are_pairs_only_where_both_sides_ran_them_together(ours, theirs, together) -> None:
+    one, other = record(rounds=around(0.1)), record(method="ring", rounds=around(0.3))
+    found = speedup(rows_of([at_hours(one, *ours)]), rows_of([at_hours(other, *theirs)]))
+    assert found is not None
+    assert (found.paired, found.later) == (together, not together)
+    assert found.text == ("faster" if together else "faster; one side ran later")
+
+
+def test_a_seed_that_was_added_later_was_measured_in_pairs_too() -> None:
+    hours = {("burst", 0): (1, 3), ("ring", 0): (2, 4), ("burst", 1): (5, 7), ("ring", 1): (6, 8)}
+    rounds = [[0.1], [0.2]]
+    rows = {key: rows_of([at_hours(record(method=key[0], seed=key[1], rounds=rounds), *hours[key])]) for key in hours}
+    together = speedup([*rows["burst", 0], *rows["burst", 1]], [*rows["ring", 0], *rows["ring", 1]])
+    assert together is not None
+    assert together.paired
+    alone = speedup([*rows["burst", 0], *rows["burst", 1]], rows["ring", 0])
+    assert alone is not None
+    assert alone.later
 
 
 def test_a_baseline_that_is_named_is_what_every_other_method_is_put_beside() -> None:
