@@ -18,6 +18,7 @@ from engine.checkpoint.planning.memory_settings import left_open
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
+from harness.spec.experiment import SECTIONS
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Settings without a meaning here: a run has one task, times every step, and is compared with no other method.
@@ -32,6 +33,11 @@ _ELSEWHERE = {
     "lr_schedule.steps": "steps",
     "schedule.warmup": "lr_schedule.warmup",
     "schedule.minimum": "lr_schedule.minimum",
+}
+_OF_EXPERIMENTS = {*SECTIONS, "scales", "settings"} - {*_ENGINE, *_OWN}
+# What to write here in place of such a key, where it is not just left out.
+_HERE = dict.fromkeys(("sweep", "fixed"), "write its settings at the top level, with one value each") | {
+    "seeds": "write seed, with one number"
 }
 
 
@@ -117,6 +123,7 @@ def _own(key: str, node: Node) -> Any:
 
 def _engine(key: str, node: Node, path: Path) -> Any:
     """The value of a setting that experiments have as well."""
+    _refuse_list(key, node)
     if key == "checkpoint":
         if node.value == "auto":
             return Checkpoint(plan="auto")
@@ -135,12 +142,31 @@ def _given(entries: dict[str, Node]) -> set[str]:
 
 
 def _refuse_experiment(entries: dict[str, Node]) -> None:
-    """Raise UsageError for a file of `burst run`: a task is what every experiment has and no training run."""
-    if "task" in entries:
+    """Raise UsageError for a key of experiments, whose files `burst run` takes."""
+    for key, node in entries.items():
+        if key in _OF_EXPERIMENTS:
+            raise UsageError(
+                f"{node.place}: {key} is a key of experiments, and this was read as a training configuration; give an "
+                f"experiment to burst run, or {_HERE.get(key, f'leave {key} out')}"
+            )
+    steps = entries.get("steps")
+    if steps is not None and isinstance(steps.value, dict) and steps.value:
+        key, node = next(iter(steps.value.items()))
         raise UsageError(
-            f"{entries['task'].place}: task is a key of experiments, and this was read as a training configuration; "
-            "give an experiment to burst run, or leave task out"
+            f"{node.place}: steps has the key {key}, as in an experiment (burst run), and in training steps is a whole "
+            "number; write for example steps: 300"
         )
+
+
+def _refuse_list(key: str, node: Node) -> None:
+    """Raise UsageError for a list of values: a training run sweeps nothing."""
+    if not isinstance(node.value, list):
+        return
+    values = [item for item in node.value if not isinstance(item.value, list | dict | None)]
+    example = f", such as {key}: {values[0].describe()}" if values else ""
+    raise UsageError(
+        f"{node.place}: {key} is a list, and a training run has one value of each setting; write one{example}"
+    )
 
 
 def _point_elsewhere(entries: dict[str, Node], prefix: str = "") -> None:

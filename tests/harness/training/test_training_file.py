@@ -55,6 +55,14 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("learning_rat: 1", r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?"),
         ("lr: 1", ":4: unknown key lr; write it as learning_rate"),
         ("task: train", ":4: task is a key of experiments, .*; give an experiment to burst run, or leave task out"),
+        ("sweep: {memory: [1GiB]}", ":4: sweep is a key of experiments, .* or write its settings at the top level, w"),
+        ("fixed: {memory: 1GiB}", ":4: fixed is a key of experiments, .* or write its settings at the top level, w"),
+        ("seeds: [1]", ":4: seeds is a key of experiments, .* burst run, or write seed, with one number"),
+        ("scales: {}", ":4: scales is a key of experiments, .* burst run, or leave scales out"),
+        ("settings: tuned", ":4: settings is a key of experiments, .* burst run, or leave settings out"),
+        ("memory: [1GiB]", ":4: memory is a list, and a .*of each setting; write one, such as memory: '1GiB'$"),
+        ("batch_size: [2, 4]", ":4: batch_size is a list, and .* write one, such as batch_size: 2$"),
+        ("checkpoint: [{every: 1}]", ":4: checkpoint is a list, and a training run has one .* setting; write one$"),
         ("optimizer: {lr: 1}", r":4: unknown key optimizer\.lr; write it as learning_rate"),
         ("schedule: {warmup: 1}", r":4: unknown key schedule\.warmup; write it as lr_schedule\.warmup"),
         ("save: {evry: 1}", r":4: unknown key save\.evry; did you mean every\?"),
@@ -95,6 +103,14 @@ def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) ->
 def test_a_value_out_of_range_is_named_with_the_option_that_gave_it(written) -> None:
     with pytest.raises(UsageError, match=r"^--set steps=-3: steps is -3; give at least 1$"):
         load_training(written(MINIMAL), ["steps=-3"])
+
+
+def test_steps_of_an_experiment_are_named_by_the_key_that_was_given(written) -> None:
+    words = r"steps has the key settle, as in an experiment \(burst run\), and in training steps is a whole number;"
+    with pytest.raises(UsageError, match=rf"^--set steps\.settle=3: {words} write for example steps: 300$"):
+        load_training(written(MINIMAL), ["steps.settle=3"])
+    with pytest.raises(UsageError, match=rf"run\.yaml:3: {words}"):
+        load_training(written(MINIMAL.replace("steps: 10", "steps: {settle: 3}")))
 
 
 def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) -> None:
