@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Literal
 
@@ -431,12 +431,27 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
 def combination_unsupported_reason(settings: TrialSettings) -> str | None:
     """Why settings of a trial do not go together, or not with its model, whatever the method, or None."""
     return (
-        linear_unsupported_reason(settings)
+        packing_unsupported_reason(settings)
+        or linear_unsupported_reason(settings)
         or states_unsupported_reason(settings)
         or gradient_offload_unsupported_reason(settings)
         or float8_unsupported_reason(settings)
         or head_groups_unsupported_reason(settings)
     )
+
+
+def packing_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why documents cannot be packed as asked, whatever the method, or None: without the mask there are no rows."""
+    if settings.packs:
+        return None
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if each.name in ("packing", "longer_documents") and value != each.default:
+            return (
+                f"{each.name} is {value}, but mask is {settings.mask}, and rows are packed under mask {DOCUMENTS} "
+                f"alone; set mask to {DOCUMENTS}, or leave {each.name} out"
+            )
+    return None
 
 
 def head_groups_unsupported_reason(settings: TrialSettings) -> str | None:
