@@ -53,6 +53,7 @@ STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where 
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
+MAX_STEPS = 1_000_000  # of a kind in a trial: more are a mistake, and such a run would not end
 SETTLED_WITHIN = 0.01  # by which two steps may differ that end a warm-up
 
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
@@ -219,6 +220,9 @@ class Steps:
             )
         if self.measured < 1:
             raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
+        for name in ("warmup", "settle", "measured"):
+            if (count := getattr(self, name)) > MAX_STEPS:
+                raise ValueError(f"steps.{name} is {count}; expected at most {MAX_STEPS}; give fewer")
         if self.warmup_seq_len < 0:
             raise ValueError(f"steps.warmup_seq_len is {self.warmup_seq_len}; expected 0 or a number of tokens")
 
