@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Literal
 
@@ -53,6 +53,7 @@ STATES_BLOCK = 256  # consecutive elements of a moment that share a scale where 
 
 DOCUMENTS = "documents"  # the mask whose documents each batch brings
 
+MAX_STEPS = 1_000_000  # of a kind in a trial: more are a mistake, and such a run would not end
 SETTLED_WITHIN = 0.01  # by which two steps may differ that end a warm-up
 
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
@@ -219,6 +220,9 @@ class Steps:
             )
         if self.measured < 1:
             raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
+        for name in ("warmup", "settle", "measured"):
+            if (count := getattr(self, name)) > MAX_STEPS:
+                raise ValueError(f"steps.{name} is {count}; expected at most {MAX_STEPS}; give fewer")
         if self.warmup_seq_len < 0:
             raise ValueError(f"steps.warmup_seq_len is {self.warmup_seq_len}; expected 0 or a number of tokens")
 
@@ -431,7 +435,8 @@ def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | float | No
 def combination_unsupported_reason(settings: TrialSettings) -> str | None:
     """Why settings of a trial do not go together, or not with its model, whatever the method, or None."""
     return (
-        linear_unsupported_reason(settings)
+        packing_unsupported_reason(settings)
+        or linear_unsupported_reason(settings)
         or states_unsupported_reason(settings)
         or gradient_offload_unsupported_reason(settings)
         or float8_unsupported_reason(settings)
@@ -468,6 +473,20 @@ def _tiles_unsupported_reason(settings: TrialSettings) -> str | None:
     for name in ("mlp_tiles", "projection_tiles", "head_tiles"):
         if name not in planned and (tiles := getattr(settings, name)) > max(1, tokens):
             return f"{name} is {tiles}, and a rank has {tokens} tokens; set it to at most {tokens}"
+    return None
+
+
+def packing_unsupported_reason(settings: TrialSettings) -> str | None:
+    """Why documents cannot be packed as asked, whatever the method, or None: without the mask there are no rows."""
+    if settings.packs:
+        return None
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if each.name in ("packing", "longer_documents") and value != each.default:
+            return (
+                f"{each.name} is {value}, but mask is {settings.mask}, and rows are packed under mask {DOCUMENTS} "
+                f"alone; set mask to {DOCUMENTS}, or leave {each.name} out"
+            )
     return None
 
 

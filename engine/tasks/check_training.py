@@ -135,9 +135,10 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         return problem
     if any(model.windowed):
         window = min(model.window, max(_SHORTEST_RUN, round(model.window * tokens / settings.seq_len)))
-        return replace(problem, seq_len=tokens, mask="causal", model=replace(model, window=window))
-    mask, tokens = _scaled(parse_mask(settings.mask), settings.seq_len, tokens, unit)
-    return replace(problem, seq_len=tokens, mask=str(mask))
+        mask = problem.mask if problem.packs else "causal"
+        return replace(problem, seq_len=tokens, mask=mask, model=replace(model, window=window))
+    scaled, tokens = _scaled(parse_mask(settings.mask), settings.seq_len, tokens, unit)
+    return replace(problem, seq_len=tokens, mask=str(scaled))
 
 
 def _small_model(settings: TrialSettings) -> ModelShape:

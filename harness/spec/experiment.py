@@ -165,8 +165,8 @@ def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
 _SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
 # Keys of `burst train` that no experiment has: its files are told apart by them.
 _OF_TRAINING_RUNS = ("optimizer", "lr_schedule", "evaluate", "save", "metrics", "init_from")
-_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "search",
-             "reference")  # fmt: skip
+SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "search",
+            "reference")  # fmt: skip
 
 
 def _layer(node: Node, what: str) -> Node:
@@ -181,7 +181,7 @@ def _layer(node: Node, what: str) -> Node:
     for key, entry in entries.items():
         if key in _SETTABLE:
             raise UsageError(f"{entry.place}: {key} is a setting; write it as fixed.{key} or sweep.{key}")
-    check_keys(entries, (*_SECTIONS, "scales") if what == "the experiment" else _SECTIONS, what)
+    check_keys(entries, (*SECTIONS, "scales") if what == "the experiment" else SECTIONS, what)
     sweep = _settings(entries.get("sweep"), "sweep", (*_SETTABLE, "model"))
     fixed = _settings(entries.get("fixed"), "fixed", _SETTABLE)
     for key, swept in sweep.items():
@@ -259,10 +259,10 @@ def _override(text: str, layer: Node) -> Node:
             f"{node.place}: scales cannot be set here; choose one with --scale and set the keys it decides"
         )
     of_field = text.partition("=")[0].strip().startswith("model.")
-    if first in _SECTIONS and not (of_field and _names_model(layer)):
+    if first in SECTIONS and not (of_field and _names_model(layer)):
         return node
     if not any(name == first or name.startswith(f"{first}.") for name in SETTINGS):
-        known = (*_SECTIONS, *SETTINGS, *(f"{section}.{name}" for section in ("fixed", "sweep") for name in _SETTABLE))
+        known = (*SECTIONS, *SETTINGS, *(f"{section}.{name}" for section in ("fixed", "sweep") for name in _SETTABLE))
         hint = nearest(text.partition("=")[0].strip(), known)
         raise UsageError(f"{node.place}: {first} is no setting and no key of an experiment; {hint}")
     return Node({"fixed": node}, node.place)

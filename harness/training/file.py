@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from engine.checkpoint.planning.memory_settings import left_open
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
+from harness.spec.experiment import SECTIONS
+from harness.spec.methods import is_native, method_named
 from harness.spec.setting import SETTINGS, overriding, read_setting
 
 # Settings without a meaning here: a run has one task, times every step, and is compared with no other method.
@@ -32,6 +35,11 @@ _ELSEWHERE = {
     "lr_schedule.steps": "steps",
     "schedule.warmup": "lr_schedule.warmup",
     "schedule.minimum": "lr_schedule.minimum",
+}
+_OF_EXPERIMENTS = {*SECTIONS, "scales", "settings"} - {*_ENGINE, *_OWN}
+# What to write here in place of such a key, where it is not just left out.
+_HERE = dict.fromkeys(("sweep", "fixed"), "write its settings at the top level, with one value each") | {
+    "seeds": "write seed, with one number"
 }
 
 
@@ -63,11 +71,14 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
             "`model: tiny`, `seq_len: 512` and `steps: 300`"
         )
     values = {key: _own(key, entries[key]) for key in _OWN if key in entries}
+    if "evaluate" in entries:
+        _check_evaluate(entries["evaluate"])
     settings: dict[str, Any] = {"method": "burst", "checkpoint": Checkpoint(plan="auto")}
     settings |= {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
     try:
         trial = TrialSettings(task="train", **settings)
         trial = left_open(trial, _given(entries))
+        _refuse_without_effect(trial)
         return TrainingFile(
             path=path, config=TrainingConfig(settings=trial, **values), note=_weights_not_read(entries, path.parent)
         )
@@ -115,8 +126,21 @@ def _own(key: str, node: Node) -> Any:
     return convert(node, hint, key)
 
 
+def _check_evaluate(node: Node) -> None:
+    """Raise UsageError where only the number of sequences is given: by default nothing is evaluated. `every: 0` with it
+    is taken, since --set turns evaluation off so."""
+    given = node.mapping("evaluate")
+    if "sequences" in given and "every" not in given:
+        place, value = given["sequences"].place, given["sequences"].describe()
+        raise UsageError(
+            f"{place}: evaluate.sequences is {value}, but without evaluate.every nothing is evaluated; give both, such "
+            f"as evaluate: {{every: 50, sequences: {value}}}"
+        )
+
+
 def _engine(key: str, node: Node, path: Path) -> Any:
     """The value of a setting that experiments have as well."""
+    _refuse_list(key, node)
     if key == "checkpoint":
         if node.value == "auto":
             return Checkpoint(plan="auto")
@@ -124,7 +148,13 @@ def _engine(key: str, node: Node, path: Path) -> Any:
     assert key in SETTINGS or key == "model", key
     if key == "seed" and (value := convert(node, int, key)) < 0:
         raise UsageError(f"{node.place}: seed is {value}; give a number of at least 0")
-    return read_setting(node, key, path.parent)
+    value = read_setting(node, key, path.parent)
+    if key == "method" and not is_native(method_named(value)):
+        raise UsageError(
+            f"{node.place}: method {value} is a program of its own, and burst train trains in the engine; choose a "
+            "method that runs there, such as burst"
+        )
+    return value
 
 
 def _given(entries: dict[str, Node]) -> set[str]:
@@ -134,13 +164,58 @@ def _given(entries: dict[str, Node]) -> set[str]:
     return {*entries, *(f"checkpoint.{name}" for name in inner)}
 
 
+def _refuse_without_effect(settings: TrialSettings) -> None:
+    """Raise ValueError for a value that changes nothing in this run. Experiments take such values: a sweep may cross
+    settings of which some mean nothing beside others."""
+    if {"checkpoint.every", "checkpoint.whole_layers"} & set(settings.planned.split()):
+        return  # the planner decides which layers are computed again
+    every, layers = settings.checkpoint.every, settings.model.layers
+    again = settings.checkpoint.layers_again(layers)
+    unused: dict[str, str] = {}  # the reason, by setting
+    if not again:
+        names = ("checkpoint.tail", "checkpoint.offload", "checkpoint.replay", "head_groups")
+        unused |= dict.fromkeys(names, "no layer is computed again")
+    if every == 0:
+        unused |= {"checkpoint.whole_layers": "no layer is computed again"}
+    if every == 1:
+        unused |= {"checkpoint.replay": "every layer's input is kept"}
+    if again == layers:
+        unused |= {"checkpoint.mlp": "every layer is computed again"}
+    plain = replace(settings, checkpoint=Checkpoint(), head_groups=1)
+    for name, reason in unused.items():
+        if (value := attrgetter(name)(settings)) != attrgetter(name)(plain):
+            raise ValueError(
+                f"{name} is {value}, which changes nothing because {reason}; leave it out, or change checkpoint.every "
+                "or checkpoint.whole_layers"
+            )
+
+
 def _refuse_experiment(entries: dict[str, Node]) -> None:
-    """Raise UsageError for a file of `burst run`: a task is what every experiment has and no training run."""
-    if "task" in entries:
+    """Raise UsageError for a key of experiments, whose files `burst run` takes."""
+    for key, node in entries.items():
+        if key in _OF_EXPERIMENTS:
+            raise UsageError(
+                f"{node.place}: {key} is a key of experiments, and this was read as a training configuration; give an "
+                f"experiment to burst run, or {_HERE.get(key, f'leave {key} out')}"
+            )
+    steps = entries.get("steps")
+    if steps is not None and isinstance(steps.value, dict) and steps.value:
+        key, node = next(iter(steps.value.items()))
         raise UsageError(
-            f"{entries['task'].place}: task is a key of experiments, and this was read as a training configuration; "
-            "give an experiment to burst run, or leave task out"
+            f"{node.place}: steps has the key {key}, as in an experiment (burst run), and in training steps is a whole "
+            "number; write for example steps: 300"
         )
+
+
+def _refuse_list(key: str, node: Node) -> None:
+    """Raise UsageError for a list of values: a training run sweeps nothing."""
+    if not isinstance(node.value, list):
+        return
+    values = [item for item in node.value if not isinstance(item.value, list | dict | None)]
+    example = f", such as {key}: {values[0].describe()}" if values else ""
+    raise UsageError(
+        f"{node.place}: {key} is a list, and a training run has one value of each setting; write one{example}"
+    )
 
 
 def _point_elsewhere(entries: dict[str, Node], prefix: str = "") -> None:

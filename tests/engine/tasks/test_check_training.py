@@ -331,7 +331,11 @@ def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expec
 
 @pytest.mark.parametrize(
     "changes",
-    [{"optimizer_states": "8bit"}, {"head_groups": 8, "model": dataclasses.replace(DEEP, heads=32, kv_heads=8)}],
+    [
+        {"optimizer_states": "8bit"},
+        {"head_groups": 8, "model": dataclasses.replace(DEEP, heads=32, kv_heads=8)},
+        {"mask": "documents", "packing": "greedy", "model": dataclasses.replace(DEEP, window=4096)},
+    ],
 )
 def test_what_a_smaller_model_cannot_have_does_not_keep_a_step_from_its_check(changes: dict[str, Any]) -> None:
     trial = of(**{"model": DEEP, **changes})

@@ -15,7 +15,7 @@ from engine.data.sequences import PackedSequences, spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.lm_head.loss_kernel import IGNORE
-from engine.settings import Checkpoint
+from engine.settings import Checkpoint, combination_unsupported_reason
 from engine.tasks.check_training import dense_model
 from engine.training.config import Evaluation
 from engine.training.preflight import training_data
@@ -95,3 +95,15 @@ def test_too_few_documents_are_refused(store: str, changes: dict[str, Any], word
 @pytest.mark.parametrize("changes", [{"packing": "greedy"}, {"longer_documents": "drop"}, {"mask": "causal"}])
 def test_other_rows_are_other_facts(store: str, changes: dict[str, Any]) -> None:
     assert order(packed(store)).facts != order(packed(store, **changes)).facts
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents:25,25"])
+@pytest.mark.parametrize(("setting", "value"), [("packing", "greedy"), ("longer_documents", "drop")])
+def test_how_to_pack_is_refused_where_no_row_is_packed(store: str, mask: str, setting: str, value: str) -> None:
+    settings = packed(store, **{setting: value}).settings
+    assert combination_unsupported_reason(settings) is None
+    assert combination_unsupported_reason(replace(settings, mask=mask)) == (
+        f"{setting} is {value}, but mask is {mask}, and rows are packed under mask documents alone; set mask to "
+        f"documents, or leave {setting} out"
+    )
+    assert combination_unsupported_reason(packed(store, mask=mask).settings) is None

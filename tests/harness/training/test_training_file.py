@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("learning_rat: 1", r":4: unknown key learning_rat in the training .*; did you mean learning_rate\?"),
         ("lr: 1", ":4: unknown key lr; write it as learning_rate"),
         ("task: train", ":4: task is a key of experiments, .*; give an experiment to burst run, or leave task out"),
+        ("sweep: {memory: [1GiB]}", ":4: sweep is a key of experiments, .* or write its settings at the top level, w"),
+        ("fixed: {memory: 1GiB}", ":4: fixed is a key of experiments, .* or write its settings at the top level, w"),
+        ("seeds: [1]", ":4: seeds is a key of experiments, .* burst run, or write seed, with one number"),
+        ("scales: {}", ":4: scales is a key of experiments, .* burst run, or leave scales out"),
+        ("settings: tuned", ":4: settings is a key of experiments, .* burst run, or leave settings out"),
+        ("memory: [1GiB]", ":4: memory is a list, and a .*of each setting; write one, such as memory: '1GiB'$"),
+        ("batch_size: [2, 4]", ":4: batch_size is a list, and .* write one, such as batch_size: 2$"),
+        ("checkpoint: [{every: 1}]", ":4: checkpoint is a list, and a training run has one .* setting; write one$"),
         ("optimizer: {lr: 1}", r":4: unknown key optimizer\.lr; write it as learning_rate"),
         ("schedule: {warmup: 1}", r":4: unknown key schedule\.warmup; write it as lr_schedule\.warmup"),
         ("save: {evry: 1}", r":4: unknown key save\.evry; did you mean every\?"),
@@ -62,6 +71,8 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("save: {grace_seconds: 0}", r":4: save\.grace_seconds is 0; give a number above 0"),
         ("evaluate: {every: -1}", r":4: evaluate\.every is -1"),
         ("evaluate: {sequences: 0}", r":4: evaluate\.sequences is 0"),
+        ("evaluate: {sequences: 9}", r":4: evaluate\.sequences is 9, but without .* nothing is evaluated; give"),
+        ("method: trl_upstream", ":4: method trl_upstream is a program of its own, .*; choose a method that runs"),
         ("lr_schedule: {minimum: 2}", r":4: lr_schedule\.minimum is 2; give a part of learning_rate"),
         ("lr_schedule: {warmup: 11}", r":4: lr_schedule\.warmup is 11, more than the 10 steps"),
         ("optimizer: {beta2: 1}", r":4: optimizer\.beta2 is 1; give a number from 0 to below 1"),
@@ -92,9 +103,50 @@ def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) ->
         load_training(written(MINIMAL + line + "\n"))
 
 
+@pytest.mark.parametrize(
+    ("lines", "setting", "reason"),
+    [
+        ("checkpoint: {every: 0, tail: 0.5}", "checkpoint.tail is 0.5", "no layer is computed again"),
+        ("checkpoint: {every: 0, offload: inputs}", "checkpoint.offload is inputs", "no layer is computed again"),
+        ("checkpoint: {every: 0, whole_layers: 1}", "checkpoint.whole_layers is 1", "no layer is computed again"),
+        ("checkpoint: {whole_layers: 2, tail: 0}", "checkpoint.tail is 0.0", "no layer is computed again"),
+        ("checkpoint: {every: 1, replay: bisect}", "checkpoint.replay is bisect", "every layer's input is kept"),
+        ("checkpoint: {every: 2, mlp: 0.5}", "checkpoint.mlp is 0.5", "every layer is computed again"),
+        ("head_groups: 2\ncheckpoint: {every: 0}", "head_groups is 2", "no layer is computed again"),
+    ],
+)
+def test_what_would_change_nothing_beside_other_values_is_refused(
+    written, lines: str, setting: str, reason: str
+) -> None:
+    words = f": {setting}, which changes nothing because {reason}; leave it out, or change checkpoint.every or"
+    with pytest.raises(UsageError, match=rf"run\.yaml:4{re.escape(words)}"):
+        load_training(written(MINIMAL + lines + "\n"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "checkpoint: {every: 0, mlp: 0.5, host_layers: 1, tail: 1}",
+        "checkpoint: {every: 2, replay: bisect, tail: 0.5, offload: all, whole_layers: 1, mlp: 0.5}\nhead_groups: 2",
+        "checkpoint: {plan: auto, tail: 0.5, mlp: 0.5}\nhead_groups: 2",  # the planner decides what they apply to
+        "evaluate: {every: 0, sequences: 9}",
+    ],
+)
+def test_what_has_an_effect_or_may_have_one_is_taken(written, lines: str) -> None:
+    load_training(written(MINIMAL + lines + "\n"))
+
+
 def test_a_value_out_of_range_is_named_with_the_option_that_gave_it(written) -> None:
     with pytest.raises(UsageError, match=r"^--set steps=-3: steps is -3; give at least 1$"):
         load_training(written(MINIMAL), ["steps=-3"])
+
+
+def test_steps_of_an_experiment_are_named_by_the_key_that_was_given(written) -> None:
+    words = r"steps has the key settle, as in an experiment \(burst run\), and in training steps is a whole number;"
+    with pytest.raises(UsageError, match=rf"^--set steps\.settle=3: {words} write for example steps: 300$"):
+        load_training(written(MINIMAL), ["steps.settle=3"])
+    with pytest.raises(UsageError, match=rf"run\.yaml:3: {words}"):
+        load_training(written(MINIMAL.replace("steps: 10", "steps: {settle: 3}")))
 
 
 def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def test_weights_that_fit_are_started_from(place: Path, tied: bool, tokens: int)
             "of the 1000 tokens of text.txt 10 are held out, and the 990 to train on",
         ),
         ("text " * 100, {"evaluate": Evaluation(every=1)}, "evaluate.sequences is 8, but the 5 held-out tokens of"),
+        ("text " * 200, {"longer_documents": "drop"}, "longer_documents is drop, but mask is causal, and rows are"),
         ("", {}, "data 'text.txt' is empty; give a text of at least one byte"),
         ("x" * 70_000 + "\udcff", {}, "data 'text.txt' is not UTF-8 at byte 70000; give a text file"),
         ('{"text": "a"}\n{"text": "b"}\n', {}, "data 'text.txt' looks like JSON Lines"),
@@ -227,6 +228,7 @@ def test_data_that_cannot_be_learnt_from_is_refused_and_nothing_is_left(place, t
             "checkpoint step-00000004 cannot be resumed from: it was made with seq_len 32, and the run",
         ),
         ({"model": replace(MODEL, layers=3)}, b"", "it was made with model.layers 2, and the run now has 3"),
+        ({"packing": "greedy"}, b"", "packing is greedy, but mask is causal, and rows are packed under"),
         ({"steps": 3}, b"", "steps is 3, but 4 steps of this run are done; give at least as many"),
         (
             {},
