@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.attention.problem import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason, shared_node_size
+from engine.combinations import combination_unsupported_reason
 from engine.lora import adapters_unsupported_reason
 from engine.measurement import Measurement, read_measurement
-from engine.settings import combination_unsupported_reason
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from engine.attention.algorithms.saved import AttentionFn

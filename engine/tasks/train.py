@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Documents
 from engine.attention.masks.pairs import pair_table
+from engine.combinations import combination_unsupported_reason, vocabulary_unsupported_reason
 from engine.data import open_tokens
 from engine.data.sequences import (
     PackedCounts,
@@ -48,13 +49,7 @@ from engine.models.decoder import Block
 from engine.ops import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import TensorParallelMethod, WholeMatrices, build_model, sum_across_nodes
-from engine.settings import (
-    AdamWSettings,
-    TrialSettings,
-    combination_unsupported_reason,
-    keeps_whole,
-    vocabulary_unsupported_reason,
-)
+from engine.settings import AdamWSettings, TrialSettings, keeps_whole
 from engine.tasks import cuda_graph
 from engine.tasks.captured_step import Batch, CapturedStep, PackedMask, Work, page_locked, to_device
 from engine.tasks.speeds import LinkProbes, gemm_figures

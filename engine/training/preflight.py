@@ -10,11 +10,11 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.combinations import vocabulary_unsupported_reason
 from engine.data import is_built, open_tokens
 from engine.data.sequences import PackedSequences, TokenSpan, TrainingData, spans, training_sequences
 from engine.data.store import StoreHeader, TokenStore, sha256_of_parts
 from engine.data.tokenizers import vocabulary_of_file
-from engine.settings import vocabulary_unsupported_reason
 from engine.shape import ModelShape
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import checkpoints_directory, read_metrics

@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
+from engine.combinations import head_dim_unsupported_reason
 from engine.measurement import Forecast
 from engine.method import method_unsupported_reason
-from engine.settings import (
-    MAX_HEAD_DIM,
-    WIDEST_HEAD_DIM,
-    TrialSettings,
-    head_dim_unsupported_reason,
-    size_in_bytes,
-)
+from engine.settings import MAX_HEAD_DIM, WIDEST_HEAD_DIM, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, HardwareSpeeds, hardware_for, speeds_of
 from harness.metrics.throughput import GIB

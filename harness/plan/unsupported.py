@@ -8,15 +8,11 @@ from cluster.files.errors import counted
 from engine.attention.geometry.layout import LAYOUTS, Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.memory import memory_of
+from engine.combinations import head_dim_unsupported_reason, vocabulary_unsupported_reason
 from engine.lm_head import loss_kernel
 from engine.method import Method, method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.ops import FLOAT8_CAPABILITY
-from engine.settings import (
-    BYTE_VOCABULARY,
-    TrialSettings,
-    head_dim_unsupported_reason,
-    vocabulary_unsupported_reason,
-)
+from engine.settings import BYTE_VOCABULARY, TrialSettings
 from engine.tasks import cuda_graph
 from harness.base.errors import UsageError, one_of
 from harness.machine.this_machine import Machine

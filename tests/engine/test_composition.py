@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from engine.attention.problem import RUNS_OF_TOKENS
+from engine.combinations import checkpoint_unsupported_reason
 from engine.lora import Lora
-from engine.settings import Checkpoint, TrialSettings, checkpoint_unsupported_reason
+from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs

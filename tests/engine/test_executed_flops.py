@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.algorithms.saved import SavedOutput
+from engine.combinations import head_groups_unsupported_reason
 from engine.lora import Lora
 from engine.models.decoder import Decoder
 from engine.parallelize import set_layers
-from engine.settings import Checkpoint, TrialSettings, head_groups_unsupported_reason
+from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
 from harness.metrics.flops import work_of
 from tests.slow import combinations

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Visible
+from engine.combinations import head_dim_unsupported_reason
 from engine.ops.autograd import accumulation_dtype
-from engine.settings import head_dim_unsupported_reason
 
 # In order of preference for `auto`.
 KERNELS = ("fa4", "cudnn", "fa2", "flex", "cpu", "reference")

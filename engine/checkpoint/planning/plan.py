@@ -28,17 +28,10 @@ from engine.checkpoint.planning.memory_settings import (
     open_names,
     with_memory_settings,
 )
+from engine.combinations import gradient_offload_unsupported_reason, head_groups_unsupported_reason
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
-from engine.settings import (
-    Checkpoint,
-    Offload,
-    Replay,
-    TrialSettings,
-    gradient_offload_unsupported_reason,
-    head_groups_unsupported_reason,
-    hosted_fraction,
-)
+from engine.settings import Checkpoint, Offload, Replay, TrialSettings, hosted_fraction
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.10

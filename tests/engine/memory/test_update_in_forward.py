@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 import engine.memory.moments
 from engine.burst import METHOD
+from engine.combinations import combination_unsupported_reason
 from engine.distributed import arrange
 from engine.memory.moments import PiecewiseAdamW, _Pass, _Piece
 from engine.optimizer import clip_and_step
-from engine.settings import Checkpoint, Steps, TrialSettings, combination_unsupported_reason
+from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
 from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.combinations import combination_unsupported_reason
 from engine.data import TokenStore
 from engine.data.sequences import PackedSequences, spans
 from engine.data.store import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.lm_head.loss_kernel import IGNORE
-from engine.settings import Checkpoint, combination_unsupported_reason
+from engine.settings import Checkpoint
 from engine.tasks.check_training import dense_model
 from engine.training.config import Evaluation
 from engine.training.preflight import training_data
