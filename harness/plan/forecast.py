@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -168,7 +168,7 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
 _PARTS = (1.0, 0.75)
 
 
-def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]:
+def frontier(settings: TrialSettings, hardware: Hardware) -> Iterator[TrialForecast]:
     """The trial planned under falling budgets: all that a GPU of this kind has or the setting `memory` allows, three
     quarters, half, three eighths and so on, in whole GiB, and at last the least whole GiB that hold it, by this
     prediction. Empty where nothing fits.
@@ -197,12 +197,10 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> list[TrialForecast]
     budgets = [room, *itertools.takewhile(lambda gib: gib >= least, smaller)] if room >= least else []
     if budgets and least < budgets[-1]:
         budgets.append(least)
-    rows = []
     for gib in budgets:
         budget = settings.memory if gib == room else f"{gib}GiB"
         chosen, plan = with_plan(replace(settings, memory=budget), machine, hardware=hardware)
-        rows.append(forecast(chosen, hardware, plan=plan))
-    return rows
+        yield forecast(chosen, hardware, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,8 +135,8 @@ def _frontiers(arguments: argparse.Namespace, asked: Sequence[TrialSettings], ha
     """What less memory costs each of the trials."""
     from harness.commands.plan.frontier import frontier_row, frontiers, print_frontier
 
-    with Progress(f"planning {counted(len(asked), 'trial')} under less and less memory", quiet=arguments.json):
-        found = frontiers(asked, hardware)
+    with Progress(f"planning {counted(len(asked), 'trial')} under less and less memory", quiet=arguments.json) as told:
+        found = frontiers(asked, hardware, told.so_far)
     if arguments.json:
         print(json.dumps([frontier_row(each) for rows in found for each in rows], indent=1))
     else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cluster.files.errors import counted
 from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 _BAR = 20  # characters of the longest bar
 
 
-def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[TrialForecast]]:
+def frontiers(
+    asked: Sequence[TrialSettings], hardware: Hardware, so_far: Callable[[str], None] = lambda _: None
+) -> list[list[TrialForecast]]:
     """The frontier of each trial, as `asked` before the planner chose. Of trials that differ in their budget alone the
-    largest counts. Raises UsageError for a trial that has none."""
+    largest counts. `so_far` is told how many budgets are planned. Raises UsageError for a trial that has none."""
     from engine.checkpoint.planning.plan import fits_with_gradients_away, least_gpu_bytes
     from harness.base.lengths import format_length
     from harness.metrics.throughput import GIB
@@ -35,10 +38,13 @@ def frontiers(asked: Sequence[TrialSettings], hardware: Hardware) -> list[list[T
     for each in asked:
         key = replace(each, memory="")
         largest[key] = max(each, largest.get(key, each), key=lambda settings: gpu_room(settings, hardware))
-    found = []
+    found: list[list[TrialForecast]] = []
     for each in largest.values():
+        rows = []
         try:
-            rows = frontier(each, hardware)
+            for row in frontier(each, hardware):
+                rows.append(row)
+                so_far(counted(sum(map(len, found)) + len(rows), "budget"))
         except ValueError as error:
             raise UsageError(str(error)) from None
         if not rows:

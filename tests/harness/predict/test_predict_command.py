@@ -279,6 +279,15 @@ def test_the_frontier_is_the_plan_of_each_budget_down_to_the_least_that_fits(
     assert printed.endswith("The last row's budget is the least in whole GiB.\n")
 
 
+def test_a_frontier_says_how_many_budgets_are_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(f"cluster.files.progress.{name}", 0.001)
+    assert main(["plan", "--hardware", "h200", "--model", "1b", "--seq-len", "32k", "--gpus", "1", "--frontier"]) == 0
+    assert "planning 1 trial under less and less memory: 2 budgets\n" in capsys.readouterr().err
+
+
 def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_allowed(capsys) -> None:
     words = ("plan", "--hardware", "h200", "--model", "1b", "--gpus", "1", "--json", "--set", "host_memory=4GiB")
     assert main([*words, "--frontier", "--seq-len", "64k", "--set", "memory=40GiB"]) == 0
