@@ -37,10 +37,10 @@ def checkpoint_unsupported_reason(settings: TrialSettings) -> str | None:
         )
     again = checkpoint.layers_again(layers)
     if checkpoint.host_layers > (most := max(0, layers - again - 1)):
+        other = ", or checkpoint.every to 0" if again and checkpoint.host_layers < layers else ""
         return (
             f"checkpoint.host_layers is {checkpoint.host_layers}, and of the {layers - again} layers that are not "
-            f"computed again at most {most} can be in host memory, the last one never; set it to at most {most}, or "
-            "checkpoint.every to 0"
+            f"computed again at most {most} can be in host memory, the last one never; set it to at most {most}{other}"
         )
     return None
 

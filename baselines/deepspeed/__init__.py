@@ -56,6 +56,10 @@ class DeepSpeed(UpstreamAttention):
                     f"{self.name} moves the inputs of recomputed layers, found checkpoint.upstream offload and "
                     "checkpoint.every 0; set every to 1"
                 )
+        elif settings.checkpoint.upstream != "default":
+            return (
+                f"{self.name} recomputes in task train alone, found task {settings.task}; leave checkpoint.upstream out"
+            )
         elif settings.kernel != "auto":
             return f"{self.name} attends with torch's own kernel, found kernel {settings.kernel}; set kernel to auto"
         elif settings.world_size != cp_size:

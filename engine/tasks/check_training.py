@@ -103,8 +103,11 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
     model = _small_model(settings)
     checkpoint = settings.checkpoint
     if model.layers < settings.model.layers:
-        whole = model.layers if checkpoint.whole_layers >= settings.model.layers else min(checkpoint.whole_layers, 1)
+        most = 2 if checkpoint.host_layers else 1  # the last of them is not in host memory
+        whole = model.layers if checkpoint.whole_layers >= settings.model.layers else min(checkpoint.whole_layers, most)
         checkpoint = replace(checkpoint, every=min(checkpoint.every, 2), whole_layers=whole)
+    hosted = max(0, model.layers - checkpoint.layers_again(model.layers) - 1)
+    checkpoint = replace(checkpoint, host_layers=min(checkpoint.host_layers, hosted))
     problem = replace(
         settings,
         model=model,

@@ -183,10 +183,10 @@ def _refuse_without_effect(settings: TrialSettings) -> None:
         unused |= {"checkpoint.mlp": "every layer is computed again"}
     plain = replace(settings, checkpoint=Checkpoint(), head_groups=1)
     for name, reason in unused.items():
-        if (value := attrgetter(name)(settings)) != attrgetter(name)(plain):
+        if (value := attrgetter(name)(settings)) != (default := attrgetter(name)(plain)):
             raise ValueError(
-                f"{name} is {value}, which changes nothing because {reason}; leave it out, or change checkpoint.every "
-                "or checkpoint.whole_layers"
+                f"{name} is {value}, which changes nothing because {reason}; set it to {default}, or change "
+                "checkpoint.every or checkpoint.whole_layers"
             )
 
 

@@ -528,6 +528,10 @@ def test_the_requests_of_transformers_trainers() -> None:
     kept = settings("deepspeed_upstream", task="train", checkpoint=Checkpoint(every=0, upstream="offload"))
     reason = method_named("deepspeed_upstream").refuse(kept)
     assert "inputs of recomputed layers, found checkpoint.upstream offload and checkpoint.every 0" in str(reason)
+    alone = settings("deepspeed_upstream", task="attention", checkpoint=Checkpoint(upstream="offload"))
+    assert "recomputes in task train alone, found task attention" in str(
+        method_named("deepspeed_upstream").refuse(alone)
+    )
     part = settings("megatron_deepspeed_upstream", cp_size=8, optimizer_offload=0.4)
     reason = method_named("megatron_deepspeed_upstream").refuse(part)
     assert "moves the whole optimizer to the host or none of it, found optimizer_offload 0.4" in str(reason)

@@ -91,7 +91,8 @@ def planned(
     memory = problem.memory.of(choice)
     seconds = problem.cost.seconds(choice)
     words = _words(chosen, budget, memory, seconds, fits=found is not None)
-    if not found and fits_with_gradients_away(settings, budget):
+    corrected = replace(budget, gpu=budget.gpu and budget.gpu / correction)
+    if not found and fits_with_gradients_away(settings, corrected):
         words += "; something fits with gradient_offload true, which is not chosen on several GPUs"
     forecast = Forecast(
         words=words,
@@ -110,13 +111,20 @@ def planned(
 
 
 def fits_with_gradients_away(settings: TrialSettings, budget: Budget) -> bool:
-    """Whether something fits with gradients in host memory, where a user has to ask for them: on several GPUs."""
+    """Whether something fits with gradients in host memory, where a user has to ask for them."""
+    away = with_gradients_away(settings)
+    return budget.gpu is not None and away is not None and fits_somehow(away, budget)
+
+
+def with_gradients_away(settings: TrialSettings) -> TrialSettings | None:
+    """The settings with gradients in host memory where only a user can choose that, on several GPUs; None elsewhere,
+    where it cannot be, and where a user has decided."""
     name = "gradient_offload"
-    if settings.world_size == 1 or budget.gpu is None or name not in open_names(settings):
-        return False
+    if settings.world_size == 1 or name not in open_names(settings):
+        return None
     others = " ".join(each for each in settings.planned.split() if each != name)
     away = replace(settings, gradient_offload=True, planned=others)
-    return not gradient_offload_unsupported_reason(away) and fits_somehow(away, budget)
+    return None if gradient_offload_unsupported_reason(away) else away
 
 
 def least_gpu_bytes(settings: TrialSettings) -> float:

@@ -196,6 +196,7 @@ def _cost(cost: Cost, rows: list[dict[str, Any]]) -> str:
 def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     """A sentence for each size of room that trials are predicted not to fit."""
     from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, NOTHING_FITS
+    from harness.report.tables.table import significant
 
     beyond: dict[tuple[float, bool], list[dict[str, Any]]] = {}
     for row in rows:
@@ -217,7 +218,7 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
             continue
         least = min(row["predicted_gpu_gib"] for row in large)
         found.append(
-            f"{trials} would hold {least:.3g} GiB of tensors or more by this prediction, which may be "
+            f"{trials} would hold {significant(3)(least)} GiB of tensors or more by this prediction, which may be "
             f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has settings that need less"
         )
     return found

@@ -13,6 +13,7 @@ from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
+    from harness.machine.this_machine import Machine
     from harness.metrics.hardware import Hardware
     from harness.plan.forecast import TrialForecast
 
@@ -30,7 +31,6 @@ def frontiers(
     from harness.plan.checkpointing import budget_of
     from harness.plan.forecast import frontier, machine_of
     from harness.plan.predict import gpu_room
-    from harness.plan.unsupported import unsupported_reason
 
     machine = machine_of(hardware)
 
@@ -43,11 +43,13 @@ def frontiers(
         rows = []
         try:
             for row in frontier(each, hardware):
+                _check_runs(row.settings, machine)
                 rows.append(row)
                 so_far(counted(sum(map(len, found)) + len(rows), "budget"))
         except ValueError as error:
             raise UsageError(str(error)) from None
         if not rows:
+            _check_runs(each, machine)
             room, least = gpu_room(each, hardware), math.ceil(least_gpu_bytes(each) / GIB)
             away = fits_with_gradients_away(each, budget_of(each, machine, hardware))
             advice = "gradient_offload true, " if away else ""
@@ -64,10 +66,16 @@ def frontiers(
                 f"{trial} needs at least {least:,} GiB of a GPU, found {room:g} ({where}); give {advice}a larger "
                 f"{larger}--gpus or a smaller --seq-len"
             )
-        if reason := unsupported_reason(rows[0].settings, machine):
-            raise UsageError(reason)
         found.append(rows)
     return found
+
+
+def _check_runs(settings: TrialSettings, machine: Machine) -> None:
+    """Raise UsageError for a trial that cannot run, whatever its budget."""
+    from harness.plan.unsupported import unsupported_reason
+
+    if reason := unsupported_reason(settings, machine):
+        raise UsageError(reason)
 
 
 def frontier_row(found: TrialForecast) -> dict[str, object]:
@@ -89,7 +97,7 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
     from rich import box
     from rich.table import Table
 
-    from engine.checkpoint.planning.plan import kept_in_words
+    from engine.checkpoint.planning.plan import kept_in_words, with_gradients_away
     from harness.base.lengths import format_length
     from harness.base.terminal import print_table, stdout_console
     from harness.plan.predict import gpu_room
@@ -125,8 +133,8 @@ def print_frontier(rows: Sequence[TrialForecast]) -> None:
         console.print(f"({number}) {words}", markup=False, highlight=False)
     if rows[0].reason:
         console.print(f"No time is predicted: {rows[0].reason}", markup=False, highlight=False)
-    asked = settings.world_size > 1 and not settings.gradient_offload
-    least = " without gradient_offload, which is not chosen on several GPUs" if asked else ""
+    away = with_gradients_away(settings)
+    least = "" if away is None else " without gradient_offload, which is not chosen on several GPUs"
     console.print(
         "Memory is the peak as a part of the GPU's, speed a part of the fastest row's. The last row's budget is the "
         f"least in whole GiB{least}.", markup=False, highlight=False,

@@ -289,6 +289,10 @@ def test_gradients_on_the_host_take_moments_along_and_stay_out_of_plans_that_can
         assert not again.gradient_offload
     on_two = settings(given=("gradient_offload",), gradient_offload=True, cp_size=2, world_size=2)
     assert planned(on_two, Budget(gpu=139 * GIB))[0].gradient_offload
+    told = "something fits with gradient_offload true"  # as what is predicted is corrected
+    two = settings(seq_len=1 << 17, cp_size=2, world_size=2)
+    assert told in planned(two, Budget(gpu=9 * GIB))[1].words
+    assert told not in planned(two, Budget(gpu=9 * GIB), correction=1.2)[1].words
     on_cpu = planned(by_hand, Budget(gpu=None))[0]  # where nothing else moves what is host memory anyway
     assert on_cpu.gradient_offload
     assert on_cpu.optimizer_offload

@@ -320,6 +320,8 @@ def test_heads_are_as_few_as_ranks_divide_as_those_of_the_model(
         (Checkpoint(every=1, whole_layers=30), Checkpoint(every=1, whole_layers=1)),
         (Checkpoint(every=1, whole_layers=32), Checkpoint(every=1, whole_layers=3)),
         (Checkpoint(every=0, mlp=0.3), Checkpoint(every=0, mlp=0.3)),
+        (Checkpoint(every=0, host_layers=8), Checkpoint(every=0, host_layers=2)),
+        (Checkpoint(every=1, whole_layers=16, host_layers=4), Checkpoint(every=1, whole_layers=2, host_layers=1)),
     ],
 )
 def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expected: Checkpoint) -> None:
@@ -333,6 +335,8 @@ def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expec
     "changes",
     [
         {"optimizer_states": "8bit"},
+        {"checkpoint": Checkpoint(every=0, host_layers=31)},
+        {"checkpoint": Checkpoint(every=1, whole_layers=30, host_layers=20)},
         {"head_groups": 8, "model": dataclasses.replace(DEEP, heads=32, kv_heads=8)},
         {"mask": "documents", "packing": "greedy", "model": dataclasses.replace(DEEP, window=4096)},
     ],

@@ -257,6 +257,10 @@ def test_what_several_gpus_have_to_be_told_is_named_where_nothing_else_fits(caps
         assert told not in str(row["checkpoint_plan"])
     assert main(["plan", *words, "--frontier"]) == 2
     assert "found 9 (memory); give gradient_offload true, a larger memory, --gpus or" in capsys.readouterr().err
+    for decided, told in (([], True), (["--set", "gradient_offload=false"], False)):
+        assert main(["plan", *words[:-1], "memory=12GiB", *decided, "--frontier"]) == 0
+        footer = " ".join(capsys.readouterr().out.split()).partition("in whole GiB")[2]
+        assert footer == (" without gradient_offload, which is not chosen on several GPUs." if told else ".")
 
 
 def test_a_plan_of_which_nothing_can_run_gives_no_reason_of_its_own_for_a_time(capsys):

@@ -289,7 +289,8 @@ def test_a_warm_up_longer_than_the_trial_is_refused_because_the_peaks_would_be_i
 @pytest.mark.parametrize(
     ("checkpoint", "reason"),
     [
-        ("{every: 1, host_layers: 2}", "checkpoint.host_layers is 2, and of the 0 layers that are not computed again"),
+        ("{every: 1, host_layers: 1}", "checkpoint.host_layers is 1, and of the 0 layers that are not computed again"),
+        ("{every: 1, host_layers: 2}", "set it to at most 0"),
         ("{every: 0, host_layers: 2}", "at most 1 can be in host memory, the last one never; set it to at most 1"),
         ("{every: 1, whole_layers: 3}", "checkpoint.whole_layers is 3, and model tiny has 2 layers; set it to at mo"),
         ("{plan: auto, every: 0, whole_layers: 0, host_layers: 2}", "checkpoint.host_layers is 2, and of the 2 laye"),
@@ -297,7 +298,9 @@ def test_a_warm_up_longer_than_the_trial_is_refused_because_the_peaks_would_be_i
 )
 def test_more_layers_than_there_are_to_keep_are_refused(tmp_path: Path, checkpoint, reason: str) -> None:
     changes = ("fixed.method=burst", "fixed.cp_size=1")
-    assert reason in _only_unsupported_reason(tmp_path, f"fixed.checkpoint={checkpoint}")
+    found = _only_unsupported_reason(tmp_path, f"fixed.checkpoint={checkpoint}")
+    assert reason in found
+    assert found.endswith(", or checkpoint.every to 0") == ("every: 1, host_layers: 1" in checkpoint)
     assert _plan(tmp_path, *changes, f"fixed.checkpoint={checkpoint}", "task=attention")[0].unsupported_reason is None
 
 
