@@ -341,8 +341,10 @@ def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_all
             "seq_len 100 does not split into 2 x cp_size = 6 equal zigzag chunks",
         ),
         (
-            "--frontier --hardware h200 --model llama3_8b --seq-len 128k --gpus 64 --method ulysses "
-            "--set memory=2GiB".split(),
+            [
+                *("--frontier", "--hardware", "h200", "--model", "llama3_8b", "--seq-len", "128k", "--gpus", "64"),
+                *("--method", "ulysses", "--set", "memory=2GiB"),
+            ],
             "ulysses needs",
         ),
         (
