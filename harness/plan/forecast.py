@@ -26,7 +26,7 @@ from harness.plan.predict import (
     ranks_per_node,
     time_or_reason,
 )
-from harness.plan.unsupported import no_trial_reason
+from harness.plan.unsupported import no_trial_reason, unsupported_reason
 from harness.predict.packed import step_tokens, step_work
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
@@ -173,8 +173,8 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> Iterator[TrialForec
     quarters, half, three eighths and so on, in whole GiB, and at last the least whole GiB that hold it, by this
     prediction. Empty where nothing fits.
 
-    Raises ValueError where the settings are no trial, and where the planner chooses nothing or no memory is predicted,
-    because no budget then changes anything.
+    Raises ValueError where the settings are no trial, or one that cannot run on such GPUs, and where the planner
+    chooses nothing or no memory is predicted, because no budget then changes anything.
     """
     if reason := no_trial_reason(settings):
         raise ValueError(reason)
@@ -185,6 +185,8 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> Iterator[TrialForec
             "checkpoint to the planner"
         )
     machine, room = machine_of(hardware), gpu_room(settings, hardware)
+    if reason := unsupported_reason(settings, machine):
+        raise ValueError(reason)
 
     def fits(gib: int) -> bool:
         return plan_fits(replace(settings, memory=f"{gib}GiB"), machine, hardware) is True

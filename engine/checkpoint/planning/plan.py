@@ -91,8 +91,7 @@ def planned(
     memory = problem.memory.of(choice)
     seconds = problem.cost.seconds(choice)
     words = _words(chosen, budget, memory, seconds, fits=found is not None)
-    corrected = replace(budget, gpu=budget.gpu and budget.gpu / correction)
-    if not found and fits_with_gradients_away(settings, corrected):
+    if not found and fits_with_gradients_away(settings, budget, correction):
         words += "; something fits with gradient_offload true, which is not chosen on several GPUs"
     forecast = Forecast(
         words=words,
@@ -110,10 +109,13 @@ def planned(
     return chosen, forecast
 
 
-def fits_with_gradients_away(settings: TrialSettings, budget: Budget) -> bool:
-    """Whether something fits with gradients in host memory, where a user has to ask for them."""
+def fits_with_gradients_away(settings: TrialSettings, budget: Budget, correction: float = 1.0) -> bool:
+    """Whether something fits with gradients in host memory, where a user has to ask for them. `correction` multiplies
+    the prediction of the GPU's memory."""
     away = with_gradients_away(settings)
-    return budget.gpu is not None and away is not None and fits_somehow(away, budget)
+    if away is None or budget.gpu is None:
+        return False
+    return fits_somehow(away, replace(budget, gpu=budget.gpu / correction))
 
 
 def with_gradients_away(settings: TrialSettings) -> TrialSettings | None:

@@ -209,7 +209,7 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
         where, more = f"a GPU has {room:g} GiB", "GPUs with more memory"
         if room != memory_gib:
             where, more = f"the setting memory leaves {room:g} GiB", "a larger setting memory"
-        trials = f"{len(large)} {further}trial{'s' if len(large) > 1 else ''}"
+        trials = counted(len(large), f"{further}trial")
         if tried:
             found.append(
                 f"For {trials} nothing fits that the planner may choose, where {where}; take more GPUs, a shorter "

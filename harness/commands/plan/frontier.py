@@ -13,7 +13,6 @@ from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
-    from harness.machine.this_machine import Machine
     from harness.metrics.hardware import Hardware
     from harness.plan.forecast import TrialForecast
 
@@ -24,15 +23,13 @@ def frontiers(
     asked: Sequence[TrialSettings], hardware: Hardware, so_far: Callable[[str], None] = lambda _: None
 ) -> list[list[TrialForecast]]:
     """The frontier of each trial, as `asked` before the planner chose. Of trials that differ in their budget alone the
-    largest counts. `so_far` is told how many budgets are planned. Raises UsageError for a trial that has none."""
+    largest counts. Calls `so_far` with the number of budgets planned. Raises UsageError for a trial that has none."""
     from engine.checkpoint.planning.plan import fits_with_gradients_away, least_gpu_bytes
     from harness.base.lengths import format_length
     from harness.metrics.throughput import GIB
     from harness.plan.checkpointing import budget_of
     from harness.plan.forecast import frontier, machine_of
     from harness.plan.predict import gpu_room
-
-    machine = machine_of(hardware)
 
     largest: dict[TrialSettings, TrialSettings] = {}
     for each in asked:
@@ -43,15 +40,13 @@ def frontiers(
         rows = []
         try:
             for row in frontier(each, hardware):
-                _check_runs(row.settings, machine)
                 rows.append(row)
                 so_far(counted(sum(map(len, found)) + len(rows), "budget"))
         except ValueError as error:
             raise UsageError(str(error)) from None
         if not rows:
-            _check_runs(each, machine)
             room, least = gpu_room(each, hardware), math.ceil(least_gpu_bytes(each) / GIB)
-            away = fits_with_gradients_away(each, budget_of(each, machine, hardware))
+            away = fits_with_gradients_away(each, budget_of(each, machine_of(hardware), hardware))
             advice = "gradient_offload true, " if away else ""
             where, larger = (hardware.title, "") if room == hardware.memory_gib else ("memory", "memory, ")
             trial = (
@@ -68,14 +63,6 @@ def frontiers(
             )
         found.append(rows)
     return found
-
-
-def _check_runs(settings: TrialSettings, machine: Machine) -> None:
-    """Raise UsageError for a trial that cannot run, whatever its budget."""
-    from harness.plan.unsupported import unsupported_reason
-
-    if reason := unsupported_reason(settings, machine):
-        raise UsageError(reason)
 
 
 def frontier_row(found: TrialForecast) -> dict[str, object]:
