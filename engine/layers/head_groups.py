@@ -11,6 +11,7 @@ Shape letters: B sequences, L tokens of each held here, N query heads, K KV head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.attention.algorithms.saved import OnceAndAgain, SavedOutput
+from engine.attention.algorithms.saved import Attend, OnceAndAgain, SavedOutput
 from engine.layers.tiled_projection import Formed, PlainProjections
 from engine.models.decoder import AttendGroups, Attention, Rotary
 from engine.models.matrices import Norm
@@ -40,7 +41,9 @@ def attend_in(heads_at_once: int, tiles: int) -> AttendGroups:
         norm: Norm, attention: Attention, x_BLE: Tensor, rotary: Rotary, again: OnceAndAgain
     ) -> tuple[Tensor, Tensor]:
         plain, weights, values = PlainProjections.of(norm, attention, x_BLE, tiles)
-        of_layer = _Layer(again=again, heads_at_once=heads_at_once, plain=plain)
+        of_layer = _Layer(
+            attend=again.attend, copies=again.copies, passed=again.passed, heads_at_once=heads_at_once, plain=plain
+        )
         residual: list[Tensor] = []
 
         def compute(kept: SavedOutput | None) -> tuple[Tensor, Tensor]:
@@ -58,9 +61,12 @@ def attend_in(heads_at_once: int, tiles: int) -> AttendGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """What a pass through one layer needs beside tensors."""
+    """What a pass through one layer needs beside tensors: of `OnceAndAgain` not what it has saved, which the graph's
+    nodes would hold to the end of backward."""
 
-    again: OnceAndAgain
+    attend: Attend
+    copies: bool
+    passed: Callable[[], None]
     heads_at_once: int  # KV heads
     plain: PlainProjections
 
@@ -86,7 +92,7 @@ class _InGroups(torch.autograd.Function):
         if out_BLND is None or lse_BNL is None or cut:
             kept = None if out_BLND is None or lse_BNL is None else SavedOutput(out_BLND, lse_BNL, cut)
             qkv, _formed = plain.outputs(x_BLE, (cos_LD, sin_LD), values)
-            out_BLND, lse_BNL = of_layer.again.attend(*qkv, saved=kept)
+            out_BLND, lse_BNL = of_layer.attend(*qkv, saved=kept)
         ctx.save_for_backward(x_BLE, cos_LD, sin_LD, out_BLND, lse_BNL, *values)
         ctx.set_materialize_grads(False)
         ctx.of_layer = of_layer
@@ -105,7 +111,7 @@ class _InGroups(torch.autograd.Function):
         shared = heads[0] // heads[1]  # query heads of a KV head
         whole = [x_BLE.new_empty(*x_BLE.shape[:2], count, head_dim) for count in heads[1:]]
         # The gradient of a group's queries may take the place of its output, which no other group needs.
-        reused = of_layer.again.copies and out_BLND.is_contiguous()
+        reused = of_layer.copies and out_BLND.is_contiguous()
         whole.insert(0, out_BLND if reused else torch.empty_like(out_BLND))
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND
         formed: Formed | None = None
@@ -117,7 +123,7 @@ class _InGroups(torch.autograd.Function):
             qkv = [each.requires_grad_() for each in qkv]
             kept = SavedOutput(out_BLND[:, :, queries].contiguous(), lse_BNL[:, queries].contiguous())
             with torch.enable_grad():
-                of_group_BLND, _lse = of_layer.again.attend(*qkv, saved=kept)
+                of_group_BLND, _lse = of_layer.attend(*qkv, saved=kept)
             del kept
             found = torch.autograd.grad(of_group_BLND, qkv, dout_BLND[:, :, queries])
             for total, part, gradient in zip(whole, parts, found, strict=True):
@@ -128,5 +134,5 @@ class _InGroups(torch.autograd.Function):
         dx_BLE, *of_weights = of_layer.plain.gradients(x_BLE, rotary, values, whole, dresidual_BLE, formed)
         # Not earlier, when the gradients need the memory of what comes from the host.
         del whole
-        of_layer.again.passed()
+        of_layer.passed()
         return dx_BLE, *(None for _ in range(6)), *of_weights, *(None for _ in of_weights)

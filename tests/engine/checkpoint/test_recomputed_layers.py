@@ -23,6 +23,7 @@ from engine.burst import METHOD
 from engine.checkpoint import recompute
 from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
 from engine.checkpoint.recompute import AttendOnce, Recompute, set_activations
+from engine.layers.head_groups import attend_in
 from engine.models.decoder import Decoder
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
@@ -219,6 +220,34 @@ def test_a_group_that_holds_its_inputs_drops_each_with_its_layer(every: int) -> 
     alive.clear()
     loss.backward()
     assert alive == [layer % every for layer in reversed(range(LAYERS))]
+
+
+@pytest.mark.parametrize("replay", ["hold", "bisect"])
+@pytest.mark.parametrize("heads_at_once", [None, 1])
+def test_what_a_group_has_saved_goes_with_its_backward(replay: Any, heads_at_once: int | None) -> None:
+    """Not with the loss, whose graph lives to the end of the step."""
+    model, _, keeper = model_with(Checkpoint(every=2, tail=0.5, offload="none", replay=replay))
+    held: list[int] = []  # as backward reaches a layer, the last one first
+
+    def watched(layer: Any) -> Any:
+        def run(*args: Any) -> Tensor:
+            out: Tensor = layer(*args)
+            if out.requires_grad:
+                out.register_hook(lambda _: held.append(held_bytes(keeper)))
+            return out
+
+        return run
+
+    for block in model.blocks:
+        block.layer = watched(block.layer)
+        block.attend_groups = heads_at_once and attend_in(heads_at_once, 2)
+    loss = loss_of(model)
+    of_layer = (INPUT_BYTES + INPUT_BYTES // SHAPE.head_dim) // 2  # half of out, which is as wide as an input, and LSE
+    of_group = INPUT_BYTES + 2 * of_layer
+    assert held_bytes(keeper) == LAYERS // 2 * of_group + INPUT_BYTES + of_layer
+    loss.backward()
+    # A shorter group ends the model. The first layer of a group is its last one in backward.
+    assert held[1::2] == [(LAYERS // 2 - passed) * of_group for passed in range(LAYERS // 2)]
 
 
 @pytest.mark.parametrize("offload", ["inputs", "all"])
