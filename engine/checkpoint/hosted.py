@@ -110,7 +110,7 @@ class HostedLayers:
     """The layers of one model that are kept whole in host memory."""
 
     def __init__(self) -> None:
-        self.store = HostStore(leaving_puts=1)
+        self.store = HostStore()
         self.places: Sequence[int] = ()
         self._before: HostedLayer | None = None  # the layer before, in the running forward, where it is one of them
 

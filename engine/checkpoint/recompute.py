@@ -342,7 +342,12 @@ class Recompute:
     ) -> Tensor:
         if not torch.is_grad_enabled():
             return layer(x_BLE, rotary, over_ranks)
-        if index % self._settings.every == 0:
+        starts = index % self._settings.every == 0
+        # What a layer puts is free one layer later, so that a copy has the time of a layer and memory does not depend
+        # on its end: its input when the next layer begins, attention's result when the next one's is there.
+        self._host.settle(1)
+        self._host.leaving_puts = 1 + (starts and self.inputs is self._host)
+        if starts:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)
         assert self._group is not None, "layers run in order"

@@ -73,10 +73,6 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 Tensors = tuple[Tensor, ...]
 
-# Puts whose copies to the host may be under way at once: the input and the attention of one layer. A tensor's memory is
-# free one layer after it was put, so a copy has the time of a whole layer and device memory does not depend on its end.
-LEAVING_PUTS = 2
-
 
 class SavedTensors(Protocol):
     """The tensors of one `put`, held by the store for as long as this object exists."""
@@ -141,12 +137,12 @@ class HostStore:
     earlier copy from and to it, without a wait on the host.
 
     Args:
-        leaving_puts: the most puts whose copies to the host may be under way at once.
+        leaving_puts: the most puts whose copies to the host may be under way at once; may change between puts.
     """
 
-    def __init__(self, leaving_puts: int = LEAVING_PUTS) -> None:
+    def __init__(self, leaving_puts: int = 1) -> None:
         self.held_bytes = 0
-        self._leaving_puts = leaving_puts
+        self.leaving_puts = leaving_puts
         self._free: dict[tuple[str, int], list[Tensor]] = {}  # by kind of device and size
         self._leaving: deque[tuple[Tensors, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -191,7 +187,7 @@ class HostStore:
     def leaving(self, tensors: Tensors, copied: torch.cuda.Event) -> None:
         """Hold `tensors` until the current stream waits for their copy, at the event `copied`."""
         self._leaving.append((tensors, copied))
-        self.settle(self._leaving_puts)
+        self.settle(self.leaving_puts)
 
     def settle(self, still_leaving: int = 0) -> None:
         """Drop tensors whose copies are under way, but for the last few: later work may use their memory."""

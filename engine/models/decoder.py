@@ -318,19 +318,20 @@ class Block(nn.Module):
         """The layer's mathematics. Pure but for `over_ranks`, which a linear layer calls for its mixer and any other
         for attention, so it may be run again to recompute activations."""
         if not self.linear:
-            return self._with_mlp(*self._attended(x_BLE, rotary, cast(AttendCall, over_ranks)))
-        mix = cast(MixCall, over_ranks)
-        x_BLE = mix.enter(x_BLE) if self.enters else x_BLE
-        x_BLE = self._with_mlp(mix(self._mixed, x_BLE), x_BLE)
-        return mix.leave(x_BLE) if self.leaves else x_BLE
-
-    def _with_mlp(self, branch_BLE: Tensor, x_BLE: Tensor) -> Tensor:
-        """The residual stream after the MLP, from the first half's branch."""
+            branch_BLE, x_BLE = self._attended(x_BLE, rotary, cast(AttendCall, over_ranks))
+        else:
+            mix = cast(MixCall, over_ranks)
+            x_BLE = mix.enter(x_BLE) if self.enters else x_BLE
+            branch_BLE = mix(self._mixed, x_BLE)
         if self.mlp is None:
-            return x_BLE + branch_BLE
-        if self.joins_sum:
-            return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
-        return self.add_mlp(self.mlp_norm, self.mlp, x_BLE + branch_BLE)
+            x_BLE = x_BLE + branch_BLE
+        elif self.joins_sum:
+            x_BLE = self.add_mlp(self.mlp_norm, self.mlp, x_BLE, branch_BLE)
+        else:
+            x_BLE = x_BLE + branch_BLE
+            del branch_BLE  # where nothing saves it: the MLP needs the memory
+            x_BLE = self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
+        return mix.leave(x_BLE) if self.linear and self.leaves else x_BLE
 
     def _attended(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> tuple[Tensor, Tensor]:
         """Attention's branch, and x."""

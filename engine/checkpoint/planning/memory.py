@@ -473,11 +473,20 @@ class MemoryModel:
             found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
         found.sort(key=lambda each: -each[0])
         forward: list[tuple[str, float, float]] = []
+        late = late_fraction(self._settings, choice.optimizer_offload)
+        for kind in self._kinds:
+            for which, place in kind.ends(0, again).items():
+                if which == "second":
+                    continue
+                alone = again == layers and self.alike
+                name = f"forward of the {which} {kind.words}{'' if alone else ' computed again'}"
+                computing = self._again_forward(choice, kind) + held.gathered_forward
+                waiting = self._waiting_in_forward(place, choice) if late else 0.0
+                forward.append((name, kept_until(place) + computing, waiting))
         for place in (hosted[-1], checkpoint.settled(layers)) if hosted else ():
             going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
-            late = late_fraction(self._settings, choice.optimizer_offload)
             waiting = self._waiting_in_forward(place, choice) if late else 0.0
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
@@ -582,6 +591,24 @@ class MemoryModel:
         run, mlp = 1 / choice.mlp_tiles, choice.checkpoint.mlp
         formed = max((1 + self._gates) * min(run, 1 - mlp), min(run, mlp))
         return (0.0 if least or not kind.mlp else formed * self._mlp_state) + 2 * self._state
+
+    def _again_forward(self, choice: MemorySettings, kind: _Kind) -> float:
+        """The forward of a layer that is computed again, beyond what is kept of it: the larger of its mixer's and its
+        MLP's. Attention's results that go to the host leave until those of the next layer are there."""
+        checkpoint = choice.checkpoint
+        given = (
+            0.0 if checkpoint.every == 1 and checkpoint.offload == "none" else self._state
+        )  # its input, where not kept
+        leaving = checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
+        if kind.linear:
+            mixer = self._mixer.saved
+        else:
+            mixer = self._query + self._keys + self._expanded / 2 + self._gated
+            mixer += 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
+            mixer += min(self._keys, self._received_beside(checkpoint))
+        # Beside its input and its output, and in tiles one run's: of the first matrices and of what the last one takes.
+        mlp = 2 * self._state + (1 + self._gates) * self._mlp_state / choice.mlp_tiles if kind.mlp else 0.0
+        return given + leaving + max(mixer, mlp)
 
     def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's."""
