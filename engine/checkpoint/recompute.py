@@ -295,6 +295,8 @@ def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute 
     recompute = Recompute(settings, layers=again, with_attention=sum(not block.linear for block in blocks[:again]))
     for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
+    if again < len(blocks):
+        blocks[again].activations = recompute.after
     if hosted:
         recompute.hosted.set_activations(blocks, hosted, settled=settings.settled(len(blocks)))
     return recompute
@@ -333,6 +335,12 @@ class Recompute:
         if counts:
             self._host.reserve(counts, device)
 
+    def after(self, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall) -> Tensor:
+        """The activations of the layer that follows them and is kept whole: copies to the host had its time."""
+        out_BLE = layer(x_BLE, rotary, over_ranks)
+        self._host.settle()
+        return out_BLE
+
     def of_layer(self, index: int, block: Block) -> Activations:
         """The activations of layer `index`, whose parameters are those of `block`."""
         return partial(self._run, index, block)
@@ -345,8 +353,9 @@ class Recompute:
         starts = index % self._settings.every == 0
         # What a layer puts is free one layer later, so that a copy has the time of a layer and memory does not depend
         # on its end: its input when the next layer begins, attention's result when the next one's is there.
-        self._host.settle(1)
-        self._host.leaving_puts = 1 + (starts and self.inputs is self._host)
+        of_attention = int(self.attention is self._host and self._settings.tail > 0)
+        self._host.settle(of_attention)
+        self._host.leaving_puts = of_attention + (starts and self.inputs is self._host)
         if starts:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)

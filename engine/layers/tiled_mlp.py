@@ -128,6 +128,7 @@ class _TiledMLP(torch.autograd.Function):
             torch.add(total_TE[tokens], products.output(hidden, down), out=out_TE[tokens])
             if tokens.start >= cut:
                 saved += projected_TF
+            del projected_TF, hidden  # before the next run's are formed
         ctx.save_for_backward(*([total_TE, *values] if saver is None else []), *saved)
         return out_BLE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from dataclasses import dataclass
@@ -18,14 +19,19 @@ from engine.attention import op, plan
 from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
+from engine.attention.kernels.fa4 import kv_heads_at_once
 from engine.burst import METHOD
 from engine.checkpoint.planning.memory import MemoryModel
 from engine.checkpoint.planning.memory_settings import memory_settings_of
+from engine.checkpoint.recompute import Recompute
 from engine.linear import kernels
+from engine.memory.offload import HostStore
 from engine.models.decoder import Decoder
+from engine.ops import products
 from engine.parallelize import set_layers
 from engine.settings import Checkpoint, TrialSettings
 from engine.shape import ModelShape
+from harness.spec.models import named_model
 from tests.engine.live_bytes import LiveBytes, SavesInputs
 from tests.slow import slow
 
@@ -156,11 +162,73 @@ def test_groups_of_heads_hold_what_the_planner_counts(kv_heads: int) -> None:
         settings = trial(Checkpoint(offload=offload), kv_heads=kv_heads)
         grouped = dataclasses.replace(settings, head_groups=kv_heads)
         model, choice = MemoryModel(grouped), memory_settings_of(grouped)
-        model._attention_sums = 0.0  # a kernel's own, not made here
+        model._sums = 0.0  # a kernel's own, not made here
         counted = (model._layer(choice, model._kinds[0], 0.0) + model._kept(choice.checkpoint)[1]) / model._state
         assert peak_of(grouped) == pytest.approx(counted, abs=0.5)
         # Of four groups the sums of a kernel are a fourth as well; of two, all else is hardly less than of one.
         assert kv_heads == 2 or peak_of(settings) > peak_of(grouped) + 0.5
+
+
+class Stream:
+    """A stream of a GPU whose copies are done at once. What leaves is held as it is there."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostStore, "copies", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+
+
+@pytest.mark.parametrize("of_mlp", [{"ffn": 64}, {"ffn": 512, "mlp_tiles": 4}], ids=str)
+@pytest.mark.parametrize("whole", [0, 1])
+@pytest.mark.parametrize(
+    "changes", [{}, {"every": 4}, {"tail": 0.0}, {"offload": "inputs"}, {"offload": "inputs", "every": 4}], ids=str
+)
+def test_a_forward_holds_what_the_planner_counts(
+    changes: dict[str, Any], whole: int, of_mlp: dict[str, int], copying: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a layer's own tensors no more than attention's result of the layer before, which leaves for the host, and
+    of its MLP no more than one run."""
+    monkeypatch.setattr(products, "swiglu", lambda gate, up: torch.empty_like(gate))  # one kernel
+    settings = trial(Checkpoint(**{"offload": "all", "whole_layers": whole} | changes), kv_heads=1, ffn=of_mlp["ffn"])
+    settings = dataclasses.replace(settings, mlp_tiles=of_mlp.get("mlp_tiles", TILES))
+    model = Decoder(settings.model).bfloat16()
+    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
+    counted, choice = MemoryModel(settings), memory_settings_of(settings)
+    [kind], again = counted._kinds, len(model.blocks) - whole
+    _, attention, _ = counted._kept(settings.checkpoint)
+    half = settings.model.rotated_dim // 2
+    with LiveBytes() as live:
+        x_BLE = model.embedding(torch.randint(settings.model.vocab, (1, TOKENS)))
+        rotary = torch.ones(TOKENS, half), torch.zeros(TOKENS, half)
+        for place, block in enumerate(model.blocks):
+            live.peak = live.now
+            x_BLE = block(x_BLE, rotary)
+            if 0 < place < again:
+                kept = attention * (place + 1) / again + 2 * rotary[0].nbytes
+                assert live.peak == pytest.approx(counted._again_forward(choice, kind) + kept, rel=0.06), place
+    assert isinstance(keeper, Recompute)
+    assert len(keeper._host._leaving) <= (0 if whole else 2)
+
+
+def test_the_sums_of_a_kernel_are_those_of_the_heads_that_it_takes_at_once() -> None:
+    shape = named_model("1b")
+    for tokens, at_once in ((1 << 16, 8), (1 << 18, 8), (1 << 19, 4), (1 << 20, 2), (1 << 22, 1)):
+        q_BLND = torch.empty(1, tokens, shape.heads, shape.head_dim, device="meta", dtype=torch.bfloat16)
+        assert kv_heads_at_once(q_BLND, shape.kv_heads) == at_once
+        model = MemoryModel(TrialSettings(task="train", method="burst", model=shape, seq_len=tokens, dtype="bf16"))
+        of_head = 4.0 * tokens * shape.head_dim * (shape.heads / shape.kv_heads + 2)  # fp32: of dQ, dK and dV
+        assert model._sums_of(shape.kv_heads) == at_once * of_head
+        assert model._sums_of(1) == of_head
 
 
 LATENT = {"head_dim": 24, "kv_latent": 24, "rope_dim": 8, "value_dim": 16}
@@ -170,8 +238,8 @@ def test_a_layer_of_a_latent_holds_what_the_planner_counts() -> None:
     """Keys and values of all heads, and their gradients, are there once, while they are used."""
     settings = trial(Checkpoint(every=1, tail=0, offload="inputs", replay="bisect"), **LATENT)
     model = MemoryModel(settings)
+    model._sums = 0.0  # a kernel's own, not made here
     counted = model._layer(memory_settings_of(settings), model._kinds[0], 0.0)
-    counted -= model._attention_sums  # a kernel's own, not made here
     assert peak_of(settings) == pytest.approx(counted / (TOKENS * settings.model.hidden * 2), abs=0.5)
 
 

@@ -274,13 +274,10 @@ class MemoryModel:
         self._by_offload = tuple(
             whole if keeps_whole(settings, optimizer_offload=offload) else sharded for offload in (False, True)
         )
-        # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward; of
-        # long tiles it takes some heads at a time (engine.attention.kernels.fa4).
-        self._attention_sums = 0.0
+        # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward.
+        self._sums = 0.0
         if settings.dtype == "bf16":
-            self._attention_sums = min(2 * self._query, _KERNEL_SUMS)
-            if shape.kv_heads < shape.heads:
-                self._attention_sums += 2 * self._keys
+            self._sums = 2 * self._query + (2 * self._keys if shape.kv_heads < shape.heads else 0.0)
         # A head that is not fused frees its logits in the inputs' dtype before it takes wider ones, which need larger
         # blocks: the allocator keeps these as they are.
         narrow = not self._fused and item < 4
@@ -339,6 +336,10 @@ class MemoryModel:
     def _of_optimizer_on_host(self, choice: MemorySettings) -> float:
         """Of the same moments, and gradients that come beside them."""
         return (self._states + self._parameters * choice.gradient_offload) * self._away(choice)
+
+    def updates_wait(self, choice: MemorySettings) -> bool:
+        """Whether updates of the step before run in forward, which holds gradients until then."""
+        return late_fraction(self._settings, choice.optimizer_offload) > 0
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
         """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
@@ -419,9 +420,14 @@ class MemoryModel:
         held = self._by_offload[bool(choice.optimizer_offload)]
         again = checkpoint.layers_again(layers)
         below = inputs + attention
-        # By what records allocated: copies to the host hold a hidden state until layers are computed again, then copies
-        # back do. Those for groups of heads begin when the layer before is done.
-        leaving = self._state if again and checkpoint.offload == "all" else 0.0
+        # What the last layer put leaves until backward, where no other layer follows. Then a hidden state comes back
+        # while attention's gradients are formed, by what records allocated; not in groups of heads, where copies begin
+        # when the layer before is done.
+        leaving = 0.0
+        if again == layers and checkpoint.offload != "none":
+            leaving += self._state if (again - 1) % checkpoint.every == 0 else 0.0
+            leaving += checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
+        coming = self._state if again and checkpoint.offload == "all" else 0.0
         saved = [self._saved_whole(choice, kind) for kind in self._kinds]
         hosted = checkpoint.hosted(layers) if checkpoint.host_layers else ()
         hosted_of = [kind.among(hosted) for kind in self._kinds]
@@ -454,8 +460,9 @@ class MemoryModel:
             if is_whole:
                 part, kept, peak = " kept whole", saved_until, self._whole_layer(choice, kind, held.mlp_sums, least)
             else:
-                part, kept, peak = " computed again", kept_until, self._layer(choice, kind, held.mlp_sums)
-                peak += leaving if choice.head_groups == 1 or kind.linear else 0.0  # of copies back
+                part, kept = " computed again", kept_until
+                beside = coming if choice.head_groups == 1 or kind.linear else 0.0
+                peak = self._layer(choice, kind, held.mlp_sums, beside)
             for which, place in ends.items():
                 told = again in (0, layers) or place == (layers - 1 if which == "last" else 0)
                 name = f"backward of the {which} {kind.words}{'' if told else part}"
@@ -473,7 +480,7 @@ class MemoryModel:
             found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
         found.sort(key=lambda each: -each[0])
         forward: list[tuple[str, float, float]] = []
-        late = late_fraction(self._settings, choice.optimizer_offload)
+        late = self.updates_wait(choice)
         for kind in self._kinds:
             for which, place in kind.ends(0, again).items():
                 if which == "second":
@@ -513,10 +520,12 @@ class MemoryModel:
 
     def _waiting_in_forward(self, layer: int, choice: MemorySettings) -> float:
         """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
-        the next layer; and the buffers of updates (`engine.memory.moments`)."""
+        the next layer, where their moments are in host memory, as those of the last ones are; and the buffers of
+        updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers:
             return 0.0
         gradients = self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
+        gradients = min(gradients, self._away(choice) * self._parameters)
         return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
 
     def _buffers(self, choice: MemorySettings) -> float:
@@ -587,9 +596,10 @@ class MemoryModel:
         return next(kind for kind in self._kinds if place in kind.places)
 
     def _whole_forward(self, choice: MemorySettings, kind: _Kind, least: bool) -> float:
-        """The forward of such a layer beyond its saved tensors: a run of its MLP, the branch and the output."""
+        """The forward of such a layer beyond its saved tensors: a run of its MLP, the branch and the output. Runs whose
+        first products are saved come last."""
         run, mlp = 1 / choice.mlp_tiles, choice.checkpoint.mlp
-        formed = max((1 + self._gates) * min(run, 1 - mlp), min(run, mlp))
+        formed = max((1 + self._gates) * min(run, 1 - mlp) - self._gates * mlp, min(run, mlp))
         return (0.0 if least or not kind.mlp else formed * self._mlp_state) + 2 * self._state
 
     def _again_forward(self, choice: MemorySettings, kind: _Kind) -> float:
@@ -603,11 +613,14 @@ class MemoryModel:
         if kind.linear:
             mixer = self._mixer.saved
         else:
-            mixer = self._query + self._keys + self._expanded / 2 + self._gated
-            mixer += 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
-            mixer += min(self._keys, self._received_beside(checkpoint))
+            heads = self._query + self._keys
+            formed = heads + (self._state + heads) / choice.projection_tiles  # before and after their rotation
+            out = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
+            attending = self._expanded / 2 + self._gated + out + min(self._keys, self._received_beside(checkpoint))
+            mixer = max(formed, heads + attending)
         # Beside its input and its output, and in tiles one run's: of the first matrices and of what the last one takes.
-        mlp = 2 * self._state + (1 + self._gates) * self._mlp_state / choice.mlp_tiles if kind.mlp else 0.0
+        of_run = self._state + (1 + self._gates) * self._mlp_state
+        mlp = 2 * self._state + of_run / choice.mlp_tiles if kind.mlp else 0.0
         return given + leaving + max(mixer, mlp)
 
     def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
@@ -627,8 +640,8 @@ class MemoryModel:
             held += mlp_sums + self._cast_sum
         if least:
             held = 0.0
-        # Gradients before and after, the normed states and their gradient.
-        of_mlp = 4 * self._state + held if kind.mlp else 0.0
+        # Gradients before and after; of a run the normed states and their gradient.
+        of_mlp = 2 * (1 + max(again, saved)) * self._state + held if kind.mlp else 0.0
         return max(of_mlp, self._in_mixer(choice, kind))
 
     def _in_mixer(self, choice: MemorySettings, kind: _Kind) -> float:
@@ -637,11 +650,11 @@ class MemoryModel:
         if kind.linear:
             return self._state + self._mixer.gradients
         gradients = self._state + self._query + self._output + self._keys + self._expanded
-        return gradients + self._attention_sums + self._received_beside(choice.checkpoint)
+        return gradients + self._sums_of(self._shape.kv_heads) + self._received_beside(choice.checkpoint)
 
-    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float) -> float:
+    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, coming: float = 0.0) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and the
-        mixer's."""
+        mixer's, during which bytes are `coming` from the host."""
         checkpoint = choice.checkpoint
         inputs = 0.0
         if checkpoint.every > 1 or checkpoint.offload != "none":
@@ -656,7 +669,7 @@ class MemoryModel:
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
         elif choice.mlp_tiles > 1 or self._casts:
             of_all = (1 + self._gates) * self._mlp_state + self._casts_of_run + 5 * self._numbers
-            mlp = of_all / choice.mlp_tiles + self._casts
+            mlp = (of_all + 2 * self._state) / choice.mlp_tiles + self._casts
             mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state
@@ -664,7 +677,7 @@ class MemoryModel:
         if not kind.mlp:
             mlp = 0.0
         if kind.linear:
-            return inputs + self._mixer.saved + max(mlp, self._in_mixer(choice, kind))
+            return inputs + self._mixer.saved + max(mlp, self._in_mixer(choice, kind) + coming)
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
         if choice.head_groups > 1:
             # Of all heads the output's gradient, those of q, k and v, and the residual's. Then the output is gone, in
@@ -679,17 +692,21 @@ class MemoryModel:
         held = self._query + self._keys + self._gated + self._between * len(self._adapted)
         if choice.projection_tiles == 1:
             held += self._state  # normed
-        return inputs + held + max(output + mlp, self._in_mixer(choice, kind))
+        return inputs + held + max(output + mlp, self._in_mixer(choice, kind) + coming)
 
     def _of_group(self, head_groups: int) -> float:
         """What backward forms of one group of heads: queries, keys and values, their gradients, the output and its
         gradient side by side, and the kernel's sums."""
-        share = heads_at_once(self._shape.kv_heads, head_groups) / self._shape.kv_heads
-        formed = share * (2 * self._query + 2 * self._keys + 2 * self._output)
-        if not self._attention_sums:
-            return formed
-        shared = self._shape.kv_heads < self._shape.heads
-        return formed + min(2 * share * self._query, _KERNEL_SUMS) + (2 * share * self._keys if shared else 0.0)
+        heads = heads_at_once(self._shape.kv_heads, head_groups)
+        share = heads / self._shape.kv_heads
+        return share * (2 * self._query + 2 * self._keys + 2 * self._output) + self._sums_of(heads)
+
+    def _sums_of(self, kv_heads: int) -> float:
+        """A kernel's sums in the backward of so many KV heads: of long tiles it takes some of them at a time
+        (`engine.attention.kernels.fa4.kv_heads_at_once`)."""
+        per_head = 2 * self._query / self._shape.kv_heads
+        calls = -(-kv_heads // max(1, min(kv_heads, int(_KERNEL_SUMS // per_head))))
+        return -(-kv_heads // calls) / self._shape.kv_heads * self._sums
 
     def _head(self, tiles: int, held: _OfParameters) -> float:
         """Weight and its gradients, the logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head

@@ -384,11 +384,13 @@ def _same_without_groups(problem: PlanningProblem, frame: MemorySettings, whole:
 
     Groups lower the moments of layers with attention that are computed again. Where another moment is the fullest with
     the least of tail and MLP it stays so with more, of which it holds at least as much; but for that of a linear layer,
-    which no tail adds to."""
+    which no tail adds to, and that of the first layer's forward, which is fuller than the last one's where gradients
+    wait for their updates."""
     if frame.head_groups == problem.compared.head_groups[0]:
         return False
     tails, mlp = problem.compared.tail, problem.compared.mlp[-1]
-    least = (problem.with_kept(frame, whole, tail, mlp) for tail in (tails[-1:] if problem.memory.alike else tails))
+    grows = problem.memory.alike and not problem.memory.updates_wait(frame)
+    least = (problem.with_kept(frame, whole, tail, mlp) for tail in (tails[-1:] if grows else tails))
     alone = problem.compared.head_groups[0]
     return all(problem.memory.of(each) == problem.memory.of(replace(each, head_groups=alone)) for each in least)
 
@@ -475,13 +477,21 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
         numbers = problem.whole_layers(frame)
         return share(least(frame, {numbers[0], numbers[-1]}))
 
+    def of_middle(frame: MemorySettings) -> float:
+        return share(problem.with_kept(frame, problem.layers, 1.0, mlps[len(mlps) // 2], problem.numbers_hosted[-1]))
+
     nearest = heapq.nsmallest(_NEAREST, problem.frames(), key=of_ends)
     found = min((least(frame, problem.whole_layers(frame)) for frame in nearest), key=share)
-    again = found.checkpoint.layers_again(problem.layers)
-    hosted = () if again else problem.numbers_hosted[:: max(1, problem.layers // _HOSTED_TRIED)]
-    kept = itertools.product(reversed(mlps), {found.checkpoint.host_layers, *hosted})
-    others = (replace(found, checkpoint=replace(found.checkpoint, mlp=mlp, host_layers=each)) for mlp, each in kept)
-    return min(others, key=share) if again < problem.layers else found
+    nearest = heapq.nsmallest(_NEAREST, filter(problem.hosts, problem.frames()), key=of_middle)
+    hosting = [problem.with_kept(frame, problem.layers, 1.0, mlps[-1], problem.numbers_hosted[-1]) for frame in nearest]
+    tried = [found]
+    for start in (found, *hosting):
+        again = start.checkpoint.layers_again(problem.layers)
+        hosted = () if again else problem.numbers_hosted[:: max(1, problem.layers // _HOSTED_TRIED)]
+        for mlp, each in itertools.product(mlps, {start.checkpoint.host_layers, *hosted}):
+            if again < problem.layers:
+                tried.append(replace(start, checkpoint=replace(start.checkpoint, mlp=mlp, host_layers=each)))
+    return min(tried, key=share)
 
 
 def _mlps(
