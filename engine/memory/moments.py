@@ -276,6 +276,8 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 continue
             most = PIECE_ELEMENTS if offloaded else MOST_ELEMENTS
             gradient = local_shard(parameter.grad).contiguous() if taken is None else taken
+            if offloaded and taken is None and parameter.ndim < 2:
+                gradient = gradient.clone()  # FSDP2 forms those of a layer in one tensor, which lives with each of them
             own = (local_shard(parameter.detach()), gradient)
             parts = (local_shard(part) for name, part in state.items() if name != "step")
             flat = [each.view(-1) for each in (*own, *parts)]

@@ -480,21 +480,22 @@ class MemoryModel:
             found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
         found.sort(key=lambda each: -each[0])
         forward: list[tuple[str, float, float]] = []
-        late = self.updates_wait(choice)
         for kind in self._kinds:
-            for which, place in kind.ends(0, again).items():
+            places = kind.ends(0, again)
+            for which, place in places.items():
                 if which == "second":
                     continue
                 alone = again == layers and self.alike
                 name = f"forward of the {which} {kind.words}{'' if alone else ' computed again'}"
                 computing = self._again_forward(choice, kind) + held.gathered_forward
-                waiting = self._waiting_in_forward(place, choice) if late else 0.0
-                forward.append((name, kept_until(place) + computing, waiting))
-        for place in (hosted[-1], checkpoint.settled(layers)) if hosted else ():
-            going = hosted[-2:-1] if place == hosted[-1] else hosted[-1:]  # has not left yet
+                forward.append((name, kept_until(place) + computing, self._waiting_in_forward(place, choice)))
+        settled = checkpoint.settled(layers) if hosted else 0
+        fullest = {hosted[-1], settled, max(again, min(settled, self._fewer_wait(choice)))} if hosted else ()
+        for place in sorted(fullest):
+            going = hosted[: bisect_left(hosted, place)][-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
-            waiting = self._waiting_in_forward(place, choice) if late else 0.0
+            waiting = self._waiting_in_forward(place, choice)
             forward.append((f"forward of layer {place + 1}", saved_until(place) + before + computing, waiting))
         return [
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
@@ -520,13 +521,18 @@ class MemoryModel:
 
     def _waiting_in_forward(self, layer: int, choice: MemorySettings) -> float:
         """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
-        the next layer, where their moments are in host memory, as those of the last ones are; and the buffers of
-        updates (`engine.memory.moments`)."""
-        if layer + 1 == self._layers:
+        the next layer, of layers with moments in host memory, which are the last ones; and the buffers of updates
+        (`engine.memory.moments`)."""
+        if layer + 1 == self._layers or not self.updates_wait(choice):
             return 0.0
         gradients = self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
-        gradients = min(gradients, self._away(choice) * self._parameters)
+        gradients = min(gradients, self._away(choice) * self._parameters + self._layer_gradient)
         return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
+
+    def _fewer_wait(self, choice: MemorySettings) -> int:
+        """The first layer in whose forward fewer gradients wait than before, counted from 0."""
+        late = self._away(choice) * self._parameters - self._head_gradient
+        return min(max(0, self._layers - 2 - int(late / self._layer_gradient)), self._layers - 1)
 
     def _buffers(self, choice: MemorySettings) -> float:
         """What passes through the GPU at once of states in host memory, and of gradients there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from unittest import mock
@@ -23,6 +24,7 @@ from engine.burst import METHOD
 from engine.combinations import combination_unsupported_reason
 from engine.distributed import arrange
 from engine.memory.moments import PiecewiseAdamW, _Pass, _Piece
+from engine.memory.offload import local_shard
 from engine.optimizer import clip_and_step
 from engine.settings import Checkpoint, Steps, TrialSettings
 from engine.shape import ModelShape
@@ -224,6 +226,33 @@ def test_gradients_are_held_until_the_forward_reaches_their_part(waiting: Waitin
         part(torch.ones(1, 4))
         held.append(sum(len(each.pieces) for each in optimizer._running))
     assert held == [2, 0, 0]  # of the third part a weight and a bias; none when its forward begins
+
+
+@pytest.mark.parametrize(("offload", "layers"), [(0.1, 1), (0.5, 2)])
+def test_gradients_whose_updates_are_over_do_not_wait_with_others(offload: float, layers: int) -> None:
+    """Vectors have moments in host memory before matrices do, and FSDP2 gives the gradients of a layer one tensor."""
+    [(found, hosted)] = run_on_ranks(1, held_after_a_step, dataclasses.replace(SETTINGS, optimizer_offload=offload))
+    assert hosted == layers
+    assert found <= layers
+
+
+def held_after_a_step(settings: TrialSettings) -> tuple[int, int]:
+    """Layers whose tensor of gradients lives when a step has ended, and those with a matrix in host memory."""
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    step, held = task.optimizer.step, list[weakref.ref[torch.UntypedStorage]]()
+
+    def watched() -> None:
+        for block in task.model.blocks:
+            held.append(weakref.ref(local_shard(block.attention.q.weight.grad).untyped_storage()))
+        step()
+
+    with mock.patch.object(task.optimizer, "step", watched), mock.patch.object(PiecewiseAdamW, "_pass_through", late):
+        task.step(0)
+    blocks = [
+        [each in task.optimizer._offloaded for each in block.parameters() if each.ndim > 1]
+        for block in task.model.blocks
+    ]
+    return sum(each() is not None for each in held), sum(map(any, blocks))
 
 
 REFUSED = {
