@@ -476,6 +476,22 @@ def late_fraction(settings: TrialSettings, offload: bool | float) -> float:
 
 @cache
 def _hosted_fraction(model: ModelShape, fraction: float) -> float:
-    sizes = list(model.parameter_sizes().values())
-    ordered = [math.prod(size) for size in sorted(sizes, key=lambda size: len(size) < 2)]  # as the optimizer has them
-    return sum(ordered[place] for place in places_hosted(ordered, fraction)) / sum(ordered)
+    sizes = model.parameter_sizes()
+    return sum(math.prod(sizes[name]) for name in _hosted_names(model, fraction)) / sum(map(math.prod, sizes.values()))
+
+
+@cache
+def _hosted_names(model: ModelShape, fraction: float) -> frozenset[str]:
+    """The parameters of `places_hosted`."""
+    ordered = sorted(model.parameter_sizes().items(), key=lambda named: len(named[1]) < 2)  # as the optimizer has them
+    places = places_hosted([math.prod(size) for _, size in ordered], fraction)
+    return frozenset(ordered[place][0] for place in places)
+
+
+@cache
+def parts_hosted(model: ModelShape, fraction: float) -> tuple[tuple[int, ...], bool]:
+    """The layers, counted from 0, that have a matrix with moments in host memory, and whether the LM head has: all
+    gradients of such a part wait for its update (`engine.memory.moments`)."""
+    sizes = model.parameter_sizes()
+    matrices = [name.split(".") for name in _hosted_names(model, fraction) if len(sizes[name]) > 1]
+    return tuple(sorted({int(parts[1]) for parts in matrices if parts[0] == "blocks"})), ["head", "weight"] in matrices

@@ -295,10 +295,10 @@ def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute 
     recompute = Recompute(settings, layers=again, with_attention=sum(not block.linear for block in blocks[:again]))
     for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
-    if again < len(blocks):
-        blocks[again].activations = recompute.after
     if hosted:
         recompute.hosted.set_activations(blocks, hosted, settled=settings.settled(len(blocks)))
+    if 0 < again < len(blocks):
+        blocks[again].activations = partial(recompute.after, blocks[again].activations)
     return recompute
 
 
@@ -317,6 +317,7 @@ class Recompute:
         self.hosted = HostedLayers()
         self._settings, self._layers, self._with_attention = settings, layers, with_attention
         self._group: LayerGroup | None = None  # to which the running forward adds layers
+        self._of_attention = 0  # puts of attention's result in the layer that ran last
 
     def reserve(self, input_bytes: int, attention_bytes: Iterable[int], device: torch.device) -> None:
         """Lock host memory for what a step saves at once, where it is offloaded.
@@ -335,9 +336,12 @@ class Recompute:
         if counts:
             self._host.reserve(counts, device)
 
-    def after(self, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall) -> Tensor:
-        """The activations of the layer that follows them and is kept whole: copies to the host had its time."""
-        out_BLE = layer(x_BLE, rotary, over_ranks)
+    def after(
+        self, own: Activations, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, over_ranks: Attend | MixCall
+    ) -> Tensor:
+        """The activations of the layer that follows them and is kept whole, beside its `own`: copies to the host had
+        its time."""
+        out_BLE = own(layer, x_BLE, rotary, over_ranks)
         self._host.settle()
         return out_BLE
 
@@ -353,9 +357,10 @@ class Recompute:
         starts = index % self._settings.every == 0
         # What a layer puts is free one layer later, so that a copy has the time of a layer and memory does not depend
         # on its end: its input when the next layer begins, attention's result when the next one's is there.
-        of_attention = int(self.attention is self._host and self._settings.tail > 0)
-        self._host.settle(of_attention)
-        self._host.leaving_puts = of_attention + (starts and self.inputs is self._host)
+        self._host.settle(self._of_attention)
+        self._of_attention = int(self.attention is self._host and self._settings.tail > 0 and not block.linear)
+        # At least one: the puts of a backward, each of which has the time of a layer too.
+        self._host.leaving_puts = max(1, self._of_attention + (starts and self.inputs is self._host))
         if starts:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)

@@ -220,6 +220,24 @@ def test_a_forward_holds_what_the_planner_counts(
     assert len(keeper._host._leaving) <= (0 if whole else 2)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"every": 4, "offload": "inputs", "replay": "bisect"}, {"host_layers": 1}], ids=str
+)
+def test_a_backward_waits_for_no_copy_of_its_own_and_finds_those_of_forward_over(
+    changes: dict[str, Any], copying: None
+) -> None:
+    settings = trial(Checkpoint(**{"offload": "all", "whole_layers": 2} | changes), kv_heads=1)
+    model = Decoder(settings.model).bfloat16()
+    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
+    x_BLE = model.embedding(torch.randint(settings.model.vocab, (1, TOKENS)))
+    half = settings.model.rotated_dim // 2
+    for block in model.blocks:
+        x_BLE = block(x_BLE, (torch.ones(TOKENS, half), torch.zeros(TOKENS, half)))
+    assert isinstance(keeper, Recompute)
+    assert not keeper._host._leaving
+    assert keeper._host.leaving_puts >= 1
+
+
 def test_the_sums_of_a_kernel_are_those_of_the_heads_that_it_takes_at_once() -> None:
     shape = named_model("1b")
     for tokens, at_once in ((1 << 16, 8), (1 << 18, 8), (1 << 19, 4), (1 << 20, 2), (1 << 22, 1)):

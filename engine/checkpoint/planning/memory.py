@@ -23,6 +23,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -42,6 +43,7 @@ from engine.settings import (
     hosted_fraction,
     keeps_whole,
     late_fraction,
+    parts_hosted,
 )
 from engine.shape import ModelShape
 
@@ -489,9 +491,12 @@ class MemoryModel:
                 name = f"forward of the {which} {kind.words}{'' if alone else ' computed again'}"
                 computing = self._again_forward(choice, kind) + held.gathered_forward
                 forward.append((name, kept_until(place) + computing, self._waiting_in_forward(place, choice)))
-        settled = checkpoint.settled(layers) if hosted else 0
-        fullest = {hosted[-1], settled, max(again, min(settled, self._fewer_wait(choice)))} if hosted else ()
-        for place in sorted(fullest):
+        fullest: Iterable[int] = ()
+        if hosted:
+            settled = checkpoint.settled(layers)
+            waits = self.updates_wait(choice) and not choice.gradient_offload  # the fewer, the later the layer
+            fullest = range(again, settled + 1) if waits else sorted({hosted[-1], settled})
+        for place in fullest:
             going = hosted[: bisect_left(hosted, place)][-1:]  # has not left yet
             before = sum(self._saved_whole(choice, self._kind(each)) for each in going)
             computing = self._whole_forward(choice, self._kind(place), least) + held.gathered_forward
@@ -520,19 +525,16 @@ class MemoryModel:
         return min(gradients, (1 - self._away(choice)) * gradients + leaving)
 
     def _waiting_in_forward(self, layer: int, choice: MemorySettings) -> float:
-        """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those after
-        the next layer, of layers with moments in host memory, which are the last ones; and the buffers of updates
-        (`engine.memory.moments`)."""
+        """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those of parts
+        after the next layer with moments in host memory; and the buffers of updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers or not self.updates_wait(choice):
             return 0.0
-        gradients = self._head_gradient + (self._layers - 2 - layer) * self._layer_gradient
-        gradients = min(gradients, self._away(choice) * self._parameters + self._layer_gradient)
+        layers, head = tuple(range(self._layers)), True
+        if self._settings.lora is None:
+            layers, head = parts_hosted(self._shape, float(choice.optimizer_offload))
+        later = len(layers) - bisect_left(layers, layer + 2)
+        gradients = self._head_gradient * head + later * self._layer_gradient
         return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
-
-    def _fewer_wait(self, choice: MemorySettings) -> int:
-        """The first layer in whose forward fewer gradients wait than before, counted from 0."""
-        late = self._away(choice) * self._parameters - self._head_gradient
-        return min(max(0, self._layers - 2 - int(late / self._layer_gradient)), self._layers - 1)
 
     def _buffers(self, choice: MemorySettings) -> float:
         """What passes through the GPU at once of states in host memory, and of gradients there."""
@@ -612,9 +614,8 @@ class MemoryModel:
         """The forward of a layer that is computed again, beyond what is kept of it: the larger of its mixer's and its
         MLP's. Attention's results that go to the host leave until those of the next layer are there."""
         checkpoint = choice.checkpoint
-        given = (
-            0.0 if checkpoint.every == 1 and checkpoint.offload == "none" else self._state
-        )  # its input, where not kept
+        kept = checkpoint.every == 1 and checkpoint.offload == "none"
+        given = 0.0 if kept else self._state  # its input
         leaving = checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
         if kind.linear:
             mixer = self._mixer.saved
@@ -647,7 +648,8 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after; of a run the normed states and their gradient.
-        of_mlp = 2 * (1 + max(again, saved)) * self._state + held if kind.mlp else 0.0
+        of_run = 0.0 if least else max(again, saved)
+        of_mlp = 2 * (1 + of_run) * self._state + held if kind.mlp else 0.0
         return max(of_mlp, self._in_mixer(choice, kind))
 
     def _in_mixer(self, choice: MemorySettings, kind: _Kind) -> float:

@@ -328,8 +328,8 @@ def cheapest(problem: PlanningProblem) -> MemorySettings | None:
 
 def _least_again(problem: PlanningProblem, frames: Sequence[MemorySettings], least: float) -> float:
     """Seconds that every choice of `frames`, which differ in moments on the host alone, adds at least beyond their
-    `fixed`: those of the most moments there, which leave the most room. Infinite where no choice adds less than `least`
-    in all."""
+    `fixed`: those of the most moments there, which leave the most room, since the moments of a parameter take more than
+    its gradient, which waits for them. Infinite where no choice adds less than `least` in all."""
     fixed = problem.cost.fixed
     if len(frames) < 2:
         return 0.0
