@@ -488,10 +488,17 @@ def _hosted_names(model: ModelShape, fraction: float) -> frozenset[str]:
     return frozenset(ordered[place][0] for place in places)
 
 
+def parts_hosted(settings: TrialSettings, offload: bool | float) -> tuple[tuple[int, ...], bool]:
+    """The layers, counted from 0, that have a matrix with moments in host memory where `optimizer_offload` is
+    `offload`, and whether the LM head has: all gradients of such a part wait for its update (`engine.memory.moments`).
+    Adapters are small, and counted as if all were there."""
+    if settings.lora is not None:
+        return tuple(range(settings.model.layers)), False
+    return _parts_hosted(settings.model, float(offload))
+
+
 @cache
-def parts_hosted(model: ModelShape, fraction: float) -> tuple[tuple[int, ...], bool]:
-    """The layers, counted from 0, that have a matrix with moments in host memory, and whether the LM head has: all
-    gradients of such a part wait for its update (`engine.memory.moments`)."""
+def _parts_hosted(model: ModelShape, fraction: float) -> tuple[tuple[int, ...], bool]:
     sizes = model.parameter_sizes()
     matrices = [name.split(".") for name in _hosted_names(model, fraction) if len(sizes[name]) > 1]
     return tuple(sorted({int(parts[1]) for parts in matrices if parts[0] == "blocks"})), ["head", "weight"] in matrices

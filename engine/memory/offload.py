@@ -135,14 +135,11 @@ class HostStore:
 
     One stream runs all copies of a device, in both directions. A reused buffer is therefore written only after every
     earlier copy from and to it, without a wait on the host.
-
-    Args:
-        leaving_puts: the most puts whose copies to the host may be under way at once; may change between puts.
     """
 
-    def __init__(self, leaving_puts: int = 1) -> None:
+    def __init__(self) -> None:
         self.held_bytes = 0
-        self.leaving_puts = leaving_puts
+        self.leaving_puts = 1  # the most whose copies to the host may be under way at once; may change between puts
         self._free: dict[tuple[str, int], list[Tensor]] = {}  # by kind of device and size
         self._leaving: deque[tuple[Tensors, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -331,7 +331,7 @@ class Block(nn.Module):
             x_BLE = x_BLE + branch_BLE
             del branch_BLE  # where nothing saves it: the MLP needs the memory
             x_BLE = self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
-        return mix.leave(x_BLE) if self.linear and self.leaves else x_BLE
+        return mix.leave(x_BLE) if self.leaves else x_BLE
 
     def _attended(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> tuple[Tensor, Tensor]:
         """Attention's branch, and x."""

@@ -428,7 +428,7 @@ class MemoryModel:
         leaving = 0.0
         if again == layers and checkpoint.offload != "none":
             leaving += self._state if (again - 1) % checkpoint.every == 0 else 0.0
-            leaving += checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
+            leaving += self._attention_put(checkpoint)
         coming = self._state if again and checkpoint.offload == "all" else 0.0
         saved = [self._saved_whole(choice, kind) for kind in self._kinds]
         hosted = checkpoint.hosted(layers) if checkpoint.host_layers else ()
@@ -483,13 +483,12 @@ class MemoryModel:
         found.sort(key=lambda each: -each[0])
         forward: list[tuple[str, float, float]] = []
         for kind in self._kinds:
-            places = kind.ends(0, again)
-            for which, place in places.items():
-                if which == "second":
-                    continue
-                alone = again == layers and self.alike
-                name = f"forward of the {which} {kind.words}{'' if alone else ' computed again'}"
-                computing = self._again_forward(choice, kind) + held.gathered_forward
+            if not (ends := kind.ends(0, again)):
+                continue
+            part = "" if again == layers and self.alike else " computed again"
+            computing = self._again_forward(choice, kind) + held.gathered_forward
+            for which in ("last", "first"):
+                name, place = f"forward of the {which} {kind.words}{part}", ends[which]
                 forward.append((name, kept_until(place) + computing, self._waiting_in_forward(place, choice)))
         fullest: Iterable[int] = ()
         if hosted:
@@ -529,9 +528,7 @@ class MemoryModel:
         after the next layer with moments in host memory; and the buffers of updates (`engine.memory.moments`)."""
         if layer + 1 == self._layers or not self.updates_wait(choice):
             return 0.0
-        layers, head = tuple(range(self._layers)), True
-        if self._settings.lora is None:
-            layers, head = parts_hosted(self._shape, float(choice.optimizer_offload))
+        layers, head = parts_hosted(self._settings, choice.optimizer_offload)
         later = len(layers) - bisect_left(layers, layer + 2)
         gradients = self._head_gradient * head + later * self._layer_gradient
         return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
@@ -616,7 +613,6 @@ class MemoryModel:
         checkpoint = choice.checkpoint
         kept = checkpoint.every == 1 and checkpoint.offload == "none"
         given = 0.0 if kept else self._state  # its input
-        leaving = checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
         if kind.linear:
             mixer = self._mixer.saved
         else:
@@ -628,7 +624,11 @@ class MemoryModel:
         # Beside its input and its output, and in tiles one run's: of the first matrices and of what the last one takes.
         of_run = self._state + (1 + self._gates) * self._mlp_state
         mlp = 2 * self._state + of_run / choice.mlp_tiles if kind.mlp else 0.0
-        return given + leaving + max(mixer, mlp)
+        return given + self._attention_put(checkpoint) + max(mixer, mlp)
+
+    def _attention_put(self, checkpoint: Checkpoint) -> float:
+        """What a layer's attention sends to the host."""
+        return checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
 
     def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's."""

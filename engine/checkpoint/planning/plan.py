@@ -487,10 +487,11 @@ def leanest(problem: PlanningProblem) -> MemorySettings:
     tried = [found]
     for start in (found, *hosting):
         again = start.checkpoint.layers_again(problem.layers)
+        if again == problem.layers:
+            continue  # no MLP keeps anything, and no layer is on the host
         hosted = () if again else problem.numbers_hosted[:: max(1, problem.layers // _HOSTED_TRIED)]
-        for mlp, each in itertools.product(mlps, {start.checkpoint.host_layers, *hosted}):
-            if again < problem.layers:
-                tried.append(replace(start, checkpoint=replace(start.checkpoint, mlp=mlp, host_layers=each)))
+        kept = itertools.product(mlps, {start.checkpoint.host_layers, *hosted})
+        tried += [replace(start, checkpoint=replace(start.checkpoint, mlp=mlp, host_layers=each)) for mlp, each in kept]
     return min(tried, key=share)
 
 

@@ -232,7 +232,7 @@ def test_gradients_are_held_until_the_forward_reaches_their_part(waiting: Waitin
 def test_gradients_whose_updates_are_over_do_not_wait_with_others(offload: float, layers: int) -> None:
     """Vectors have moments in host memory before matrices do, and FSDP2 gives the gradients of a layer one tensor."""
     [(found, hosted)] = run_on_ranks(1, held_after_a_step, dataclasses.replace(SETTINGS, optimizer_offload=offload))
-    assert hosted == layers == len(parts_hosted(SHAPE, offload)[0])
+    assert hosted == layers == len(parts_hosted(SETTINGS, offload)[0])
     assert found <= layers
 
 
