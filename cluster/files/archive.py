@@ -10,6 +10,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import shutil
 import tarfile
 import zlib
@@ -56,13 +57,55 @@ def unpack_tar(archive: Path, folder: Path, expected: str) -> None:
                 room -= member.size
                 if room < 0:
                     raise UsageError("it unpacks to more than the file system has room for")
-                tar.extract(member, folder, filter="data")
+                extract_inside(tar, member, folder)
     except tarfile.ReadError:  # whose text has a line for each way of packing that was tried
         raise UsageError(f"{archive} cannot be unpacked: it is no whole tar archive; {expected}") from None
     except DAMAGED as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         reason = "its links or headers lead to each other" if isinstance(error, RecursionError) else reason
         raise UsageError(f"{archive} cannot be unpacked: {shown_value(reason)}; {expected}") from None
+
+
+def extract_inside(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, *, set_attrs: bool = True) -> None:
+    """Extract a member into `folder`, by the library's `data` filter; with its mode and times if `set_attrs`.
+
+    Python has that filter since 3.11.4. With an older one, such as that of Debian 12, files, folders and links are made
+    here. Raises TarError for a member that would lie outside or lead there, and for one that is none of these.
+    """
+    if hasattr(tarfile, "data_filter"):
+        tar.extract(member, folder, set_attrs=set_attrs, filter="data")
+        return
+
+    def inside(place: Path, does: str) -> Path:
+        found = Path(os.path.realpath(place))
+        if not found.is_relative_to(os.path.realpath(folder)):
+            raise tarfile.ExtractError(f"{member.name!r} {does} {str(found)!r}, outside of its folder")
+        return found
+
+    named = folder / member.name.lstrip("/")
+    path = inside(named.parent, "would be extracted to") / named.name
+    inside(path, "would be extracted to")
+    if member.isdir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    if not (member.isreg() or member.issym() or member.islnk()):
+        raise tarfile.ExtractError(f"{member.name!r} is a special file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # so that nothing is written through another name
+    if member.issym():
+        inside(path.parent / member.linkname, "would link to")
+        path.symlink_to(member.linkname)
+        return
+    if member.islnk():
+        path.hardlink_to(inside(folder / member.linkname, "would link to"))
+        return
+    content = tar.extractfile(member)
+    assert content is not None, "a regular file has content"
+    with content, path.open("wb") as file:
+        shutil.copyfileobj(content, file)
+    if set_attrs:
+        path.chmod(0o755 if member.mode & 0o100 else 0o644)
+        os.utime(path, (member.mtime, member.mtime))
 
 
 def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
@@ -97,6 +140,8 @@ def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo
         count = 0
         while (member := tar.next()) is not None:
             Header.following, count = 0, count + 1
+            if member.size < 0:  # which newer libraries refuse
+                raise UsageError("it holds a file with a size below zero")
             if count > MAX_MEMBERS:
                 raise UsageError(f"it holds more than {MAX_MEMBERS:,} files")
             if member.name.count("/") > MAX_LEVELS or member.linkname.count("/") > MAX_LEVELS:

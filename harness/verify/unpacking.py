@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from cluster.files.archive import DAMAGED, members_of
+from cluster.files.archive import DAMAGED, extract_inside, members_of
 from cluster.files.errors import shown_value
 from cluster.files.filesystem import open_regular
 from engine.reader import read_regular
@@ -70,8 +70,7 @@ def _decompress(file: IO[bytes], plain: IO[bytes]) -> None:
 
 
 def _unpack(plain: IO[bytes], folder: Path) -> None:
-    """Extract every member; the library's `data` filter keeps it inside, and what no archive of ours holds is refused
-    before."""
+    """Extract every member inside the folder. What no archive of ours holds is refused before."""
     seen: set[PurePosixPath] = set()
     for tar, member in members_of(plain):
         path, name = PurePosixPath(member.name), shown_value(member.name)
@@ -81,7 +80,7 @@ def _unpack(plain: IO[bytes], folder: Path) -> None:
         if len(seen) > MAX_FILES:
             raise UsageError(f"it holds more than {MAX_FILES:,} files")
         try:
-            tar.extract(member, folder, set_attrs=False, filter="data")
+            extract_inside(tar, member, folder, set_attrs=False)
         except OSError as error:  # such as a file where another name needs a folder
             raise UsageError(f"{name} cannot be unpacked ({error.strerror})") from error
 

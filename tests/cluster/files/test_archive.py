@@ -173,3 +173,55 @@ def test_links_and_modes_of_an_honest_archive_are_kept(kind, tmp_path) -> None:
     unpack_tar(tmp_path / "x.tar", folder, "give another")
     assert (folder / "demo" / "link").read_text() == (folder / "demo" / "same").read_text() == "#!/bin/sh\n"
     assert (folder / "demo" / "deep" / "run.sh").stat().st_mode & 0o111
+
+
+def of_members(*members: bytes) -> bytes:
+    return b"".join(members) + bytes(2 * BLOCK)
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="Python before 3.11.4: the other way alone is here")
+def test_without_the_librarys_filter_the_same_lies_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Debian 12, whose Python 3.11.2 has no filter."""
+    whole = of_members(
+        header("demo", kind=tarfile.DIRTYPE),
+        header("demo/a", 3) + padded(b"one"),
+        header("demo/b/c", 3) + padded(b"two"),
+    )
+    (tmp_path / "whole.tar").write_bytes(whole)
+    found = []
+    for name in ("by the library", "here"):
+        folder = tmp_path / name
+        folder.mkdir()
+        unpack_tar(tmp_path / "whole.tar", folder, "give another one")
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        found.append([
+            (str(path.relative_to(folder)), path.read_bytes(), path.stat().st_mode, path.stat().st_mtime)
+            for path in files
+        ])  # fmt: skip
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    assert found[0] == found[1]
+    assert [name for name, *_ in found[0]] == ["demo/a", "demo/b/c"]
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (header("../out", 3) + padded(b"one"), "would be extracted to"),
+        (header("demo/../../out", 3) + padded(b"one"), "would be extracted to"),
+        (header("l", 0, LINK, "/etc"), "would link to '/etc', outside"),
+        (header("l", 0, LINK, "../out"), "would link to"),
+        (header("l", 0, HARD, "../out"), "would link to"),
+        (header("p", 0, tarfile.FIFOTYPE), "is a special file"),
+    ],
+)
+def test_without_the_librarys_filter_nothing_comes_to_lie_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bytes, words: str
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    (tmp_path / "bad.tar").write_bytes(of_members(member))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(UsageError, match=words):
+        unpack_tar(tmp_path / "bad.tar", folder, "give another one")
+    assert not any(folder.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tar", "folder"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cluster.files.archive import unpack_tar
 from harness.cli import main
 from harness.records.stated import PROVENANCE_FILE
 from harness.run.directory import opened_for_writing
@@ -40,8 +41,8 @@ def packed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+    folder.mkdir(parents=True, exist_ok=True)
+    unpack_tar(archive, folder, "give another one")
     return folder / "demo"
 
 
