@@ -222,12 +222,13 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
     # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
-    reduce = ReduceIntoFreedMemory(adds=settings.gradient_accumulation > 1)
+    alone = mesh.size() == 1
+    reduce = ReduceIntoFreedMemory(adds=settings.gradient_accumulation > 1, alone=alone)
     device = torch.device(mesh.device_type, _current_index(mesh))
     model.register_forward_pre_hook(lambda *_: reduce.forward_begins(device))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(None if alone else 1.0)  # by None one rank does not divide at all
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_reduce_scatter(reduce)
 
@@ -242,32 +243,40 @@ class ReduceIntoFreedMemory:
     backward the computation's stream waits for all reductions, so what later has that memory is written after the
     gradients' last use.
 
+    A rank alone has nothing to reduce: the tensor that its gradients were copied into is the result. FSDP2 would copy
+    it, and with a factor to divide by make a third one.
+
     Args:
         adds: whether a result may be added to an earlier one, as with gradient accumulation. Its memory is then freed
             while FSDP2's stream still reads it, and is marked with that stream.
+        alone: whether there is no other rank.
     """
 
-    def __init__(self, *, adds: bool) -> None:
-        self._adds = adds
+    def __init__(self, *, adds: bool, alone: bool) -> None:
+        self._adds, self._alone = adds, alone
         self._compute: torch.Stream | None = None
+        self._given: Tensor | None = None  # of a rank alone, what is reduced next
 
     def forward_begins(self, device: torch.device) -> None:
         """Take the current stream for the computation's: autograd runs backward on that of forward."""
-        if device.type != "cpu":
-            self._compute = torch.get_device_module(device).current_stream(device)
+        self._compute = torch.get_device_module(device).current_stream(device)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory on the computation's stream, whichever is the current one."""
-        compute = self._compute
-        if device.type == "cpu" or compute is None:
-            return torch.empty(*size, dtype=dtype, device=device)
+        """Memory on the computation's stream, whichever is the current one: FSDP2 asks on the computation's for what it
+        reduces, and on its own for the result."""
         runtime = torch.get_device_module(device)
         current = runtime.current_stream(device)
-        if current == compute:
-            return torch.empty(*size, dtype=dtype, device=device)
-        with runtime.stream(compute):
+        if self._compute is None or current == self._compute:
             result = torch.empty(*size, dtype=dtype, device=device)
-        if self._adds:
+            self._given = result if self._alone and self._compute is not None else None
+            return result
+        given, self._given = self._given, None
+        if given is not None and (given.shape, given.dtype) == (torch.Size(size), dtype):
+            result = given
+        else:
+            with runtime.stream(self._compute):
+                result = torch.empty(*size, dtype=dtype, device=device)
+        if self._adds and device.type != "cpu":
             result.record_stream(current)
         return result
 
@@ -279,6 +288,8 @@ class ReduceIntoFreedMemory:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if output_tensor is input_tensor:  # of a rank alone
+            return None
         # torch 2.13 has given it another name.
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work: dist.Work | None = reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -26,8 +26,8 @@ from engine.settings import BYTES_OF, STATES_BLOCK, Checkpoint, TrialSettings, s
 from engine.shape import ModelShape
 
 # Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
-# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
-_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
+# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in.
+_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL = 4 + 2 + 2 + 2, 2 + 2, 2 + 4
 
 
 def kept_places(first: int, place: int) -> list[int]:
@@ -201,5 +201,4 @@ def gathering_bytes(settings: TrialSettings) -> float:
     backward and to reduce their gradients, where it does not keep them whole."""
     ranks = settings.world_size / settings.tp_size
     gathered = 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) * settings.model.parameters
-    reduced = (_REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks) * settings.trained_parameters
-    return (gathered + reduced) / settings.tp_size
+    return (gathered + _REDUCE_OF_ALL * settings.trained_parameters) / settings.tp_size

@@ -128,7 +128,7 @@ def test_reduced_gradients_have_memory_of_the_computations_stream(adds: bool, mo
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(torch, "empty", lambda *size, **named: device.taken.append(device.current) or empty(*size))
     monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: marked.append(stream))
-    reduce = ReduceIntoFreedMemory(adds=adds)
+    reduce = ReduceIntoFreedMemory(adds=adds, alone=False)
     cuda, named = torch.device("cuda"), {"dtype": torch.float32, "device": torch.device("cuda")}
     with device.stream("reduces"):
         reduce.allocate((4,), **named)  # without a forward nothing is known of the computation's stream
@@ -142,13 +142,13 @@ def test_reduced_gradients_have_memory_of_the_computations_stream(adds: bool, mo
     assert marked == ["reduces"] * (3 if adds else 0)
 
 
-def results_are_added(counts: tuple[int, ...]) -> list[bool]:
+def results_are_added(counts: tuple[int, ...]) -> list[tuple[bool, bool]]:
     found = []
 
     class Noting(ReduceIntoFreedMemory):
-        def __init__(self, *, adds: bool) -> None:
-            found.append(adds)
-            super().__init__(adds=adds)
+        def __init__(self, *, adds: bool, alone: bool) -> None:
+            found.append((adds, alone))
+            super().__init__(adds=adds, alone=alone)
 
     engine.parallelize.ReduceIntoFreedMemory = Noting  # type: ignore[misc]
     for count in counts:
@@ -157,7 +157,63 @@ def results_are_added(counts: tuple[int, ...]) -> list[bool]:
 
 
 def test_with_several_micro_batches_reduced_gradients_are_marked_as_added() -> None:
-    assert run_on_ranks(2, results_are_added, (1, 3)) == [[False, True]] * 2
+    assert run_on_ranks(2, results_are_added, (1, 3)) == [[(False, False), (True, False)]] * 2
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_rank_alone_has_its_gradients_where_they_were_copied_to(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, marked = Streams(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **named: device.taken.append(device.current) or empty(*size))
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: marked.append(stream))
+    reduce = ReduceIntoFreedMemory(adds=adds, alone=True)
+    cuda, named = torch.device("cuda"), {"dtype": torch.float32, "device": torch.device("cuda")}
+    reduce.forward_begins(cuda)
+    for size in (8, 8, 4):
+        given = reduce.allocate((size,), **named)
+        with device.stream("reduces"):
+            assert reduce.allocate((size,), **named) is given
+        assert reduce(given, given, None, None) is None  # nothing is sent
+    assert (device.taken, marked) == (["compute"] * 3, ["reduces"] * (3 if adds else 0))
+    # Where FSDP2 asks for the result alone, or for one of another size, there is no tensor that may be it.
+    reduce.allocate((8,), **named)
+    for size in (4, 8):
+        with device.stream("reduces"):
+            reduce.allocate((size,), **named)
+    assert len(device.taken) == 6
+
+
+def gradients_alone(count: int) -> tuple[int, int, bool]:
+    """Of a rank alone whose moments are on the host: tensors that gradients were copied into, those of them that are
+    gradients after a backward, and whether these are the gradients of whole parameters."""
+    copied: list[Tensor] = []
+
+    class Keeping(ReduceIntoFreedMemory):
+        def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
+            copied.append(super().allocate(size, dtype=dtype, device=device))
+            return copied[-1]
+
+    engine.parallelize.ReduceIntoFreedMemory = Keeping  # type: ignore[misc]
+    found = []
+    for offload in (True, False):
+        settings = dataclasses.replace(SETTINGS, optimizer_offload=offload, gradient_accumulation=count)
+        _, task = task_of(settings)
+        task.gradients(1)
+        found.append([whole_of(parameter.grad) for parameter in task.model.parameters()])
+        if offload:
+            grads = [parameter.grad for parameter in task.model.parameters()]
+            kept = {grad.to_local().untyped_storage().data_ptr() for grad in grads if isinstance(grad, DTensor)}
+    places = {each.untyped_storage().data_ptr() for each in copied}
+    return len(copied), len(places & kept), all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_a_rank_alone_are_copied_once_and_those_of_whole_parameters(count: int) -> None:
+    [(asked, kept, equal)] = run_on_ranks(1, gradients_alone, count)
+    units = SHAPE.layers + 2 + 1  # layers, embedding and head; the norm is the root's
+    assert (asked, equal) == (2 * units * count, True)
+    assert kept == units
 
 
 def test_unequal_nodes_are_refused_for_hybrid_sharding() -> None:

@@ -109,6 +109,7 @@ class _OfParameters:
     gathered: float  # while a layer's backward runs, with the layer before gathered ahead
     gathered_first: float  # the same of the first layer
     gathered_forward: float  # while a layer's forward runs, with the next one gathered ahead
+    embedding: float  # while its gradient is reduced, which is the last one
     head: float  # in the LM head: weight and its gradients
     head_weight: float  # of these, what is there before the gradients are
     mlp_sums: float  # of weight gradients over several runs
@@ -251,12 +252,18 @@ class MemoryModel:
         # A matrix that is embedding and LM head stays gathered, and its gradient is reduced when both have added to it.
         tied = (1 + learns) * item * table if shape.tied else 0.0
         self._head_gradient = learns * wide * ((0 if shape.tied else table) + shape.hidden) / shards
-        # Two layers' parameters, and the gradient of one as computed and as reduced; the first layer has none before.
+        # Two layers' parameters, and the gradient of one as computed and as it is reduced, which of a rank alone is the
+        # result itself; the first layer has none before.
+        alone = settings.world_size == 1
+        reduced = item * trained + (0 if alone else wide * trained)
+        # The embedding's, as computed, then reduced beside all others.
+        of_embedding = learns * table * (wide + (item if alone else max(item, wide / shards)))
         sharded = _OfParameters(
             copies=0.0,
-            gathered=2 * item * layer + (item + wide) * trained + tied,
-            gathered_first=item * layer + (item + wide) * trained + tied,
+            gathered=2 * item * layer + reduced + tied,
+            gathered_first=item * layer + reduced + tied,
             gathered_forward=2 * item * layer + tied,
+            embedding=of_embedding + (item * table if shape.tied else 0.0),
             head=(item + learns * (item + 2 * wide)) * table,
             head_weight=item * table,
             mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
@@ -268,6 +275,7 @@ class MemoryModel:
             gathered=wide * trained,
             gathered_first=wide * trained,
             gathered_forward=0.0,
+            embedding=learns * (item + wide) * table,
             head=learns * (item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,
@@ -505,6 +513,7 @@ class MemoryModel:
             ("LM head", saved_until(layers - 1) + self._head(choice.head_tiles, held), 0.0),
             *forward,
             *((name, activations, self._gradients(place, choice)) for place, name, activations in found),
+            ("backward of the embedding", self._state + held.embedding, self._gradients(-1, choice)),
             ("optimizer", 0.0, self._on_device(self._parameters, choice) + self._buffers(choice)),
         ]
 

@@ -10,21 +10,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.hardware import hardware_for, hardware_named
-from harness.plan import own_records
+from harness.metrics.throughput import GIB
+from harness.plan import frontier, own_records
 from harness.plan.forecast import forecast
-from harness.plan.matrix import asked_for
 from harness.plan.own_records import (
     BLOCK,
-    PUBLISHED,
     TABLE_FILE,
     TODAY,
     WITHIN,
     RecordPrediction,
     compared_records,
+    copied_alone,
     median_error,
     published_records,
     settings_that_ran,
@@ -36,7 +35,6 @@ from harness.predict.step import _LAUNCH_SECONDS
 from harness.predict.validation import PAGE, marks
 from harness.records.stored import StoredRecord
 from harness.reproduce.predicted import predicted_trial
-from harness.spec.experiment import load_experiment
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -169,7 +167,9 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         assert planned.time is not None
         assert seconds == planned.time.seconds
         assert f"{seconds:.4g}" == row["predicted_seconds"], row["record"]
-        assert f"{gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]
+        copied = copied_alone(settings, record.started_at) / GIB
+        assert gib == planned.gpu_gib
+        assert f"{gib + copied:.4g}" == row["predicted_allocated_gib"], row["record"]
 
 
 def test_attention_of_few_tokens_in_windows_and_of_documents_is_predicted_as_it_was_measured() -> None:
@@ -196,18 +196,27 @@ def test_attention_of_few_tokens_in_windows_and_of_documents_is_predicted_as_it_
 
 
 def test_every_point_of_the_frontier_is_predicted() -> None:
-    experiments = Path(__file__).parents[3] / "experiments"
-    with (PUBLISHED / "frontier_predicted.csv").open(encoding="utf-8", newline="") as file:
+    with frontier.TABLE_FILE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
+    assert list(rows[0]) == frontier.HEADER
     assert all(row["fits"] == "yes" and float(row["predicted_seconds"]) > 0 for row in rows)
     found = {(row["scale"], row["model"], int(row["seq_len"]), row["memory"]) for row in rows}
-    names = [
-        name for name in yaml.safe_load((experiments / "frontier.yaml").read_text("utf-8"))["scales"] if name != "smoke"
-    ]
     asked = {
         (scale or "", trial.model.name, trial.seq_len, trial.memory)
-        for scale in (None, *names)
-        for trial in asked_for(load_experiment(experiments / "frontier.yaml", scale=scale))
-        if trial.method == "burst"
+        for scale in frontier.scales()
+        for trial in frontier.points(scale)
     }
     assert found == asked
+
+
+def test_a_point_that_needs_more_than_a_small_host_has_is_planned_for_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "scales", lambda: ["8b_512k", "not_again"])
+    header, *rows = frontier.table_rows(hardware_named("h200"))
+    long, small, *whole = (dict(zip(header, row, strict=True)) for row in rows)
+    assert (long["host_memory_gib"], small["host_memory_gib"]) == ("", "128")
+    assert float(long["predicted_host_gib"]) > 115.2 >= float(small["predicted_host_gib"])
+    assert float(small["predicted_seconds"]) > float(long["predicted_seconds"])
+    assert [row["seq_len"] for row in whole] == ["16384", "65536"]  # set by hand: nothing is chosen
+    for row in (long, small, *whole):
+        tokens = float(row["predicted_tokens_per_gpu_per_second"]) * float(row["predicted_seconds"])
+        assert tokens == pytest.approx(int(row["seq_len"]), rel=1e-3)
