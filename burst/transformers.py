@@ -107,11 +107,19 @@ def _checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         if CHECKSUM in kwargs:
             refuse_layers(model, router_logits=bool(kwargs.get("output_router_logits")))
-        if hasattr(kwargs.get("labels"), SHIFTED) and kwargs.get("shift_labels") is None:
-            raise ValueError(
-                "labels are those of shard_batch, shifted before, and the model shifts labels that come without "
-                "shift_labels once more; pass it all that shard_batch returns: model(**part)"
-            )
+        labels = kwargs.get("labels")
+        # A copy of the labels has no mark, but the checksum is with it.
+        if labels is not None and (hasattr(labels, SHIFTED) or CHECKSUM in kwargs):
+            if kwargs.get("shift_labels") is None:
+                raise ValueError(
+                    "labels are those of shard_batch, shifted before, and the model shifts labels that come without "
+                    "shift_labels once more; pass it all that shard_batch returns: model(**part)"
+                )
+            if CHECKSUM in kwargs and kwargs.get("num_items_in_batch") is None:
+                raise ValueError(
+                    "labels are those of one rank and come without num_items_in_batch, so that the loss would be the "
+                    "mean over this rank's own tokens; pass the model all that shard_batch returns: model(**part)"
+                )
         return call(model, *args, **kwargs)
 
     return checked
@@ -127,6 +135,11 @@ def refuse_layers(model: PreTrainedModel, *, router_logits: bool = False) -> Non
     # transformers looks for attention in the source of a class. That of a user's subclass may have none, or be unknown.
     if not any(one._can_set_attn_implementation() for one in bases if one is not PreTrainedModel):
         raise ValueError(f"{name} has attention of its own, which transformers cannot replace; take another model")
+    if pooling := [one.__name__ for one in bases if one.__name__.endswith("ForSequenceClassification")]:
+        raise ValueError(
+            f"{pooling[0]} takes one token of each sequence, which one rank alone has; take a model that gives each "
+            "token a result"
+        )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if other or getattr(model, "_is_stateful", False):
         what = f"layers of type {', '.join(other)}" if other else "layers with a state"

@@ -83,13 +83,14 @@ def _plan(
     v_BLKD: Tensor,
     expand_NXC: Tensor | None,
     cu_seqlens: Tensor | None,
+    sinks_N: Tensor | None,
 ) -> AttentionPlan:
     call = _calls[name]
     cp, mask = context_named(call.context), call.mask
     if cu_seqlens is not None:
         with cp.comms.refusals_told():
             mask = mask_of(None, cu_seqlens, call.max_seqlen) or mask
-    return cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, call.choices)
+    return cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, call.choices, sinks=sinks_N is not None)
 
 
 @torch.library.custom_op("burst::attention", mutates_args=())
@@ -108,8 +109,9 @@ def _attention(
     saved = None
     if saved_out_BLND is not None and saved_lse_BNL is not None:
         saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
-    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens)
-    out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved)
+    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens, sinks_N)
+    number = plan.cp.comms.begin_call()
+    out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved, number)
     if saved is not None and cut == 0:
         return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
     return out_BLND, lse_BNL
@@ -147,7 +149,7 @@ def _attention_backward(
     name: str,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens)
+    plan = _plan(name, q_BLND, k_BLKD, v_BLKD, expand_NXC, cu_seqlens, sinks_N)
     shards, rows = (q_BLND, k_BLKD, v_BLKD), (lse_BNL, sinks_N, expand_NXC, dout_BLND, dlse_BNL)
     dq, dk, dv, *others = attention_backward(plan, shards, out_BLND, *rows)
     # An operation returns tensors only: where there are no sinks, or no matrix, their gradient is empty.

@@ -193,7 +193,8 @@ class ContextParallel:
         return torch.cat([torch.arange(s.start, s.start + s.count * s.step, s.step) for s in segments])
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole-sequence tensor (the same on every rank), in local order.
+        """This rank's tokens of a whole-sequence tensor (the same on every rank), in local order: a view of it where
+        they are one run of memory, else a copy; do not write to it.
 
         Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
         over ranks is the gradient of the sum of their losses.
@@ -222,25 +223,28 @@ class ContextParallel:
 
         Raises ValueError when no shard has this length, `dim` is none of the tensor's, or `gradient` is unknown.
         """
-        if gradient not in ("sum", "same"):
-            raise ValueError(f"gradient {gradient!r} is unknown; choose sum or same")
-        if self.size == 1:
-            return tensor
-        _check_dim(tensor, dim, "this rank's tokens")
-        self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
-        if not torch.compiler.is_compiling():
-            check_sent(tensor)
+        with self.comms.refusals_told():
+            if gradient not in ("sum", "same"):
+                raise ValueError(f"gradient {gradient!r} is unknown; choose sum or same")
+            _check_dim(tensor, dim, "this rank's tokens")
+            self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
+            if self.size == 1:
+                return tensor
+            if not torch.compiler.is_compiling():
+                check_sent(tensor)
         facts = {"unshard": tuple(tensor.shape), "dim": dim % tensor.ndim, "dtype": str(tensor.dtype)}
+        facts["gradient"] = gradient
         kind = self.agree(tuple(facts.items()), facts)
-        whole: Tensor = _Unshard.apply(tensor, self, dim, gradient, kind)
+        whole: Tensor = _Unshard.apply(tensor, self, dim, gradient, self.comms.begin_call(), kind)
         return whole
 
-    def _gathered(self, tensor: Tensor, dim: int, kind: int) -> Tensor:
-        """All ranks' tokens in order of position. `kind`: the number of such calls. Collective."""
+    def _gathered(self, tensor: Tensor, dim: int, call: int, kind: int) -> Tensor:
+        """All ranks' tokens in order of position. `call`: the number of this call, `kind` that of such calls.
+        Collective."""
         own = tensor.detach().contiguous()
         shards = own.new_empty(self.size, *own.shape)
         assert self.group is not None, "several ranks have a group"
-        with self.comms.collective(plan=kind), peers_needed(self.group, "all other ranks"):
+        with self.comms.collective(call, plan=kind), peers_needed(self.group, "all other ranks"):
             if own.is_cuda:
                 dist.all_gather(list(shards), own, group=self.group)
             else:  # gloo's collectives take a message of another size or dtype, and return garbage
@@ -253,8 +257,8 @@ class ContextParallel:
         """Global positions of rank 0's tokens, rank 1's, ..."""
         return torch.cat([self._positions_of(rank, tokens * self.size) for rank in range(self.size)]).to(device)
 
-    def _summed_shard(self, whole: Tensor, dim: int, kind: int) -> Tensor:
-        """This rank's tokens of the sum of all ranks' tensors, `kind` as of `_gathered`. Collective.
+    def _summed_shard(self, whole: Tensor, dim: int, call: int, kind: int) -> Tensor:
+        """This rank's tokens of the sum of all ranks' tensors, `call` and `kind` as of `_gathered`. Collective.
 
         The sum is formed in rank order in the accumulation dtype: the same bits in every run.
         """
@@ -263,7 +267,7 @@ class ContextParallel:
         sent = torch.stack([part.contiguous() for part in by_rank])
         received = torch.empty_like(sent)
         assert self.group is not None, "several ranks have a group"
-        with self.comms.collective(plan=kind, backward=True), peers_needed(self.group, "all other ranks"):
+        with self.comms.collective(call, plan=kind, backward=True), peers_needed(self.group, "all other ranks"):
             if sent.is_cuda:
                 dist.all_to_all_single(received, sent, group=self.group)
             else:
@@ -325,16 +329,16 @@ class _Unshard(torch.autograd.Function):
     """All ranks' tokens in order of position; backward as `ContextParallel.unshard` says."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cp: ContextParallel, dim: int, gradient: str, kind: int) -> Tensor:
-        ctx.cp, ctx.dim, ctx.gradient, ctx.kind = cp, dim, gradient, kind
-        return cp._gathered(tensor, dim, kind)
+    def forward(ctx: Any, tensor: Tensor, cp: ContextParallel, dim: int, gradient: str, call: int, kind: int) -> Tensor:
+        ctx.cp, ctx.dim, ctx.gradient, ctx.numbers = cp, dim, gradient, (call, kind)
+        return cp._gathered(tensor, dim, call, kind)
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
         same = ctx.gradient == "same"
         refuse_second_derivative("unshard", None if same else dwhole)
-        found = ctx.cp.shard(dwhole, ctx.dim) if same else ctx.cp._summed_shard(dwhole, ctx.dim, ctx.kind)
-        return found, None, None, None, None
+        found = ctx.cp.shard(dwhole, ctx.dim) if same else ctx.cp._summed_shard(dwhole, ctx.dim, *ctx.numbers)
+        return found, None, None, None, None, None
 
 
 def _check_dim(tensor: object, dim: int, of: str) -> None:

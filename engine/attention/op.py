@@ -51,10 +51,10 @@ class _BurstAttention(torch.autograd.Function):
         plan: AttentionPlan,
         saved_output: SavedOutput | None,
         recompute: bool,
+        call: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
-        ctx.call = plan.cp.comms.begin_call()
-        ctx.plan, shards = plan, (q_BLND, k_BLKD, v_BLKD)
+        ctx.plan, ctx.call, shards = plan, call, (q_BLND, k_BLKD, v_BLKD)
         plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
         out_BLND, lse_BNL, saved = _forward(plan, shards, sinks_N, saved_output, ctx.call, save=not recompute)
         ctx.gathered = saved.gathered
@@ -74,7 +74,7 @@ class _BurstAttention(torch.autograd.Function):
         owned, saved = [out_BLND], Saved(tuple(tensors), ctx.gathered)
         del out_BLND
         found = _gradients(plan, saved, owned, lse_BNL, sinks_N, dout_BLND, dlse_BNL, ctx.call)
-        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC), None, None, None
+        return *found, None if expand_NXC is None else _matrix_gradient(plan, expand_NXC), None, None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -189,12 +189,13 @@ def attention_forward(
     sinks_N: Tensor | None,
     expand_NXC: Tensor | None,
     saved: SavedOutput | None,
+    call: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
+    """(out_BLND, lse_BNL) of `run_attention`, outside autograd. `call`: its number."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
         plan = plan if expand_NXC is None else _expanding(plan, q_BLND, k_BLKD, expand_NXC)
-        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, plan.cp.comms.begin_call(), save=False)
+        out_BLND, lse_BNL, _ = _forward(plan, shards, sinks_N, saved, call, save=False)
     return out_BLND, lse_BNL
 
 
@@ -276,19 +277,18 @@ def run_attention(
 ) -> Result:
     """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-    differentiable = q_BLND.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad
-    for parameter in (sinks_N, expand_NXC):
-        differentiable = differentiable or (parameter is not None and parameter.requires_grad)
-    differentiable = differentiable and torch.is_grad_enabled()
+    inputs = q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC
+    differentiable = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+    call = plan.cp.comms.begin_call() if plan.cp.size > 1 else 0  # also where nothing is sent: ranks count alike
     if sinks_N is None and saved is None and not return_lse and plan.one_call is not None and plan.kernel.takes_output:
         if differentiable:
             out_BLND: Tensor = _OneCall.apply(q_BLND, k_BLKD, v_BLKD, plan)
             return out_BLND
         return _whole_forward(plan, q_BLND, k_BLKD, v_BLKD)[0]
     if differentiable:
-        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, plan, saved, recompute)
+        out_BLND, lse_BNL = _BurstAttention.apply(*inputs, plan, saved, recompute, call)
     else:
-        out_BLND, lse_BNL = attention_forward(plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved)
+        out_BLND, lse_BNL = attention_forward(plan, *inputs, saved, call)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
 
 

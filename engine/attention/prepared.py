@@ -174,9 +174,8 @@ def burst_attention(
     )
     if cp is not None and not isinstance(cp, ContextParallel):
         raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
-    if saved is not None and not isinstance(saved, SavedOutput):
-        raise ValueError(f"saved is a {type(saved).__name__}; pass what save_suffix returned")
     try:
+        _check_saved(saved)
         if tensor_layout is None:
             if looks_transposed(q_BLND):
                 refuse_unnamed_layout(q_BLND)
@@ -195,7 +194,7 @@ def burst_attention(
             check_sent(q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC)
         if (cu_seqlens is not None or max_seqlen is not None) and not torch.compiler.is_compiling():
             mask = mask_of(mask, cu_seqlens, max_seqlen)
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         _refuse(error, cp, q_BLND, k_BLKD, v_BLKD)
     if torch.compiler.is_compiling():
         bounds, known = (cu_seqlens, None) if isinstance(cu_seqlens, Tensor) else (None, cu_seqlens)
@@ -212,6 +211,12 @@ def burst_attention(
         plan, q_BLND, k_BLKD, v_BLKD, sinks_N, expand_NXC, saved=saved, recompute=recompute, return_lse=return_lse
     )
     return _returned(found, plan, sinks_N, tensor_layout or "BSHD")
+
+
+def _check_saved(saved: object) -> None:
+    """Raises ValueError for what no earlier call has given."""
+    if saved is not None and not isinstance(saved, SavedOutput):
+        raise ValueError(f"saved is a {type(saved).__name__}; pass what save_suffix returned")
 
 
 def _returned(found: Result, plan: AttentionPlan, sinks_N: Tensor | None, layout: str) -> Result:
@@ -254,18 +259,19 @@ class PreparedAttention:
         self.mask, self.cp = mask, cp
         self._choices, self._return_lse = choices, return_lse
         self._layout = layout or "BSHD"
-        self._sinks_agreed = False
+        self._with_sinks: AttentionPlan | None = None  # the same plan for calls with sinks, on which ranks agree
         try:
             if layout is None and looks_transposed(q):
                 refuse_unnamed_layout(q)
             q_BLND, k_BLKD, v_BLKD = to_bshd((q, k, v), self._layout)
             check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)
-        except (AttributeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             _refuse(error, cp, q, k, v)
         self._q_shape, self._k_shape, self._v_shape = q.shape, k.shape, v.shape
         self._expands = _form(expand_NXC)
         self._dtype, self._device = q.dtype, q.device
         self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, cp, choices)
+        cp.comms.begin_call()  # one that sends nothing: a rank that refuses it has made it too
 
     def __call__(
         self,
@@ -293,14 +299,19 @@ class PreparedAttention:
             ValueError: other shapes, another dtype or device than prepared, or a mask that does not fit.
         """
         dtype, device = self._dtype, self._device
-        if not (
-            q_BLND.shape == self._q_shape
-            and k_BLKD.shape == self._k_shape
-            and v_BLKD.shape == self._v_shape
-            and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
-            and q_BLND.device == k_BLKD.device == v_BLKD.device == device
-            and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
-        ):
+        try:
+            _check_saved(saved)
+            fits = (
+                q_BLND.shape == self._q_shape
+                and k_BLKD.shape == self._k_shape
+                and v_BLKD.shape == self._v_shape
+                and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
+                and q_BLND.device == k_BLKD.device == v_BLKD.device == device
+                and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
+            )
+        except (AttributeError, ValueError) as wrong:
+            _refuse(wrong, self.cp, q_BLND, k_BLKD, v_BLKD)
+        if not fits:
             with self.cp.comms.refusals_told():
                 check_tensors(q_BLND, k_BLKD, v_BLKD)
             error = ValueError(
@@ -331,12 +342,15 @@ class PreparedAttention:
         if cu_seqlens is not None or max_seqlen is not None:
             with self.cp.comms.refusals_told():
                 mask = mask_of(mask, cu_seqlens, max_seqlen)
-        if sinks_N is not None and not self._sinks_agreed:
-            self.cp.agree(("sinks", self._q_shape, self._k_shape), {"q": tuple(self._q_shape), "sinks": True})
-            self._sinks_agreed = True
-        plan = self.plan
+        given = q_BLND, k_BLKD, v_BLKD, expand_NXC
         if mask is not None:
-            plan = cached_plan(q_BLND, k_BLKD, v_BLKD, expand_NXC, mask, self.cp, self._choices)
+            plan = cached_plan(*given, mask, self.cp, self._choices, sinks=sinks_N is not None)
+        elif sinks_N is None:
+            plan = self.plan
+        else:
+            if self._with_sinks is None:
+                self._with_sinks = cached_plan(*given, self.mask, self.cp, self._choices, sinks=True)
+            plan = self._with_sinks
         found = run_attention(
             plan,
             q_BLND,

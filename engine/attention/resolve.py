@@ -107,6 +107,10 @@ def check_choices(choices: Choices) -> None:
 
     A tuple cannot refuse its own values, and a call with a known plan should not check them again.
     """
+    for name in ("deterministic", "recompute", "lse_gradient"):
+        if getattr(choices, name) not in (True, False):
+            called = "return_lse (or lse_gradient)" if name == "lse_gradient" else name
+            raise ValueError(f"{called} is {getattr(choices, name)!r}; give True or False")
     if choices.scale is not None and not _finite_above_0(choices.scale):
         # Kernels scale scores after hiding some as -inf, so zero and less would show them again, or give NaN.
         raise ValueError(f"scale is {choices.scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
@@ -140,7 +144,7 @@ def check_choices(choices: Choices) -> None:
 
 
 def _finite_above_0(value: float) -> bool:
-    return isinstance(value, Real) and 0 < value < math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

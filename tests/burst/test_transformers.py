@@ -310,6 +310,25 @@ def test_labels_of_a_sharded_batch_are_not_shifted_once_more() -> None:
     part.pop("labels")
     assert model(**part).loss is None
     assert model(**part, labels=batch()["labels"]).loss > 0
+    # A part of several ranks is known by its checksum, also where a copy has lost the labels' own mark.
+    part = {key: each.clone() for key, each in burst.shard_batch(batch(), alone).items()} | {
+        "batch_checksum": torch.tensor(0)
+    }
+    for name, sentence in (
+        ("shift_labels", "labels are those of shard_batch, shifted before"),
+        ("num_items_in_batch", "come without num_items_in_batch, .* mean over this rank's own tokens; pass the model"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            model(**{key: each for key, each in part.items() if key != name})
+
+
+def test_a_model_that_takes_one_token_of_a_sequence_is_refused() -> None:
+    config = transformers.LlamaConfig(**SHAPE, num_labels=2, intermediate_size=32, num_attention_heads=2)
+    burst.register(burst.ContextParallel.single())
+    model = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation="burst")
+    tokens = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.arange(4)[None]}
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification takes one token of each sequence"):
+        model(**tokens, batch_checksum=torch.tensor(0))
 
 
 def test_a_compiled_model_gives_the_loss_and_gradients_of_an_eager_one() -> None:

@@ -242,6 +242,9 @@ def save_suffix(
     when nothing is kept. Free of any graph. `tensor_layout` is that of the call. Raises ValueError when `tail` is no
     fraction, or the tensors are in another layout.
     """
+    if not (isinstance(out_BLND, Tensor) and isinstance(lse_BNL, Tensor) and isinstance(cp, ContextParallel)):
+        kinds = ", ".join(type(each).__name__ for each in (out_BLND, lse_BNL, cp))
+        raise ValueError(f"found {kinds}; pass out and lse of a call with return_lse=True, and its ContextParallel")
     made = None if torch.compiler.is_compiling() else _made(lse_BNL)
     if tensor_layout != "BSHD":
         (out_BLND,) = to_bshd([out_BLND], tensor_layout)

@@ -3,13 +3,19 @@
 Through the store of their process group, so on the host alone, whatever the backend. Ranks agree once for every new
 plan, before its first message; a call with a plan says nothing. After a failure every rank says where it was, and names
 the ranks that said nothing.
+
+What is said, and messages that have tags, are numbered by calls. A call that a rank refuses is a call too: a rank that
+takes the next one, where the others made this one, is out of step with them for good, and its messages are taken for
+no others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,14 +27,24 @@ _PATIENCE = 2.0  # seconds in which ranks that wait for the same message notice 
 _agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
+@dataclass(slots=True)
+class Calls:
+    """Where the calls of a group's ranks are, on all of them alike."""
+
+    begun: int = 0  # the number of the last call that began
+    said: int = 0  # how often a rank spoke since then
+    said_before: int = 0  # the same between it and the call before
+
+
 class Agreement:
-    """Of the ranks of one group. All contexts of a group share it: what they say is numbered by the group."""
+    """Of the ranks of one group. All contexts of a group share it, and `calls`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         self._store = dist.PrefixStore("burst_attention", _get_process_group_store(group))
         self._ranks, self._timeout_seconds = dist.get_process_group_ranks(group), timeout_seconds
         self._rank = dist.get_rank()
-        self._number = 0  # of what was said last, on all ranks alike
+        self.calls = Calls()
+        self._own_keys: list[str] = []  # of what it said, as long as others may read it
         self._last: Mapping[str, object] = {}  # what all agreed on last
 
     @classmethod
@@ -40,18 +56,17 @@ class Agreement:
 
     def refuse(self, reason: str) -> None:
         """Say that this rank refuses the call that it was asked for. Waits for nobody."""
-        self._number += 1
-        self._store.set(self._key(self._rank), json.dumps({"refused": reason}))
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended, and nobody listens
+            self._say({"refused": reason})
 
     def reached(self, said: Mapping[str, object]) -> str | None:
         """Say what this rank is about to do, and wait until all have: one sentence when they differ, else None.
 
-        Raises TimeoutError, which names the ranks that said nothing within the timeout.
+        Raises TimeoutError, which names the ranks that said nothing within the timeout, and RuntimeError where the
+        process that serves the store has ended.
         """
-        self._number += 1
-        words = json.dumps(said, default=str)
-        self._store.set(self._key(self._rank), words)
-        keys = [self._key(rank) for rank in self._ranks]
+        words = self._say(said)
+        keys = [self._key(rank, self.calls.begun, self.calls.said) for rank in self._ranks]
         deadline, pause = time.monotonic() + self._timeout_seconds, _PAUSES[0]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -62,11 +77,21 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
         by_rank = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
-        if self._number > 1:  # all have read what was said before
-            self._store.delete_key(self._key(self._rank, self._number - 1))
+        *earlier, last = self._own_keys
+        for key in earlier:  # all are past what was said before
+            self._store.delete_key(key)
+        self._own_keys = [last]
         if (difference := _difference(by_rank)) is None:
             self._last = by_rank[self._rank]
         return difference
+
+    def _say(self, said: Mapping[str, object]) -> str:
+        """Say it, and return its words."""
+        self.calls.said += 1
+        self._own_keys.append(self._key(self._rank, self.calls.begun, self.calls.said))
+        words = json.dumps(said, default=str)
+        self._store.set(self._own_keys[-1], words)
+        return words
 
     def failed(self, where: str, error: str | None) -> str:
         """Say where this rank failed, with an error of its own or none: what is known then of the other ranks, as part
@@ -98,10 +123,17 @@ class Agreement:
             return ""
 
     def _said_alone(self, rank: int) -> Mapping[str, object]:
-        """What `rank` said of a call that this one was not asked about; empty where it said nothing."""
-        key = self._key(rank, self._number + 1)
-        said: Mapping[str, object] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return said
+        """What `rank` said of this call, or the next one, where this rank said nothing; empty where it did not
+        either."""
+        calls = self.calls
+        here = (
+            self._key(rank, calls.begun - 1, calls.said_before + 1),
+            self._key(rank, calls.begun, calls.said + 1),
+        )
+        found: Iterator[Mapping[str, object]] = (
+            json.loads(self._store.get(key)) for key in here if self._store.check([key])
+        )
+        return next(found, {})
 
     def _beside_the_last(self, said: Mapping[str, object]) -> str:
         """How a call differs from the one that ranks agreed on last, as part of a sentence; nothing where they are of
@@ -116,8 +148,8 @@ class Agreement:
         """The ranks whose key is not there."""
         return [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
 
-    def _key(self, rank: int, number: int | None = None) -> str:
-        return f"{self._number if number is None else number}/{rank}"
+    def _key(self, rank: int, call: int, said: int) -> str:
+        return f"{call}.{said}/{rank}"
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, object]]) -> str | None:
@@ -128,6 +160,11 @@ def _difference(by_rank: Mapping[int, Mapping[str, object]]) -> str | None:
         return f"{_ranks(list(refusals))} refused this call, and no rank can make it alone; rank {rank} said: {reason}"
     (first, said), *others = by_rank.items()
     for rank, other in others:
+        if _kind(other) != _kind(said):
+            return (
+                f"ranks do not agree on this call: rank {first} is in {_kind(said)}, rank {rank} in {_kind(other)}; "
+                "make the same calls in the same order on all ranks of the context"
+            )
         names = [name for name in {**said, **other} if said.get(name) != other.get(name)]
         if names:
             here, there = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (said, other))
@@ -136,6 +173,10 @@ def _difference(by_rank: Mapping[int, Mapping[str, object]]) -> str | None:
                 "same shapes, mask and choices on all ranks of the context"
             )
     return None
+
+
+def _kind(said: Mapping[str, object]) -> str:
+    return "unshard" if "unshard" in said else "attention"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from engine.attention.comm.p2p import (
     Traffic,
     Transport,
     peers_needed,
+    quoted,
     timeout_of,
 )
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
@@ -47,7 +48,7 @@ class Communicators:
         # Around steps that all ranks take together: raises BrokenContext when such steps have failed before. A single
         # rank's steps fail alone.
         self.collective: Callable[..., AbstractContextManager[None]] = order.kept if size > 1 else _alone
-        self.begin_call = order.begin  # the number of an attention call, the same one on every rank
+        self.begin_call = order.begin  # the number of a call, the same one on every rank
         self._agreed: dict[int, int] = {}  # hashes of the calls that the ranks have agreed on, and their numbers
         self._rings: dict[tuple[Ring, tuple[int, ...], str], RingComms] = {}
         self._all_to_alls: dict[tuple[tuple[int, ...], str], AllToAll] = {}
@@ -75,15 +76,24 @@ class Communicators:
                             f"rank {dist.get_rank()} waited to begin a new kind of call and {late}; make the same "
                             "calls in the same order on all ranks"
                         ) from late
+                    except RuntimeError as error:
+                        raise PeerLost(
+                            f"rank {dist.get_rank()} was to begin a new kind of call, and the rank that serves the "
+                            f"store of their process group has ended ({quoted(error)}); find the first error of all "
+                            "ranks"
+                        ) from error
                 if difference:
+                    self.begin_call()  # it is over
                     raise ValueError(difference)
             self._agreed[found] = len(self._agreed) + 1
         return self._agreed[found]
 
     def refuse(self, error: ValueError) -> None:
-        """Tell the other ranks, who may wait, that this one refuses a call. Sends no message."""
+        """Tell the other ranks, who may wait, that this one refuses a call, which is over with that. Sends no
+        message."""
         if self._agreement is not None:
             self._agreement.refuse(str(error))
+            self.begin_call()
 
     @contextmanager
     def refusals_told(self) -> Iterator[None]:

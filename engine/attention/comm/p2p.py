@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
-from engine.attention.comm.agreement import Agreement
+from engine.attention.comm.agreement import Agreement, Calls
 from engine.cuda.streams import keep_until_over, unrecorded
 
 _QUOTED_CHARACTERS = 160  # of another error's first line
@@ -191,20 +191,21 @@ class CallOrder:
         self._failure: str | None = None
         self._one_thread = RLock()
         self._traffic, self._agreement = traffic or Traffic(), agreement
-        self._calls = 0
+        self._calls = Calls() if agreement is None else agreement.calls
         self._world = dist.group.WORLD  # another one, or none, once torch.distributed was ended
 
     def begin(self) -> int:
-        """The number of an attention call that begins, from 1, the same one on every rank."""
-        self._calls += 1
-        return self._calls
+        """The number of a call that begins, from 1, the same one on every rank; also of one that is refused."""
+        calls = self._calls
+        calls.begun, calls.said_before, calls.said = calls.begun + 1, calls.said, 0
+        return calls.begun
 
     @contextmanager
     def kept(self, call: int = 0, *, plan: int = 0, backward: bool = False) -> Iterator[None]:
         """Around collective steps. After an exception of any kind among them, later steps raise BrokenContext.
 
         Args:
-            call: the number of the attention call that the steps belong to, from 1; 0 for others.
+            call: the number of the call that the steps belong to, from 1; 0 for others.
             plan: the number of its plan, likewise.
             backward: the steps are those of its backward.
         """
@@ -222,8 +223,8 @@ class CallOrder:
         except BaseException as error:
             if self._failure is not None:
                 raise
-            self._failure = _quoted(error)
-            where = f"the {'backward' if backward else 'forward'} of attention call {call}" if call else "another call"
+            self._failure = quoted(error)
+            where = f"the {'backward' if backward else 'forward'} of call {call}" if call else "another call"
             if isinstance(error, PeerLost) and self._agreement is not None:
                 known = self._agreement.failed(where, None)
                 raise PeerLost(f"{error} (this rank waited in {where}; {known})" if known else str(error)) from error
@@ -236,7 +237,7 @@ class CallOrder:
 
     def _broken(self) -> BrokenContext:
         return BrokenContext(
-            f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks no "
+            f"an earlier call failed on this rank between two messages ({self._failure}), so the ranks no "
             "longer agree on the next message; end all ranks and start them again, or make a new process group and a "
             "new ContextParallel on all of them"
         )
@@ -265,7 +266,7 @@ def peers_needed(group: dist.ProcessGroup, peers: str) -> Iterator[None]:
         seconds = timeout_of(group).total_seconds()
         raise PeerLost(
             f"rank {dist.get_rank()} exchanged tensors with {peers} and they did not come (timeout {seconds:g} s; "
-            f"{_quoted(error)}); another rank failed or ended, skipped this call, or ran it without gradients: find "
+            f"{quoted(error)}); another rank failed or ended, skipped this call, or ran it without gradients: find "
             "the first error of all ranks, and make the same calls in the same order on all of them"
         ) from error
 
@@ -277,7 +278,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
-def _quoted(error: BaseException) -> str:
+def quoted(error: BaseException) -> str:
     """An error's kind and first line, as part of a sentence."""
     lines = str(error).strip().splitlines() or ["no message"]
     words = f"{type(error).__name__}: {lines[0]}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 
@@ -213,8 +214,8 @@ def tail_cut(tail: float, seq_len: int, cp_size: int) -> int:
     Rounded to whole chunks where the length has them (2 x cp_size of them, else cp_size), so that layouts that can
     divide head and tail evenly do. Raises ValueError when `tail` is no fraction.
     """
-    if not 0 <= tail <= 1:
-        raise ValueError(f"tail is {tail}; give a fraction of the sequence from 0 to 1")
+    if not isinstance(tail, Real) or not 0 <= tail <= 1:
+        raise ValueError(f"tail is {tail!r}; give a fraction of the sequence from 0 to 1")
     unit = next(chunks for chunks in (2 * cp_size, cp_size, 1) if seq_len % chunks == 0) if cp_size > 1 else 1
     return seq_len - round(tail * seq_len / unit) * unit
 

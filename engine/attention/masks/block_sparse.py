@@ -156,6 +156,8 @@ class BlockSparse(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", whole_number(self.block_size, "block_size is", least=1))
+        if self.causal not in (True, False):
+            raise ValueError(f"a block-sparse mask has causal {self.causal!r}; give True or False")
         if not isinstance(self.blocks, BlockGrid | LocalGlobal | Strided):
             object.__setattr__(self, "blocks", BlockGrid.of(cast("Sequence[Sequence[bool]]", self.blocks)))
 

@@ -275,7 +275,7 @@ class MemoryModel:
             gathered=wide * trained,
             gathered_first=wide * trained,
             gathered_forward=0.0,
-            embedding=learns * (item + wide) * table,
+            embedding=learns * (wide + (item if item < wide else 0)) * table,
             head=learns * (item + 2 * wide) * table,
             head_weight=0.0,
             mlp_sums=0.0,

@@ -65,10 +65,14 @@ class Budget:
         On a GPU that is what the allocator reserves, so that it never has to give memory back in the middle of a step,
         and what is allocated with the model's error on top.
         """
+        device = correction * self.needed(memory) / self.bytes
+        return device if self.gpu is None else max(device, memory.host / self.host)
+
+    def needed(self, memory: RankMemory) -> float:
+        """Bytes of the device that computes, with room for what a prediction may miss."""
         if self.gpu is None:
-            return correction * memory.without_gpu / self.bytes
-        device = max(_ROOM * memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
-        return max(correction * device / self.gpu, memory.host / self.host)
+            return memory.without_gpu
+        return max(_ROOM * memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
 
 
 def planned(
@@ -90,7 +94,7 @@ def planned(
     chosen = with_memory_settings(settings, choice)
     memory = problem.memory.of(choice)
     seconds = problem.cost.seconds(choice)
-    words = _words(chosen, budget, memory, seconds, fits=found is not None)
+    words = _words(chosen, budget, memory, seconds, None if found else correction * budget.needed(memory))
     if not found and fits_with_gradients_away(settings, budget, correction):
         words += "; something fits with gradient_offload true, which is not chosen on several GPUs"
     forecast = Forecast(
@@ -530,10 +534,10 @@ def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
     return names
 
 
-def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool) -> str:
-    """What was chosen, and why, in one sentence."""
+def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds: float, too_much: float | None) -> str:
+    """What was chosen, and why, in one sentence. `too_much`: bytes that would have to fit, where nothing does."""
     kept = "; ".join(kept_in_words(settings))
-    needed = memory.without_gpu if budget.gpu is None else memory.reserved
+    needed = too_much or (memory.without_gpu if budget.gpu is None else memory.reserved)
     if budget.bytes == float("inf"):
         room = f"{_short(needed / GIB)} GiB predicted, budget unknown"
     else:
@@ -542,7 +546,7 @@ def _words(settings: TrialSettings, budget: Budget, memory: RankMemory, seconds:
         room += (
             f", and {_short(memory.host / GIB)} of {_short(budget.host / GIB)} GiB of the host ({budget.host_source})"
         )
-    if not fits:
+    if too_much is not None:
         return f"{NOTHING_FITS}: {room} with the least that can be kept: {kept}"
     added = f"adds {_short(seconds, 2)} s to a step, the least that fits" if seconds else "nothing is repeated"
     return f"{kept}; {room}; {added}"

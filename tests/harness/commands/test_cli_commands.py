@@ -280,7 +280,7 @@ def test_what_does_not_fit_the_share_of_a_host_without_gpus_is_not_among_those_t
     ]  # fmt: skip
     assert main(["plan", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "nothing fits: 19.1 of 12 GiB (half of the host's)" in printed
+    assert "nothing fits: 19.2 of 12 GiB (half of the host's)" in printed
     assert (printed.count("too large?"), printed.count("yes")) == (1, 1)
     assert "2 trials, 1 can run on this machine" in printed
 

@@ -113,10 +113,10 @@ def test_after_a_call_that_failed_halfway_no_rank_hangs(kind, choices) -> None:
             assert words.startswith(f"rank {rank} exchanged tensors with rank")
             assert "find the first error of all ranks" in words
             # The first call is the one before. This rank may have had all that its own forward needs.
-            assert f"rank {FAILING_RANK} failed in the {kind} of attention call 2 with OutOfMemoryError" in words
+            assert f"rank {FAILING_RANK} failed in the {kind} of call 2 with OutOfMemoryError" in words
         for error, words in found.values():
             assert error == "BrokenContext"
-            assert "an earlier attention call failed on this rank between two messages" in words
+            assert "an earlier call failed on this rank between two messages" in words
             assert ("no memory left for a tile" in words) == (rank == FAILING_RANK)
             assert "make a new process group and a new ContextParallel on all of them" in words
 
