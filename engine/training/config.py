@@ -88,9 +88,7 @@ class TrainingConfig:
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; give at least 1")
         if self.lr_schedule.warmup > self.steps:
-            raise ValueError(
-                f"lr_schedule.warmup is {self.lr_schedule.warmup}, more than the {self.steps} steps; give fewer"
-            )
+            raise ValueError(f"lr_schedule.warmup is {self.lr_schedule.warmup}, and steps is {self.steps}; give fewer")
         if self.settings.lora is not None:
             if not self.init_from:
                 raise ValueError(

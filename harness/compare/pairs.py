@@ -89,9 +89,12 @@ def of_commit(members: Sequence[ComparedRecord], prefix: str) -> list[ComparedRe
     }
     if len(found) != 1:
         known = sorted({_shortened(member.record.commit) for member in members if member.record.commit})
-        what = "several of these begin so" if found else f"these records are of {one_of(known) if known else 'none'}"
-        listed = one_of(sorted(map(_shortened, found))) if found else ""
-        raise UsageError(f"--commits {prefix}: {what}{f': {listed}' if listed else ''}; give more of one commit's hash")
+        if not found:
+            raise UsageError(
+                f"--commits {prefix}: no record is of it; these are of {one_of(known) if known else 'none'}"
+            )
+        several = one_of(sorted(map(_shortened, found)))
+        raise UsageError(f"--commits {prefix}: several of these begin so: {several}; give more of one commit's hash")
     [commit] = found
     return [member for member in members if member.record.commit == commit]
 

@@ -221,6 +221,6 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if not machine.memory_gib or needed <= machine.memory_gib:
         return None
     return (
-        f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; use a "
-        "smaller scale or more hosts, or keep less (docs/memory.md)"
+        f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; take "
+        "a smaller model, batch or sequence, or more hosts, or keep less (docs/memory.md)"
     )

@@ -142,6 +142,11 @@ def run_experiment(
 
         run = Execution(chosen, host, directory, records, view, resume, options, grown, shown)
         run.check_hardware(say)
+        if (most := run.rounds_again()) > options.rounds:
+            raise UsageError(
+                f"a trial of --again has {most} rounds in {run_dir}, and steps.rounds is {options.rounds}; give --set "
+                f"steps.rounds={most}, so that it stays comparable"
+            )
         found = run.mixed(experiment, trials, changed)
         if found and (resume is None or not resume.mix):
             raise UsageError(
@@ -156,7 +161,7 @@ def run_experiment(
             changed.append(host.changes)
         describe([*planned])
         if text and (earlier := directory.keep_experiment(text)) is not None:
-            say(f"the earlier experiment.yaml in {run_dir} means another experiment and is now {earlier.name}")
+            say(f"the earlier experiment.yaml in {run_dir} has other contents and is now {earlier.name}")
         try:
             stopped = run.all_rounds()
         finally:
@@ -222,6 +227,12 @@ class Execution:
         if self._search.active and record.status != "interrupted" and not only_planned(record):
             lengths = self._ended.setdefault(group_of(record.settings), {})
             lengths[record.settings.seq_len] = record.status
+
+    def rounds_again(self) -> int:
+        """The most rounds that a trial has which is to run again, whatever it has."""
+        named = frozenset() if self._resume is None else self._resume.again
+        records = (record for record in self._records.records() if record.trial_id in named)
+        return max((one.number for record in records for one in record.rounds), default=0)
 
     def check_hardware(self, say: Callable[[str], None]) -> None:
         """Raise UsageError where rounds of one trial would be measured on different hardware; say where this machine

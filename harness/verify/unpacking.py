@@ -47,8 +47,8 @@ def unpacked(archive: Path) -> Iterator[Path]:
             raise UsageError(f"{archive}: {error}; nothing of it is used") from error
         except DAMAGED as error:
             raise UsageError(
-                f"{archive} is no whole .tar.gz file ({shown_value(str(error))}); "
-                "give one that `burst verify pack` made"
+                f"{archive} is no run, and no whole .tar.gz archive of one ({shown_value(str(error))}); give a run's "
+                "directory, or what `burst verify pack` made of it, .jsonl or .tar.gz"
             ) from error
         tops = list(Path(folder).iterdir())
         if len(tops) != 1 or not tops[0].is_dir():

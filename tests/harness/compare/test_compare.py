@@ -419,7 +419,7 @@ def test_records_of_two_commits_are_found_among_attempts_and_runs_moved_aside(tm
 @pytest.mark.parametrize(
     ("commits", "message"),
     [
-        (["0123a", "fff"], "--commits fff: these records are of 0123abc or 0123def; give more of one commit's hash"),
+        (["0123a", "fff"], "--commits fff: no record is of it; these are of 0123abc or 0123def"),
         (["0123", "0123def"], "--commits 0123: several of these begin so: 0123abc or 0123def; give more"),
         (["0123abc", "0123abc"], "A and B are both commit 0123abc; name two different things to compare"),
     ],

@@ -241,6 +241,8 @@ def test_a_run_that_was_killed_in_a_round_keeps_its_files_as_an_attempt(run):
 
 def test_a_round_that_was_stopped_while_its_trace_was_taken_is_completed(run):
     run([trial(0)], TWICE, lambda seed, number: "ctrl-c in its trace" if number == 2 else "ok")
+    [_, stopped] = run.records()[0].rounds
+    assert stopped.reason == "stopped by the user; --resume keeps its figures, which were not checked"
     code, ran = run([trial(0)], TWICE, resume=Resume())
     assert (code, ran) == (0, [])
     record = run.records()[0]
@@ -264,6 +266,16 @@ def test_more_rounds_are_added_to_the_same_records_also_to_those_from_before_the
     assert (folder / "rounds" / "1" / "logs" / "rank0.log").read_text() == "round 1\n"
     assert run([trial(0)], 1, resume=Resume()) == (0, [])  # fewer are asked for: nothing is lost
     assert statuses(run.records()[0]) == [(1, "ok"), (2, "ok"), (3, "ok")]
+
+
+def test_a_trial_that_runs_again_keeps_the_rounds_of_the_others(run):
+    run([trial(0), trial(1)], THRICE)
+    before = run.records()
+    again = Resume(again=frozenset({trial(0).id}))
+    with pytest.raises(UsageError, match=r"has 3 rounds in .*, and steps.rounds is 2; give --set steps.rounds=3"):
+        run([trial(0), trial(1)], TWICE, only=[trial(0)], resume=again)
+    assert run.records() == before
+    assert run([trial(0), trial(1)], THRICE, only=[trial(0)], resume=again) == (0, [(0, 1), (0, 2), (0, 3)])
 
 
 def test_rounds_on_other_hardware_are_refused_before_anything_runs(run):
@@ -311,9 +323,7 @@ def test_an_experiment_file_that_means_another_experiment_is_moved_aside_and_sai
     assert path.read_text() == "name: b\n"
     [aside] = run.run_dir.glob("experiment.yaml.*")
     assert aside.read_text() == "# a remark of the user\nname: a\n"
-    assert run.said == [
-        f"the earlier experiment.yaml in {run.run_dir} means another experiment and is now {aside.name}"
-    ]
+    assert run.said == [f"the earlier experiment.yaml in {run.run_dir} has other contents and is now {aside.name}"]
 
 
 def test_a_command_is_kept_as_typed_but_for_secrets():

@@ -74,7 +74,7 @@ def test_every_section_reaches_the_configuration_and_overrides_win(written) -> N
         ("evaluate: {sequences: 9}", r":4: evaluate\.sequences is 9, but without .* nothing is evaluated; give"),
         ("method: trl_upstream", ":4: method trl_upstream is a program of its own, .*; choose a method that runs"),
         ("lr_schedule: {minimum: 2}", r":4: lr_schedule\.minimum is 2; give a part of learning_rate"),
-        ("lr_schedule: {warmup: 11}", r":4: lr_schedule\.warmup is 11, more than the 10 steps"),
+        ("lr_schedule: {warmup: 11}", r":4: lr_schedule\.warmup is 11, and steps is 10; give fewer"),
         ("optimizer: {beta2: 1}", r":4: optimizer\.beta2 is 1; give a number from 0 to below 1"),
         ("optimizer: {max_grad_norm: 0}", r":4: optimizer\.max_grad_norm is 0"),
         ("seed: -1", ":4: seed is -1"),
