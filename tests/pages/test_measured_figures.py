@@ -120,7 +120,7 @@ _NOT_MEASURED = {
         "a peak of 989 TFLOP/s per GPU",
         "For a host of 125 GiB", "With 230 GiB all", "the prediction is 36.1 s, with 229 GiB on the host",
         "with `host_memory: 64GiB` 37.1 s, with 63 GiB there",
-        "for 17.9 s (not measured)",
+        "17.9 s (not measured)",
         "the prediction is 74 GiB and a step 0% longer", "the prediction is 8.9 s and 124 GiB",
         "on a host with 125 GiB", "about 120 GiB for 8B",
     ],
