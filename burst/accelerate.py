@@ -83,8 +83,13 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Sh
         layout: which tokens each rank holds: zigzag, contiguous or striped.
         others: of `ParallelismConfig`, such as `dp_shard_size`.
 
-    Raises ValueError for an unknown layout, for tensor parallelism beside it and for what `ParallelismConfig` refuses.
+    Raises ValueError for an unknown layout, a `cp_size` that is no number of ranks, tensor parallelism beside it, and
+    for what `ParallelismConfig` refuses.
     """
+    if not isinstance(cp_size, int) or cp_size < 1:
+        raise ValueError(f"cp_size is {cp_size!r}; give the number of ranks that share a sequence, such as 4")
+    if not isinstance(layout, str):
+        raise ValueError(f"layout is {layout!r}; give zigzag, contiguous or striped")
     config = SharedSequences(cp_size=cp_size, **others)
     config.burst_layout = as_layout(layout).name
     _replace()

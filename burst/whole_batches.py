@@ -153,6 +153,8 @@ class _WholeBatches:
             raise ValueError(sees_one_rank(attention))
         if len(args) > 1:
             raise ValueError(f"the model is given {len(args)} inputs without names; pass them by name")
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict is False, and results are gathered by name; leave return_dict at its default")
         given = {"input_ids": args[0]} if args else {}
         given |= {name: value for name, value in kwargs.items() if value is not None and value is not False}
         known = (*_CUT, *_PASSED, *_SAID_BY_POSITIONS)

@@ -60,7 +60,15 @@ def cached_plan(
         raise
     shapes = q_BLND.shape, k_BLKD.shape, v_BLKD.shape[-1], None if expand_NXC is None else expand_NXC.shape
     key = (shapes, q_BLND.dtype, q_BLND.device, mask, choices, sinks)
-    plan: AttentionPlan | None = cp.plans.get(key)
+    try:
+        plan: AttentionPlan | None = cp.plans.get(key)
+    except TypeError as error:
+        reason = ValueError(
+            f"the mask or a setting of the call has no hash ({error}); give numbers and words, and a mask that is a "
+            "frozen dataclass"
+        )
+        cp.comms.refuse(reason)
+        raise reason from error
     if plan is None:
         with cp.comms.refusals_told():
             check_inputs(q_BLND, k_BLKD, v_BLKD, expand_NXC)

@@ -31,9 +31,12 @@ def fused_log_probs(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, t
         tiles: runs that the tokens are computed in; 0 takes as many as suit the device.
 
     Differentiable in hidden states and weight, whose dtype alone decides the precision, also under autocast. Raises
-    ValueError for a label that is neither a word nor -100, and for tensors that do not fit each other.
+    ValueError for a label that is neither a word nor -100, for tensors that do not fit each other, and for negative
+    `tiles`.
     """
     _check(hidden_TE, weight_VE, labels_T)
+    if not isinstance(tiles, int) or tiles < 0:
+        raise ValueError(f"tiles is {tiles!r}; give a whole number of runs, or 0")
     run = tile_tokens(weight_VE.shape[0], hidden_TE, tiles)
     log_probs_T: Tensor = _FusedLogProbs.apply(hidden_TE, weight_VE, labels_T, run)
     return log_probs_T
@@ -49,11 +52,14 @@ def _check(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> None:
         raise ValueError(f"{shapes} are not [tokens, width], [vocabulary, width] and [tokens]; flatten or transpose")
     if hidden_TE.shape[0] != labels_T.shape[0]:
         raise ValueError(f"{shapes} have {hidden_TE.shape[0]} rows and {labels_T.shape[0]} labels; pass one for each")
-    if hidden_TE.dtype != weight_VE.dtype or not hidden_TE.dtype.is_floating_point:
+    if not weight_VE.shape[0]:
+        raise ValueError(f"{shapes} have a vocabulary of no words; pass the weight of the LM head")
+    if hidden_TE.dtype != weight_VE.dtype or not hidden_TE.dtype.is_floating_point or hidden_TE.itemsize < 2:
         raise ValueError(
-            f"hidden states are {hidden_TE.dtype} and the weight {weight_VE.dtype}; pass one floating-point dtype"
+            f"hidden states are {hidden_TE.dtype} and the weight {weight_VE.dtype}; pass one floating-point dtype of "
+            "16 bits or more"
         )
-    if labels_T.is_floating_point() or labels_T.is_complex() or labels_T.dtype is torch.bool:
+    if labels_T.dtype not in (torch.int64, torch.int32, torch.int16):  # others have no -100, or are no numbers
         raise ValueError(f"labels are {labels_T.dtype}; pass whole numbers, words of the vocabulary or -100")
 
 

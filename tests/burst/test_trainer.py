@@ -31,3 +31,18 @@ def test_noise_that_depends_on_the_length_of_a_sequence_is_refused() -> None:
     trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(neftune_noise_alpha=5.0))
     with pytest.raises(ValueError, match=r"neftune_noise_alpha is 5\.0"):
         _create_accelerator(lambda trainer: None)(trainer)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"cp_size": "2"}, "cp_size is '2'; give the number of ranks"),
+        ({"cp_size": 2.0}, "cp_size is 2.0; give the number of ranks"),
+        ({"cp_size": 2, "layout": None}, "layout is None; give zigzag"),
+    ],
+)
+def test_a_configuration_of_no_number_of_ranks_or_no_layout_is_refused(given: dict, sentence: str) -> None:
+    from burst.accelerate import parallelism
+
+    with pytest.raises(ValueError, match=sentence):
+        parallelism(**given)

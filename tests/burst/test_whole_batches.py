@@ -100,6 +100,13 @@ def test_inputs_that_are_not_cut_are_refused(given: dict[str, Any], sentence: st
         model(**given)
 
 
+def test_results_without_names_are_refused() -> None:
+    model = llama()
+    take_whole_batches(model, burst.ContextParallel.single())
+    with pytest.raises(ValueError, match=r"return_dict is False, .*; leave return_dict at its default"):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), return_dict=False)
+
+
 def test_attention_that_was_set_anew_is_refused() -> None:
     model = llama()
     take_whole_batches(model, burst.ContextParallel.single())

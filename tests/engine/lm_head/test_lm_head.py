@@ -210,6 +210,8 @@ def test_runs_of_ignored_tokens_are_skipped() -> None:
         ((12, 16), (16, 30), torch.zeros(12, dtype=torch.long), r"\(16, 30\).* are not .* flatten or transpose"),
         ((2, 6, 16), (30, 16), torch.zeros(12, dtype=torch.long), r"\(2, 6, 16\).* are not .* flatten or transpose"),
         ((12, 16), (30, 16), torch.zeros(12), "labels are torch.float32; pass whole numbers"),
+        ((12, 16), (30, 16), torch.zeros(12, dtype=torch.uint8), "labels are torch.uint8; pass whole numbers"),
+        ((12, 16), (0, 16), torch.zeros(12, dtype=torch.long), "have a vocabulary of no words; pass the weight"),
         ((12, 16), (30, 16), [0] * 12, "and labels are Tensor, Tensor, list; pass torch tensors"),
     ],
 )
@@ -218,6 +220,12 @@ def test_log_probs_of_tensors_that_do_not_fit_are_refused(hidden, weight, labels
         fused_log_probs(torch.zeros(hidden), torch.zeros(weight), labels)
     with pytest.raises(ValueError, match="pass one floating-point dtype"):
         fused_log_probs(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(9, 8), torch.zeros(4, dtype=torch.long))
+    narrow, whole = torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match="pass one floating-point dtype of 16 bits or more"):
+        fused_log_probs(narrow, narrow, whole)
+    for tiles in (-1, 1.5, "a"):
+        with pytest.raises(ValueError, match=f"tiles is {tiles!r}; give a whole number"):
+            fused_log_probs(torch.zeros(4, 8), torch.zeros(9, 8), whole, tiles=tiles)
 
 
 def test_autocast_around_log_probabilities_changes_no_bit() -> None:

@@ -181,6 +181,7 @@ ALONE = ContextParallel.single()
         (lambda: burst_attention(Q, K, V, cp=ALONE, deterministic="no"), "deterministic is 'no'; give True or False"),
         (lambda: burst_attention(Q, K, V, cp=ALONE, return_lse="no"), "is 'no'; give True or False"),
         (lambda: burst_attention(Q, K, V, cp=ALONE, scale=True), "scale is True; give a finite factor"),
+        (lambda: burst_attention(Q, K, V, cp=ALONE, grad_comm_dtype=[]), "has no hash (unhashable type: 'list'); give"),
         (lambda: BlockSparse([[True]], 8, causal="no"), "a block-sparse mask has causal 'no'; give True or False"),
         (lambda: ALONE.unshard([3]), "tensor is list; pass a torch tensor"),
         (lambda: ALONE.unshard(Q, dim=9), "dim 9 is none of the 4 dimensions"),
