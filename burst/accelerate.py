@@ -88,10 +88,9 @@ def parallelism(cp_size: int, *, layout: str = "zigzag", **others: object) -> Sh
     """
     if not isinstance(cp_size, int) or cp_size < 1:
         raise ValueError(f"cp_size is {cp_size!r}; give the number of ranks that share a sequence, such as 4")
-    if not isinstance(layout, str):
-        raise ValueError(f"layout is {layout!r}; give zigzag, contiguous or striped")
+    named = as_layout(layout).name
     config = SharedSequences(cp_size=cp_size, **others)
-    config.burst_layout = as_layout(layout).name
+    config.burst_layout = named
     _replace()
     return config
 

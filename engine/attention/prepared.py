@@ -309,25 +309,24 @@ class PreparedAttention:
                 and q_BLND.device == k_BLKD.device == v_BLKD.device == device
                 and q_BLND.layout is k_BLKD.layout is v_BLKD.layout is torch.strided
             )
-        except (AttributeError, ValueError) as wrong:
-            _refuse(wrong, self.cp, q_BLND, k_BLKD, v_BLKD)
+        except (AttributeError, ValueError) as error:
+            _refuse(error, self.cp, q_BLND, k_BLKD, v_BLKD)
         if not fits:
+            prepared = self._described(self._q_shape, self._k_shape, self._v_shape)
             with self.cp.comms.refusals_told():
                 check_tensors(q_BLND, k_BLKD, v_BLKD)
-            error = ValueError(
-                f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._v_shape)} of {dtype} "
-                f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
-                f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
-                f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
-            )
-            self.cp.comms.refuse(error)
-            raise error
+                raise ValueError(
+                    f"attention was prepared for {prepared} of {dtype} "
+                    f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
+                    f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
+                    f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for "
+                    "these"
+                )
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
         if (form := _form(expand_NXC)) != self._expands:
-            error = ValueError(f"attention was prepared for expand_NXC {self._expands}, found {form}; give that one")
-            self.cp.comms.refuse(error)
-            raise error
+            with self.cp.comms.refusals_told():
+                raise ValueError(f"attention was prepared for expand_NXC {self._expands}, found {form}; give that one")
         if sinks_N is not None:
             with self.cp.comms.refusals_told():
                 check_sinks(sinks_N, q_BLND)

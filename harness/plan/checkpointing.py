@@ -21,7 +21,7 @@ from harness.records.forecasts import NO_CORRECTION, Correction
 _CONTEXT_GIB = 1.5
 # Of host memory per GPU, where a GPU is only asked about and no host is known: that of hosts with 2 TiB and eight GPUs.
 _ASSUMED_HOST_GIB = 256
-_HOST_SHARE = 0.9  # of the host's memory, beside GPUs
+HOST_SHARE = 0.9  # of the host's memory, beside GPUs
 _CPU_SHARE = 0.5  # of it, where ranks compute on it: data, other processes and the file cache need some
 
 
@@ -73,7 +73,7 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
             host, source = settings.host_bytes, "host_memory"
         return Budget(gpu=None, host=host, source=source)
     own_share = f"90% of the host's{shared}" if machine.memory_gib else "assumed; host_memory sets it"
-    host, host_source = _HOST_SHARE * share, own_share
+    host, host_source = HOST_SHARE * share, own_share
     if settings.host_bytes < host or (settings.host_memory and not machine.memory_gib):
         host, host_source = settings.host_bytes, "host_memory"
     if hardware is not None:

@@ -16,11 +16,11 @@ from engine.checkpoint.planning.plan import kept_in_words
 from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 from harness.metrics.hardware import Hardware, hardware_named
-from harness.plan.checkpointing import with_plan
-from harness.plan.forecast import forecast, machine_of
+from harness.plan.checkpointing import HOST_SHARE, with_plan
+from harness.plan.forecast import machine_of
 from harness.plan.matrix import asked_for
 from harness.plan.own_records import PUBLISHED
-from harness.plan.predict import predict
+from harness.plan.predict import fits_gpu, predict
 from harness.predict.validation import write_table
 from harness.spec.experiment import load_experiment
 
@@ -32,7 +32,6 @@ HEADER = [
     "fits", "plan",
 ]  # fmt: skip
 SMALL_HOST_GIB = 128  # of the hosts that measured; a plan that needs more has a second row for such a host
-_MAY_USE = 0.9  # of it
 
 
 def points(scale: str | None) -> Iterator[TrialSettings]:
@@ -53,7 +52,7 @@ def table_rows(hardware: Hardware) -> list[list[str]]:
         for asked in points(scale):
             row, host_gib = predicted_row(scale, asked, asked.host_memory.removesuffix("GiB"), hardware)
             rows.append(row)
-            most = _MAY_USE * SMALL_HOST_GIB
+            most = HOST_SHARE * SMALL_HOST_GIB
             if host_gib > most and asked.checkpoint.plan == "auto" and not asked.host_memory:
                 on_small = replace(asked, host_memory=f"{most:.1f}GiB")
                 rows.append(predicted_row(scale, on_small, str(SMALL_HOST_GIB), hardware)[0])
@@ -63,18 +62,18 @@ def table_rows(hardware: Hardware) -> list[list[str]]:
 def predicted_row(
     scale: str | None, asked: TrialSettings, host_memory: str, hardware: Hardware
 ) -> tuple[list[str], float]:
-    """The row of one point, whose host memory is told by `host_memory`, and the GiB of the host that it needs."""
+    """The row of one point, and the GiB of host memory that it needs. `host_memory`: what the row says of it."""
     settings, plan = with_plan(asked, machine_of(hardware), hardware=hardware)
-    found, gib = forecast(settings, hardware, plan=plan), predict(settings, hardware)
-    if found.time is None or gib.gpu_gib is None or gib.reserved_gib is None or gib.host_gib is None:
-        raise UsageError(f"scale {scale} of {FRONTIER.name} has a point without a prediction: {found.reason}")
-    model, seconds = settings.model.name, found.time.seconds
-    figures = [f"{seconds:.4g}", f"{settings.seq_len / seconds:.5g}"]
-    figures += [f"{each:.4g}" for each in (gib.gpu_gib, gib.reserved_gib, gib.host_gib)]
-    fits = "yes" if found.fits else "no"
-    size = str(settings.seq_len)
-    kept = "; ".join(kept_in_words(settings))
-    return [scale or "", model, size, settings.memory, host_memory, *figures, fits, kept], gib.host_gib
+    found = predict(settings, hardware)
+    if found.seconds is None or found.gpu_gib is None or found.host_gib is None:
+        raise UsageError(
+            f"scale {scale} of {FRONTIER.name} has a point without a prediction: {settings.seq_len} tokens"
+        )
+    figures = [f"{found.seconds:.4g}", f"{settings.seq_len / found.seconds:.5g}"]
+    figures += [f"{each:.4g}" for each in (found.gpu_gib, found.reserved_gib, found.host_gib)]
+    fits = "yes" if fits_gpu(found.gpu_gib, settings, hardware, plan) else "no"
+    size, kept = str(settings.seq_len), "; ".join(kept_in_words(settings))
+    return [scale or "", settings.model.name, size, settings.memory, host_memory, *figures, fits, kept], found.host_gib
 
 
 def main() -> None:

@@ -165,7 +165,8 @@ def _attempt(
         try:
             outcome = host.launcher.run(job, view.step)
         except KeyboardInterrupt:
-            kept = "keeps its figures, which were not checked" if _was_measured(trial_dir) else "runs it again"
+            left = _left_measured(trial_dir, "interrupted")  # what `completed` will take
+            kept = "runs it again" if left is None else "keeps its figures, which were not checked"
             outcome = Outcome(
                 status="interrupted",
                 reason=f"stopped by {bounds.out_of_time or 'the user'}; --resume {kept}",
@@ -292,15 +293,6 @@ def _after_measuring(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measur
     if found is None:
         return outcome, None
     return dataclasses.replace(outcome, status="ok", reason=f"measured, and then {how}"), found
-
-
-def _was_measured(trial_dir: Path) -> bool:
-    """Whether a trial that ends now has its figures on disk."""
-    try:
-        read_measurement(trial_dir)
-    except _UNREADABLE:
-        return False
-    return True
 
 
 def _left_measured(trial_dir: Path, how: str) -> Measurement | None:

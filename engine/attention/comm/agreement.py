@@ -4,9 +4,8 @@ Through the store of their process group, so on the host alone, whatever the bac
 plan, before its first message; a call with a plan says nothing. After a failure every rank says where it was, and names
 the ranks that said nothing.
 
-What is said, and messages that have tags, are numbered by calls. A call that a rank refuses is a call too: a rank that
-takes the next one, where the others made this one, is out of step with them for good, and its messages are taken for
-no others.
+What is said, and the tags of messages, have the number of a call. A refused call has a number too. So a rank that
+refuses a call which the others make has other numbers than they from then on, and no rank receives its messages.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Agreement:
 
     def refuse(self, reason: str) -> None:
         """Say that this rank refuses the call that it was asked for. Waits for nobody."""
-        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended, and nobody listens
+        with contextlib.suppress(RuntimeError):  # without a store nobody waits for an answer
             self._say({"refused": reason})
 
     def reached(self, said: Mapping[str, object]) -> str | None:

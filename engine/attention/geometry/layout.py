@@ -237,8 +237,14 @@ def layout_named(name: str) -> Layout:
 
 
 def as_layout(layout: str | Layout) -> Layout:
-    """The layout itself; a name is looked up by `layout_named`."""
-    return layout_named(layout) if isinstance(layout, str) else layout
+    """The layout itself; a name is looked up by `layout_named`. Raises ValueError for what is neither."""
+    if isinstance(layout, str):
+        return layout_named(layout)
+    if not hasattr(layout, "segments"):
+        raise ValueError(
+            f"layout is {layout!r}; give zigzag, contiguous or striped, or one such as SplitZigzag(tail=0.5)"
+        )
+    return layout
 
 
 def split_unsupported_reason(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:

@@ -1,5 +1,5 @@
-"""A call that one rank refuses and the others make: nobody takes its messages for another call's, and ranks that
-refused alike, or sent nothing, can go on."""
+"""One rank refuses a call that the others make: no rank receives tensors of another call. Ranks that all refused a
+call, or that sent nothing in it, can go on."""
 
 from __future__ import annotations
 
