@@ -4,7 +4,7 @@ Records of the engine of today are judged; those of an earlier engine, whose lay
 alone is judged of records of which provenance.yaml states conditions, as of a host that was shared; of those with
 adapters from before backward stopped to copy their gradients; and of those with moments in host memory from before
 updates ran beside the next forward with today's buffers. To the memory of records from before one rank stopped to copy
-its gradients a layer's gradient is added.
+its gradients the copies are added.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from engine.checkpoint.planning.memory import MemoryModel
+from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.lora import adapter_parameters
 from engine.settings import BYTES_OF, CudaGraph, Kernel, TrialSettings, keeps_whole, late_fraction
 from harness.metrics.hardware import Hardware, hardware_for
@@ -84,12 +86,22 @@ def gradients_in_place(settings: TrialSettings, started_at: str) -> bool:
 
 
 def copied_alone(settings: TrialSettings, started_at: str) -> float:
-    """Bytes of a layer's gradient that a record's rank held twice, because FSDP2 copied it though it was alone."""
+    """How many bytes fuller a record's fullest moment was, because FSDP2 held each gradient twice, that of a layer or
+    of embedding and LM head, though its rank was alone."""
     if started_at >= COPIED_ALONE_UNTIL or settings.world_size > 1 or keeps_whole(settings):
         return 0.0
     model, lora = settings.model, settings.lora
-    trained = model.largest_layer if lora is None else adapter_parameters(model, lora)
-    return max(4, BYTES_OF[settings.dtype]) * trained
+    wide = max(4, BYTES_OF[settings.dtype])
+    of_layer = wide * (model.largest_layer if lora is None else adapter_parameters(model, lora))
+    of_table = wide * model.vocab * model.hidden if lora is None else 0
+
+    def copied(moment: str) -> int:
+        if moment in ("LM head", "backward of the embedding"):
+            return of_table
+        return of_layer if moment.startswith("backward") else 0
+
+    moments = MemoryModel(settings).by_moment(memory_settings_of(settings))
+    return max(held + copied(moment) for moment, held in moments.items()) - max(moments.values())
 
 
 def compared_records() -> list[RecordPrediction]:

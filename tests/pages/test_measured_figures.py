@@ -95,7 +95,7 @@ _NOT_MEASURED = {
         "If layouts differ by at most 5%", "`query` sends 24% less, and 33% less",
     ],
     "docs/memory.md": [
-        "the predicted step is 1% longer", "70% of the optimizer and gradients on the host", "starts at 40 GiB",
+        "the predicted step is 1% longer", "75% of the optimizer and gradients on the host", "starts at 40 GiB",
         "use 90% of its share", "is then predicted 0.4% slower", "only asked about (`--hardware`), 230 GiB",
         "they would take 63 GiB", "tiles of about 1 GiB",
         "predicted within 4%, and reserved memory within 10%", "took up to 18% more than predicted",

@@ -58,7 +58,7 @@ _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 # How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
 _CALLS = ("once", "again", "cut")
 _ROUNDING = 1.005  # reserved over asked for: blocks of 512 bytes, segments of 2 MiB
-_SMALL = 0.15 * GIB  # reserved for workspaces, norms, RoPE's tables and the blocks between others
+_SMALL = 0.15 * GIB  # reserved for workspaces, norms and the blocks between others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +222,9 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
+        # RoPE's cosines and sines, of layers with a window their own where these have a base of their own.
+        own_base = {windowed and shape.rope_base_window > 0 for windowed in shape.windowed}
+        self._tables = wide * settings.seq_len / settings.cp_size * shape.rotated_dim * len(own_base)
         # Sigmoids of attention's gate, and the output that is multiplied by them.
         self._gated = 2 * self._output if shape.attention_gate else 0.0
         self._mixer = _Mixer.of(settings)
@@ -256,6 +259,7 @@ class MemoryModel:
         # result itself; the first layer has none before.
         alone = settings.world_size == 1
         reduced = item * trained + (0 if alone else wide * trained)
+        in_head = item + (1 if alone else 2) * wide
         # The embedding's, as computed, then reduced beside all others.
         of_embedding = learns * table * (wide + (item if alone else max(item, wide / shards)))
         sharded = _OfParameters(
@@ -264,7 +268,7 @@ class MemoryModel:
             gathered_first=item * layer + reduced + tied,
             gathered_forward=2 * item * layer + tied,
             embedding=of_embedding + (item * table if shape.tied else 0.0),
-            head=(item + learns * (item + 2 * wide)) * table,
+            head=(item + learns * in_head) * table,
             head_weight=item * table,
             mlp_sums=wide * trained_weights(shape, lora, MLP) / shape.mlp_share,  # of a layer that has an MLP
             of_streams=(1 if shape.tied else 2) * (wide if learns else item) * table,
@@ -391,9 +395,9 @@ class MemoryModel:
         return sum(self._saved_whole(choice, kind) * len(kind.among(hosted)) for kind in self._kinds)
 
     def _always(self, choice: MemorySettings) -> float:
-        """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
+        """Bytes on the device at every moment: parameters, their copies, the optimizer's states, and RoPE's tables."""
         copies = self._by_offload[bool(choice.optimizer_offload)].copies
-        return self._frozen + self._parameters + self._states * (1 - self._away(choice)) + copies
+        return self._frozen + self._parameters + self._states * (1 - self._away(choice)) + copies + self._tables
 
     def _away(self, choice: MemorySettings) -> float:
         """Of the optimizer's states the part in host memory."""

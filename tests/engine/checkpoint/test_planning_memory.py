@@ -7,10 +7,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
+from engine.models.decoder import rotary_of
+from engine.rope import DEFAULT_BASE
 from engine.settings import Checkpoint, TrialSettings, from_json
 from engine.shape import ModelShape
 from harness.metrics.hardware import hardware_for
@@ -107,3 +110,27 @@ def test_before_the_first_layer_no_other_one_is_gathered_ahead() -> None:
     assert grown == pytest.approx(kept + 2 * layer - 4 * layer / 8)
     alone = moments_of(model.layers - 1, model, world_size=8, sharding="full")
     assert alone["backward of the last layer computed again"] == alone["backward of the first layer"]
+
+
+@pytest.mark.parametrize(("name", "count"), [("1b", 1), ("gemma3_4b", 2)])
+def test_ropes_tables_are_there_all_the_time(name: str, count: int) -> None:
+    """A gigabyte of two million tokens with heads of 128; layers with a window may have tables of their own."""
+    model = named_model(name)
+    tables = rotary_of(model, False, torch.arange(1 << 16), torch.float32, 1 << 16)
+    without = replace(model, rope=False, rope_base=DEFAULT_BASE, rope_base_window=0.0, rope_scaling="none")
+    turned, unturned = (moments_of(0, each) for each in (model, without))
+    of_tables = count * sum(table.nbytes for table in tables)
+    assert of_tables == count * 4 * (1 << 16) * model.head_dim
+    for moment, held in turned.items():
+        assert held - unturned[moment] == of_tables, moment
+
+
+@pytest.mark.parametrize(("ranks", "of_head"), [(1, 2 + 2 + 4), (2, 2 + 2 + 4 + 4)])
+def test_one_rank_holds_the_heads_reduced_gradient_once(ranks: int, of_head: int) -> None:
+    """Bytes of an element in the LM head: of the weight, of its gradient as computed, and of that in fp32."""
+    model, changes = named_model("1b"), {"world_size": ranks, "optimizer_offload": True, "head_tiles": 1 << 16}
+    wider = replace(model, vocab=2 * model.vocab)
+    narrow, wide = (moments_of(0, each, **changes)["LM head"] for each in (model, wider))
+    sharded = 2 * 4 / ranks  # of embedding and LM head
+    logits = 2 * model.vocab
+    assert wide - narrow - logits == pytest.approx((sharded + of_head) * model.vocab * model.hidden, rel=1e-3)
