@@ -241,6 +241,8 @@ def _documents(packed_seq_params: PackedSeqParams, causal: bool, attention_mask:
     given = packed_seq_params
     padded = given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
     keys = given.cu_seqlens_kv if given.cu_seqlens_kv_padded is None else given.cu_seqlens_kv_padded
+    if padded is None:
+        raise ValueError("packed_seq_params have format thd and no cu_seqlens_q; give the boundaries of the documents")
     documents = mask_of(None, padded, None)
     assert isinstance(documents, Documents), "boundaries make documents"
     if attention_mask is not None:

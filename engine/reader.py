@@ -69,8 +69,9 @@ def dotted(path: Iterable[str | int]) -> str:
     return ".".join(key if len(key) <= _SHOWN_CHARACTERS else f"{key[:_SHOWN_CHARACTERS]}..." for key in keys)
 
 
-def nearest(word: str, choices: Iterable[str], likeness: float = 0.6) -> str:
-    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none is near.
+def nearest(word: str, choices: Iterable[str], likeness: float = 0.6, listed: Iterable[str] = ()) -> str:
+    """End of a sentence about an unknown `word`: its nearest neighbour, or when none is near the choices that are to be
+    `listed`, by default all.
 
     `likeness` of two spellings is that of difflib."""
     import difflib  # takes as long as all else here, and is needed for errors alone
@@ -78,7 +79,7 @@ def nearest(word: str, choices: Iterable[str], likeness: float = 0.6) -> str:
     known = list(choices)
     by_folded = {choice.casefold(): choice for choice in known}
     match = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=likeness)
-    return f"did you mean {by_folded[match[0]]}?" if match else f"expected {one_of(known)}"
+    return f"did you mean {by_folded[match[0]]}?" if match else f"expected {one_of(listed or known)}"
 
 
 def one_of(choices: Iterable[object]) -> str:

@@ -140,10 +140,25 @@ def _parse(typed: list[str]) -> tuple[Command, argparse.Namespace]:
         _list_verbs(parser, verbs)
     arguments, unknown = parser.parse_known_args(rest, argparse.Namespace(typed=typed))
     if unknown:
-        near = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
-        hint = f" ({near})" if near.startswith("did you mean") else ""
-        parser.error(f"{' '.join(unknown)} is not known{hint}")
+        parser.error(f"{' '.join(unknown)} is not known{_hint(unknown[0].partition('=')[0], parser)}")
     return command, arguments
+
+
+def _hint(option: str, parser: argparse.ArgumentParser) -> str:
+    """What was meant by an unknown option, in brackets: a key of the file that the command reads, or a similar one."""
+    from harness.spec.experiment import SECTIONS
+    from harness.spec.setting import SETTINGS
+
+    known = parser._option_string_actions
+    key = option.removeprefix("--").replace("-", "_")
+    if (
+        option.startswith("--")
+        and "--set" in known
+        and key in {*SECTIONS, *(name.partition(".")[0] for name in SETTINGS)}
+    ):
+        return f" (what a file sets is given as --set {key}=...)"
+    near = nearest(option, known)
+    return f" ({near})" if near.startswith("did you mean") else ""
 
 
 def _overview() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,15 +184,15 @@ def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...]
     if len(directories) > 2:
         raise UsageError(f"{len(directories)} directories given; --across compares two runs, or two values in one")
     sides = [_of_all([directory]) for directory in directories]
-    known = {name for side in sides for member in side for name in (*member.settings, *member.groups)}
+    members = [member for side in sides for member in side]
+    known = {name for member in members for name in (*member.settings, *member.groups)}
     for setting in across:
         if setting not in known:
-            raise UsageError(f"--across {setting}: no trial of these records has it; {nearest(setting, sorted(known))}")
-    members = [member for side in sides for member in side]
+            differing = sorted(name for name in known if _several(members, name))
+            near = nearest(setting, sorted(known), listed=differing)
+            raise UsageError(f"--across {setting}: no trial of these records has it; {near}")
     varying = [  # of a group such as `checkpoint` the members that tell the two sides apart
-        name
-        for name in sorted(known)
-        if is_across(name, across) and len({one.settings.get(name) for one in members}) > 1
+        name for name in sorted(known) if is_across(name, across) and _several(members, name)
     ] or across
     by_value: list[dict[str, list[ComparedRecord]]] = []
     for side in sides:
@@ -216,6 +216,11 @@ def _across(directories: list[Path], across: list[str]) -> tuple[tuple[str, ...]
     if next(iter(by_value[0])) == next(iter(by_value[1])):
         raise UsageError(f"A and B both have {next(iter(by_value[0]))}; leave --across {across[0]} out")
     return tuple(labels), sides
+
+
+def _several(members: Sequence[ComparedRecord], name: str) -> bool:
+    """Whether they have several values of this setting."""
+    return len({one.settings.get(name) for one in members}) > 1
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -76,8 +76,8 @@ class TrainCommand:
                 file = _loaded(arguments)
                 view = TrainingView(stderr_console(), file.config.steps, progress)
                 start = _start(arguments, file, view.say)
-            if file.note and not arguments.resume:
-                view.say(file.note)
+            for note in () if arguments.resume else file.notes:
+                view.say(note)
             closing.callback(start.launcher.close)
             stop = stop_time(view.say, file.config.save.grace_seconds)
             with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():

@@ -49,7 +49,7 @@ class TrainingFile:
 
     path: Path
     config: TrainingConfig
-    note: str = ""  # what the user may not expect of a run that starts anew
+    notes: tuple[str, ...] = ()  # what the user may not expect of a run that starts anew
 
 
 def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
@@ -79,8 +79,9 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         trial = TrialSettings(task="train", **settings)
         trial = left_open(trial, _given(entries))
         _refuse_without_effect(trial)
+        notes = (_weights_not_read(entries, path.parent), _data_not_given(path, entries))
         return TrainingFile(
-            path=path, config=TrainingConfig(settings=trial, **values), note=_weights_not_read(entries, path.parent)
+            path=path, config=TrainingConfig(settings=trial, **values), notes=tuple(filter(None, notes))
         )
     except ValueError as error:
         # Such a sentence begins with the setting's dotted name.
@@ -112,6 +113,16 @@ def _weights_not_read(entries: dict[str, Node], folder: Path) -> str:
     return (
         f"{model.place}: of {weights} the shape is used and not the weights: the run starts from random ones; to start "
         f"from those, add init_from: {weights}"
+    )
+
+
+def _data_not_given(path: Path, entries: dict[str, Node]) -> str:
+    """One sentence where no `data` is given; else nothing."""
+    if "data" in entries:
+        return ""
+    return (
+        f"{path}: no data is given, so the run trains on the bytes of Python's own documentation; set data to a text "
+        "file or a token store, or to python_docs"
     )
 
 

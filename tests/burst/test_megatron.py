@@ -227,6 +227,7 @@ def test_layers_that_are_not_exact_are_refused(own: dict[str, Any], built: dict[
         ({"window_size": (4, -1)}, {"kind": "no_mask"}, "is not causal; only"),
         ({}, {"packed": {"qkv_format": "sbhd"}}, "have format sbhd"),
         ({}, {"packed": {"local_cp_size": 2}}, "a group of ranks of their own"),
+        ({}, {"packed": {"cu_seqlens_q": None}}, "have format thd and no cu_seqlens_q; give the boundaries"),
         ({}, {"packed": {"cu_seqlens_kv": torch.tensor([0, 4, 8])}}, "of queries and of keys differ"),
         ({}, {"packed": {"cu_seqlens_q_padded": torch.tensor([0, 4, 8])}, "kind": "no_mask"}, "documents are padded"),
         ({}, {"packed": {}, "attention_mask": torch.ones(1)}, "comes with an attention_mask"),

@@ -18,7 +18,7 @@ _MOST = 1000  # combinations that are printed
 
 # Options that describe trials without a file, and their defaults.
 _DEFAULTS = {"model": "7b", "method": "burst", "seq_len": "1M", "cp_size": "8"}
-_OPTION = {"model": "--model", "method": "--method", "seq_len": "--seq-len", "cp_size": "--gpus"}
+_OPTION = {"model": "--model", "method": "--method", "seq_len": "--seq-len", "cp_size": "--gpus", "task": "--task"}
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,10 @@ def question(arguments: argparse.Namespace) -> Experiment:
     from cluster.files.reader import Node
     from harness.spec.experiment import experiment_without_file
 
+    for override in arguments.overrides:
+        name = override.partition("=")[0].strip().removeprefix("fixed.").removeprefix("sweep.")
+        if name in _OPTION and (given := getattr(arguments, name)) is not None:
+            raise UsageError(f"{_OPTION[name]} {given} and --set {override} both give {name}; leave one of them out")
     sweep: dict[str, Node] = {}
     for name, default in _DEFAULTS.items():
         option = _OPTION[name]

@@ -107,6 +107,8 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
             ["run", "exp.yaml", "--resme"],
             "burst run: --resme is not known (did you mean --resume?); `burst run --help`",
         ),
+        (["run", "exp.yaml", "--steps", "3"], "burst run: --steps 3 is not known (what a file sets is given as --set "),
+        (["train", "t.yaml", "--learning-rate=1"], "burst train: --learning-rate=1 is not known (what a file sets is "),
         (["plan", "exp.yaml", "more.yaml"], "burst plan: more.yaml is not known"),
     ],
 )

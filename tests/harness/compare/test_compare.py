@@ -471,6 +471,7 @@ def test_a_table_replaces_its_own_earlier_one_and_no_file_of_a_user(runs: Path, 
     ("arguments", "message"),
     [
         (["a", "--across", "dtyp"], "--across dtyp: no trial of these records has it; did you mean dtype?"),
+        (["a", "--across", "foo"], "--across foo: no trial of these records has it; expected method\n"),
         (["a", "--across", "dtype"], "a has 1 value (dtype fp32) of dtype; expected two to compare"),
         (["a", "b", "--across", "method"], "a has 2 values (method burst, method ring) of method; expected one"),
         (["a", "b", "a", "--across", "dtype"], "3 directories given; --across compares two runs, or two values"),

@@ -534,3 +534,20 @@ def test_what_is_no_trial_has_a_reason_and_no_prediction(capsys, words, reason) 
 def test_an_option_that_is_given_empty_is_not_its_default(capsys, option: str) -> None:
     assert main(["plan", "--hardware", "h200", option, ""]) == 2
     assert f"{option} names nothing; give at least one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "override", "name"),
+    [
+        (("--gpus", "2"), "cp_size=4", "cp_size"),
+        (("--cp-size", "2"), "fixed.cp_size=2", "cp_size"),
+        (("--seq-len", "64k"), "sweep.seq_len=[1M]", "seq_len"),
+        (("--task", "train"), "task=attention", "task"),
+    ],
+)
+def test_what_an_option_and_an_override_both_give_is_refused(capsys, given, override: str, name: str) -> None:
+    """One of them would be taken, and the plan be that of another trial than was asked for."""
+    assert main(["plan", "--hardware", "h200", "--model", "1b", *given, "--set", override]) == 2
+    told = capsys.readouterr().err
+    assert f"--set {override} both give {name}; leave one of them out" in told
+    assert main(["plan", "--hardware", "h200", "--model", "1b", "--seq-len", "64k", "--set", "cp_size=4"]) == 0

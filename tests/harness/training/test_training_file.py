@@ -192,9 +192,16 @@ def test_a_model_folder_with_weights_that_are_not_read_is_said(written: Any, tmp
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
     (folder / "config.json").write_text(json.dumps(config))
     asked = MINIMAL.replace("model: tiny", f"model: {folder}")
-    assert load_training(written(asked)).note == ""  # a shape alone
+    asked += "data: python_docs\n"
+    assert load_training(written(asked)).notes == ()  # a shape alone
     (folder / "model.safetensors").touch()
     said = f"of {folder} the shape is used and not the weights: the run starts from random ones; to start from those, "
-    assert said + f"add init_from: {folder}" in load_training(written(asked)).note
-    assert load_training(written(asked + f"init_from: {folder}\n")).note == ""
-    assert load_training(written(MINIMAL)).note == ""
+    [note] = load_training(written(asked)).notes
+    assert said + f"add init_from: {folder}" in note
+    assert load_training(written(asked + f"init_from: {folder}\n")).notes == ()
+    assert load_training(written(MINIMAL + "data: python_docs\n")).notes == ()
+
+
+def test_a_run_whose_data_nobody_named_says_what_it_trains_on(written) -> None:
+    [note] = load_training(written(MINIMAL)).notes
+    assert "no data is given, so the run trains on the bytes of Python's own documentation; set data to" in note
