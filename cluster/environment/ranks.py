@@ -245,7 +245,7 @@ _PROBLEMS: Mapping[str, str] = {
 def concern(name: str, value: str) -> str:
     """The known problem of a value that a user sets, as one sentence that names the variable; "" when there is none."""
     problem = _PROBLEMS.get(name) or _problem(name, value)
-    return f"{name}={value} {problem}" if problem else ""
+    return f"{name}={shown(name, value)} {problem}" if problem else ""
 
 
 def _problem(name: str, value: str) -> str:

@@ -171,7 +171,7 @@ def _check_different(nodes: Iterable[InventoryNode], members: Mapping[str, _Node
     seen: dict[tuple[object, ...], str] = {}
     for node in nodes:
         host = node.host
-        first = seen.setdefault((host.address, host.port or SSH_PORT, host.jump), node.name)
+        first = seen.setdefault((host.address.lower(), host.port or SSH_PORT, host.jump), node.name)
         if first != node.name:
             raise UsageError(
                 f"{members[node.name].place}: {node.name} and {first} are both {host.address} "

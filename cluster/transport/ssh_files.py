@@ -147,6 +147,7 @@ class BadHostKey(Exception):
 
 class KnownHosts:
     """The keys in several files, of which the last one takes new ones. Changed files are read again. Format: sshd(8).
+    Capitals in names mean nothing, as in OpenSSH.
 
     paramiko's `HostKeys` hashes names here. Its reader is not used: it takes the markers `@revoked` and
     `@cert-authority` for host names, knows no patterns, and skips lines that it cannot read.
@@ -179,10 +180,11 @@ class KnownHosts:
                 raise BadHostKey(found, next((key for key in known if key.kind == found.kind), known[0]))
             if not self._accept_new:
                 raise BadHostKey(found)
-            _append(self._paths[-1], f"{name} {found.kind} {base64.b64encode(found.blob).decode()}\n")
+            _append(self._paths[-1], f"{name.lower()} {found.kind} {base64.b64encode(found.blob).decode()}\n")
 
     def _lines(self, name: str) -> Iterator[tuple[str, HostKey]]:
         """Marker and key of each line for the host, and of all revoked keys. An absent file has none."""
+        name = name.lower()
         for path in self._paths:
             content = self._content(path)
             for line in (*content.get(name, ()), *content.get("", ())):
@@ -207,7 +209,7 @@ class KnownHosts:
                     first = line.split(maxsplit=1)[0] if line.strip() else "#"
                     for name in [""] if _OTHER.search(first) else first.split(","):
                         if not first.startswith("#"):
-                            content.setdefault(name, []).append(line)
+                            content.setdefault(name.lower(), []).append(line)
                 self._read[path] = (version, content)
         except FileNotFoundError:
             return {}
@@ -241,6 +243,7 @@ def _fits(pattern: str, name: str) -> bool:
             return paramiko.HostKeys.hash_host(name, pattern) == pattern
         except (AssertionError, IndexError, ValueError):  # no salt of the right length
             return False
+    pattern = pattern.lower()
     if "*" not in pattern and "?" not in pattern:
         return pattern == name
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.filesystem import try_lock
+from harness.launch.verdict import signal_name
 from harness.launch.zygote import PACKET_BYTES, SWEEP_SECONDS, of_all_processes
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +142,7 @@ class ForkServer:
 
     def _loss(self) -> str:
         code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return f"the fork server {how}" + (f": {lines[-1]}" if lines else "")

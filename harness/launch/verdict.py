@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.environment.value import shown
 from cluster.files.errors import quantity
 from harness.launch.launcher import Job, Passed
 from harness.launch.stacks import STACKS_DIRECTORY, places_sentence
@@ -25,6 +26,7 @@ CLOCK_SLACK_SECONDS = 0.05
 _RANK = re.compile(r"^(?:\[\w+\]: ?)+")  # what torchrun and torch put before a line of a rank
 _WARNING = re.compile(r"warning\b|^\[W\d", re.IGNORECASE)
 _TRACEBACK = "Traceback (most recent call last):"
+_ERROR_FILE = re.compile(r"rank(\d+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +70,10 @@ def judge(job: Job, watched: Watched) -> tuple[Status, str]:
     A cancelled job is interrupted, whatever its errors. An out-of-memory or refusal is the cause wherever it appears,
     because every other error then follows from it, and so is a rank that was killed. Otherwise the first event counts,
     a failure or the deadline: one rank's end makes its peers fail too, with messages about lost connections that
-    explain nothing.
+    explain nothing. What a program said last is a part of the reason, without its secrets.
     """
     status, reason = _judge(job, watched)
+    reason = shown("", reason)
     if watched.left:
         reason += f" (processes {', '.join(map(str, watched.left))} did not end after SIGKILL; look for a stuck driver)"
     return status, reason
@@ -104,7 +107,8 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
         return ("host_oom" if watched.oom_killed else "failed"), f"{watched.server_lost}, and the ranks ended with it"
     if watched.timed_out_at is not None:
         return _late(job, watched)
-    assert len(watched.exits) == job.ranks, (watched, job)
+    if len(watched.exits) != job.ranks:
+        return "failed", f"{len(watched.exits)} of {job.ranks} ranks are known to have ended; see {_log(0)}"
     return "ok", ""
 
 
@@ -139,7 +143,7 @@ def _killed(end: Exit) -> bool:
 def _unexplained(job: Job, watched: Watched, end: Exit) -> tuple[Status, str]:
     """A rank that died without leaving an error."""
     if end.returncode < 0:
-        name = signal.Signals(-end.returncode).name
+        name = signal_name(-end.returncode)
         if _killed(end) and watched.oom_killed:
             return "host_oom", f"rank {end.rank} was killed by the kernel because host memory ran out"
         return "failed", f"rank {end.rank} was killed by {name}{_after(watched.progress)} (see {_log(end.rank)})"
@@ -151,8 +155,10 @@ def read_errors(trial_dir: Path) -> list[WorkerError]:
     """The workers' files in errors/, earliest first."""
     found = []
     for path in trial_dir.glob(f"{ERRORS_DIRECTORY}/rank*.json"):
-        rank = int(path.stem.removeprefix("rank"))
-        at = time.time()
+        named = _ERROR_FILE.fullmatch(path.name)
+        if named is None:  # a copy that someone made
+            continue
+        rank, at = int(named[1]), time.time()
         try:
             at = path.stat().st_mtime
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -161,6 +167,14 @@ def read_errors(trial_dir: Path) -> list[WorkerError]:
             error = WorkerError(rank=rank, kind="failed", reason=f"left an unreadable error file ({problem})", at=at)
         found.append(error)
     return sorted(found, key=lambda error: (error.at, error.rank))
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL; real-time signals, most of which have none, are `signal 40`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def last_words(log: Path, limit: int = 200) -> str:

@@ -132,6 +132,12 @@ def test_a_value_that_nccl_does_not_take_is_told_and_its_own_default_is_one(left
         assert concern(left.name, default) == ""
 
 
+def test_a_problem_is_told_without_the_secrets_of_its_value() -> None:
+    said = concern("OMPI_AUTH_TOKEN", "hunter2") + concern("UCX_X", "http://u:hunter2@h")
+    assert said.count("matters to UCX and MPI alone") == 2
+    assert "hunter2" not in said
+
+
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [

@@ -171,6 +171,7 @@ def test_a_host_without_ssh_takes_nothing_from_it():
             "address stands for 1 addresses but a.* for 2 nodes",
         ),
         ("nodes:\n- {hosts: a, address: x}\n- x\n", ":3: x and a are both x port 22; give every node an address"),
+        ("nodes:\n- gpu01\n- GPU01\n", ":3: GPU01 and gpu01 are both GPU01 port 22; give every node an address"),
         ("site: absent.yaml\nnodes: [a]\n", ":1: there is no site file .*absent.yaml; give its path relative"),
         ("site: [a]\nnodes: [a]\n", ":1: site is a list; expected a mapping"),
         (

@@ -151,6 +151,18 @@ def test_names_hashed_by_openssh_are_found(tmp_path):
         book.verify("gpu03", A)
 
 
+@pytest.mark.parametrize("names", ["gpu01.lab", "GPU01.lab", "GPU??.lab", "hashed"])
+def test_capitals_in_a_name_make_no_other_host(tmp_path, names):
+    """Else a changed key would be a new one under the name in other letters, as OpenSSH never takes it."""
+    book = known(tmp_path, line("gpu01.lab" if names == "hashed" else names, A), accept_new=True)
+    if names == "hashed":
+        subprocess.run(["ssh-keygen", "-H", "-f", str(tmp_path / "known_hosts")], check=True, capture_output=True)
+    for name in ("gpu01.lab", "GPU01.LAB"):
+        book.verify(name, A)
+        with pytest.raises(BadHostKey, match="changed"):
+            book.verify(name, B)
+
+
 def test_a_key_of_another_kind_is_a_changed_key_even_where_new_ones_are_welcome(tmp_path):
     book = known(tmp_path, line("gpu01", A), accept_new=True)
     with pytest.raises(BadHostKey) as caught:

@@ -101,6 +101,36 @@ def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
     assert (status, "left an unreadable error file" in reason) == ("failed", True)
 
 
+def test_secrets_of_what_a_program_said_are_in_no_reason(job):
+    said = "OSError: 401 for https://bob:hunter2@hub.example/model?token=s3cr3t hf_abcdefghijklmnopqrstuvwx"
+    (job.trial_dir / "logs").mkdir(exist_ok=True)
+    (job.trial_dir / "logs" / "rank1.log").write_text(said + "\n", encoding="utf-8")
+    _, reason = judge(job, Watched(exits=[Exit(rank=1, returncode=1, at=100.0)]))
+    assert "OSError: 401 for https://" in reason
+    leave_error(job.trial_dir, 0, at=99.0, kind="failed", reason=said)
+    _, of_error = judge(job, Watched())
+    for text in (reason, of_error):
+        assert not [secret for secret in ("hunter2", "s3cr3t", "hf_abc") if secret in text]
+
+
+def test_a_signal_without_a_name_fails_the_trial_alone(job):
+    status, reason = judge(job, Watched(exits=[Exit(rank=1, returncode=-40, at=100.0)]))
+    assert (status, "rank 1 was killed by signal 40" in reason) == ("failed", True)
+
+
+def test_what_is_no_error_file_of_a_rank_is_left_alone(job):
+    leave_error(job.trial_dir, 0, at=99.0, kind="failed", reason="it broke")
+    folder = job.trial_dir / "errors"
+    (folder / "rank0 (copy).json").write_text((folder / "rank0.json").read_text())
+    status, reason = judge(job, Watched())
+    assert (status, reason.startswith("rank 0: it broke")) == ("failed", True)
+
+
+def test_a_rank_of_which_nothing_is_known_fails_the_trial(job):
+    status, reason = judge(job, Watched(exits=[]))
+    assert (status, reason) == ("failed", f"0 of {job.ranks} ranks are known to have ended; see logs/rank0.log")
+
+
 @pytest.mark.parametrize(
     ("progress", "place"),
     [
