@@ -158,12 +158,16 @@ def write_report_of(
 def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> None:
     """Remove what an earlier report left below `out` and this one has no more: a table of problems since solved, say.
 
-    Only files of the formats asked for now, with the name of a figure or table of ours.
+    Only files of the formats asked for now, with the name of a figure or table of ours. A figure of a part of the run
+    has more in its name, as a user's own file may have: such a file goes only where that earlier report links it.
     """
-    names = {"tables": TABLES, "figures": frozenset(all_figures())}
+    names = {"tables": frozenset(TABLES), "figures": frozenset(all_figures())}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        earlier = (out / "report.html").read_text(encoding="utf-8")
+        names["figures"] |= set(re.findall(r"figures/([\w.-]+)\.\w+", earlier))
     for folder, ours in names.items():
         for path in (out / folder).glob("*"):
-            if path not in written and path.suffix[1:] in kinds and path.stem.split("-")[0] in ours:
+            if path not in written and path.suffix[1:] in kinds and path.stem in ours and path.is_file():
                 path.unlink()
 
 

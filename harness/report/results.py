@@ -348,7 +348,7 @@ class RunRecords:
     def __init__(self, path: Path, run: str = "") -> None:
         self.stored = stored_run(path)
         self._run = run or self.stored.name
-        self._stated = self.stored.stated()
+        self._stated = NOTHING_STATED
         self._records: dict[str, Record] = {}
         self._rows: dict[str, Row] = {}
         self._places: dict[str, RecordPlace] = {}  # of those that were read
@@ -357,6 +357,8 @@ class RunRecords:
 
     def read(self) -> list[BadRecord]:
         """Read every record there is, and return those that cannot be used: no record, or one that makes no sense."""
+        # Not before: a new run moves an earlier one aside first, with what is stated of it.
+        self._stated = self.stored.stated()
 
         def use(one: StoredRecord, record: Record) -> None:
             self._put(one.trial, record)

@@ -143,7 +143,7 @@ def with_round(before: Record, latest: Record) -> Record:
     whole = replace(
         latest if latest.measurement is not None else before,
         status="ok",
-        measurement=_together(measurement, latest.measurement or measurement, rounds),
+        measurement=_together(measurement, latest.measurement, rounds),
         started_at=rounds[0].started_at,
         wall_seconds=round(sum(each.wall_seconds for each in rounds), 3),
         attempts=latest.attempts,
@@ -152,12 +152,17 @@ def with_round(before: Record, latest: Record) -> Record:
     return judged(replace(whole, reason=whole.reason_of_rounds()))
 
 
-def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round]) -> Measurement:
-    """All rounds as one measurement; see `harness.records.record.Record`."""
-    return replace(
-        latest,
+def _together(before: Measurement, latest: Measurement | None, rounds: Sequence[Round]) -> Measurement:
+    """All rounds as one measurement; see `harness.records.record.Record`. None: the latest gave no figures."""
+    whole = replace(
+        latest or before,
         step_seconds=[seconds for one in rounds for seconds in one.step_seconds],
         forward_seconds=[seconds for one in rounds for seconds in one.forward_seconds],
+    )
+    if latest is None:
+        return whole
+    return replace(
+        whole,
         peak_allocated_bytes=_largest(before.peak_allocated_bytes, latest.peak_allocated_bytes),
         peak_reserved_bytes=_largest(before.peak_reserved_bytes, latest.peak_reserved_bytes),
         peak_rss_bytes=_largest(before.peak_rss_bytes, latest.peak_rss_bytes),

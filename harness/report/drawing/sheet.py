@@ -29,6 +29,7 @@ STYLE = {
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.7, "axes.facecolor": "none",
     "xtick.major.size": 0, "xtick.minor.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0,
     "xtick.color": MUTED, "ytick.color": MUTED, "hatch.linewidth": 0.8,
+    "text.parse_math": False,  # a $ in a name is one
     "pdf.fonttype": 42, "ps.fonttype": 42,  # journals refuse Type 3
     "svg.fonttype": "none", "svg.hashsalt": "burst",  # else ids inside an SVG are random
 }  # fmt: skip

@@ -159,7 +159,10 @@ def function_of(row: Row) -> tuple[object, ...]:
     """Key of what a trial computes, however it computes it. Within one run, as devices may initialise differently."""
     shape = tuple((name, value) for name, value in sorted(row.items()) if name.startswith("model."))
     sequences = row["batch_size"] * row["dp_size"] * row["gradient_accumulation"]
-    names = ("run", "task", "seq_len", "dtype", "mask", "z_loss", "learning_rate", "data", "seed")
+    names = (
+        "run", "task", "seq_len", "dtype", "mask", "packing", "longer_documents", "z_loss", "learning_rate", "lora",
+        "data", "seed",
+    )  # fmt: skip
     shares = row["cp_size"] if row["task"] == "lm_head" else None  # its ranks draw inputs of their own
     return (*(row[name] for name in names), sequences, shares, shape)
 

@@ -126,7 +126,7 @@ def state(folder: Path) -> ClusterState:
         for number, name in enumerate(("gpu01", "gpu02"))
     ]  # fmt: skip
     return ClusterState(
-        session="abc", inventory="lab", created_at="2026-01-01T00:00:00+00:00", created_by="me@here",
+        session="abc", inventory="lab \N{GRINNING FACE}", created_at="2026-01-01T00:00:00+00:00", created_by="me@here",
         known_hosts=folder / "known", head_port=6379, nodes=tuple(nodes),
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def test_a_state_that_is_none_is_one_sentence(tmp_path, change, message):
     states = StateDirectory(tmp_path)
     states.save(state(tmp_path))
     file = tmp_path / "cluster.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}, ensure_ascii=False))
     with pytest.raises(UsageError, match=message):
         states.load()
 

@@ -206,13 +206,31 @@ def test_an_unknown_format_and_an_empty_run_are_refused_in_one_sentence(tmp_path
 def test_what_an_earlier_report_left_and_this_one_has_no_more_is_removed(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "r", [record(), record(method="ring", status="failed", reason="a cable")])
     write_report([folder], tmp_path)
-    (tmp_path / "tables" / "mine.csv").write_text("kept")
+    of_a_part = tmp_path / "figures" / "loss-of-a-part.png"
+    of_a_part.parent.mkdir(exist_ok=True)
+    page = tmp_path / "report.html"
+    page.write_text(page.read_text() + '<a href="figures/loss-of-a-part.png">')
+    own = [tmp_path / "tables" / "mine.csv", tmp_path / "tables" / "problems-of-mine.csv"]
+    own.append(tmp_path / "figures" / "loss-annotated.png")
+    for path in (*own, of_a_part):
+        path.write_text("kept")
+    own.append(tmp_path / "tables" / "speed_by_length.csv")
+    own[-1].mkdir()
     assert (tmp_path / "tables" / "problems.csv").exists()
     folder = run_of(tmp_path / "r2", [record(), record(method="ring")])
-    write_report([folder], tmp_path, {"csv", "html"})
+    write_report([folder], tmp_path, {"csv", "html", "png"})
     assert not (tmp_path / "tables" / "problems.csv").exists()
+    assert not of_a_part.exists()
     assert (tmp_path / "tables" / "problems.md").exists()  # markdown was not asked for this time
-    assert (tmp_path / "tables" / "mine.csv").exists()
+    assert all(path.exists() for path in own)
+
+
+def test_a_dollar_in_a_name_is_one(tmp_path: Path) -> None:
+    """And no beginning of mathematics, which draws other letters or cannot be parsed."""
+    names = {"burst": "costs $5 & $x^{y$", "ulysses": "A$_b$"}
+    folder = run_of(tmp_path / "r", cpu_sweep())
+    page = write_report([folder], tmp_path / "out", {"html", "png"}, labels=names).read_text()
+    assert re.search(r"<svg.*>[^<]*A\$_b\$[^<]*<.*</svg>", page, re.DOTALL)
 
 
 def test_a_report_made_twice_is_the_same(tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ def test_repeated_allocations_of_all_rounds_are_added_up_for_each_rank():
             first = with_round(first, other)
         assert first.measurement is not None
         assert first.measurement.extra == together
+        failed = with_round(first, attempt(9, [], "failed", "rank 0: no"))  # has made none
+        assert failed.measurement is not None
+        assert failed.measurement.extra == together
 
 
 def test_a_round_that_fails_leaves_the_figures_of_the_others_and_its_reason():

@@ -21,6 +21,7 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, write_record
 from harness.records.stored import read_records
+from harness.report.results import RunRecords
 from harness.run import attempt
 from harness.run.attempt import RunContext
 from harness.run.execution import ExecutionOptions, Resume, run_experiment
@@ -253,6 +254,15 @@ def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
     _, launcher = run({}, [trial(32), trial(64)], Resume())
     assert [job.trial_id for job in launcher.jobs] == [trial(64).id]
     assert run.records()[64].status == "ok"
+
+
+def test_what_is_stated_of_a_run_stays_with_it_when_a_new_one_moves_it_aside(run):
+    run({}, [trial(1024)])
+    (run.run_dir / "provenance.yaml").write_text("reasons:\n- {about: [conditions], says: the host was shared}\n")
+    run({}, [trial(1024)], records=RunRecords(run.run_dir))
+    [earlier] = [path for path in run.run_dir.parent.glob("run.*") if path.is_dir()]
+    assert (earlier / "provenance.yaml").exists()
+    assert "the host was shared" not in (run.run_dir / "results.csv").read_text()
 
 
 def test_other_settings_are_another_trial_when_resuming(run):

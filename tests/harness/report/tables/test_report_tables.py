@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from engine.lora import Lora
 from harness.records.record import Record
 from harness.report.headline import headline_of
 from harness.report.results import rows_of
@@ -96,6 +97,9 @@ def test_models_and_masks_have_a_column_where_there_are_several() -> None:
 
 def test_trials_that_compute_something_else_are_not_compared() -> None:
     others = [record(seed=1), record(mask="full"), record(batch_size=2), record(dtype="fp64"), record(seq_len=2048)]
+    others += [record(lora=Lora(rank=4, alpha=8, targets=("q", "v")))]
+    others += [record(mask="documents", packing=packing) for packing in ("best_fit", "greedy")]
+    others += [record(mask="documents", longer_documents="drop")]
     assert all(pair.row is pair.reference for pair in agreements(rows_of([record(), *others])))
 
 
