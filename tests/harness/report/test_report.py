@@ -227,7 +227,7 @@ def test_what_an_earlier_report_left_and_this_one_has_no_more_is_removed(tmp_pat
 
 def test_a_dollar_in_a_name_is_one(tmp_path: Path) -> None:
     """And no beginning of mathematics, which draws other letters or cannot be parsed."""
-    names = {"burst": "costs $5 & $x^{y$", "ulysses": "A$_b$"}
+    names = {"burst": "$x^{y$", "ulysses": "A$_b$"}
     folder = run_of(tmp_path / "r", cpu_sweep())
     page = write_report([folder], tmp_path / "out", {"html", "png"}, labels=names).read_text()
     assert re.search(r"<svg.*>[^<]*A\$_b\$[^<]*<.*</svg>", page, re.DOTALL)
