@@ -219,6 +219,7 @@ def export_hugging_face(
     dtype: torch.dtype | None = None,
     max_positions: int | None = None,
     origin: Path | None = None,
+    end_of_text: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write `config.json`, safetensors shards and their index; the folder appears whole or not at all.
@@ -232,6 +233,8 @@ def export_hugging_face(
         max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
         origin: folder of the model that training started from; ids of special tokens, a larger number of positions and
             `generation_config.json` are kept as they are there.
+        end_of_text: id that ends a text, of a model without origin; None where there is none. Its other special tokens
+            are written as none, because readers would fill in those of Llama 2.
         shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Returns `directory`. Raises ValueError for a shape without a counterpart, a folder in use, an `origin` without a
@@ -244,6 +247,8 @@ def export_hugging_face(
     before = {} if origin is None else _json_object(origin / "config.json")
     lengths = [length for length in (max_positions, before.get(LENGTH)) if isinstance(length, int)]
     config = config_of(shape, str(dtype).removeprefix("torch."), max(lengths, default=None))
+    if origin is None:
+        config |= dict.fromkeys(TOKEN_IDS) | {"eos_token_id": end_of_text}
     config |= {key: before[key] for key in TOKEN_IDS if key in before}
     sizes = shape.parameter_sizes()
     stored = {each.name: each for each in architecture_named(shape.architecture).stored(shape)}

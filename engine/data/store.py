@@ -12,6 +12,7 @@ stores, and one is kept.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
@@ -212,7 +213,7 @@ def build_store(
         sources: as of `documents_of`, in the order in which they are to be read.
         directory: must not exist; its parent is made.
         tokenizer: decides ids, their width in the file, and whether a token separates the documents.
-        validation: fraction of the tokens held out, at the end.
+        validation: fraction of the tokens held out, at the end; of records whole ones.
         field: of each record of files of records, its text or chat.
 
     Raises:
@@ -239,6 +240,8 @@ def build_store(
                 f"{validation:g} of {writer.count} tokens is less than one token; "
                 "give `burst train data` a larger --validation, or 0"
             )
+        if held_out and field is not None:
+            held_out = writer.count - _whole_from(writer.starts, writer.count - held_out)
         header = StoreHeader(
             origin=", ".join(source["name"] for source in listed),
             python=platform.python_version(),
@@ -264,6 +267,14 @@ def build_store(
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already when the rename succeeded
     return header
+
+
+def _whole_from(starts: Sequence[int], place: int) -> int:
+    """Where the records begin that are held out from `place` on: at the first one that begins there or later, else at
+    the last one. Half a record would be learnt, and the other half, without its beginning, be evaluated. A single
+    record is cut."""
+    first = min(bisect.bisect_left(starts, place), len(starts) - 1)
+    return starts[first] if first else place
 
 
 def token_type(vocabulary: int) -> TokenType:

@@ -163,9 +163,9 @@ def facts_of(order: Order, header: StoreHeader, held_out: TokenSpan) -> dict[str
 def check_facts(checkpoint: Path, made: dict[str, object], now: dict[str, object]) -> None:
     """Raises ValueError when the facts of a checkpoint differ from those of the run that resumes from it."""
     if found := difference(made, now):
+        again = "give those files again" if "sha256" in found else "set that value again"
         raise ValueError(
-            f"checkpoint {checkpoint.name} cannot be resumed from: {found}; set that value again, or start anew "
-            "without --resume"
+            f"checkpoint {checkpoint.name} cannot be resumed from: {found}; {again}, or start anew without --resume"
         )
 
 

@@ -12,7 +12,7 @@ import errno
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -194,6 +194,7 @@ class DataCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from engine.data.store import build_store
         from engine.data.tokenizers import tokenizer_named
+        from harness.spec.models import named_model
 
         try:
             tokenizer = tokenizer_named(arguments.tokenizer)
@@ -219,7 +220,9 @@ class DataCommand:
         )
         wanted = shown_value(f"data: {arguments.out.absolute()}")
         packed = "mask: documents, " if arguments.field else ""
-        others = f"{packed}model: tiny, seq_len: 512 and steps: 300"
+        fits = named_model("tiny").vocab >= header.vocabulary
+        model = "model: tiny" if fits else f"a model with a vocab of at least {header.vocabulary}"
+        others = f"{packed}{model}, seq_len: 512 and steps: 300"
         print(f"Next: burst train CONFIG.yaml, with {wanted}, {others} in that file")
         return 0
 
@@ -312,7 +315,8 @@ def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
     manifest = read_manifest(checkpoint)
     shape, parameters = whole_parameters(checkpoint)
-    base: str = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"].get("init_from", "")
+    config = cast(dict[str, Any], read_json(arguments.run / RUN_FILE))["config"]
+    base: str = config.get("init_from", "")
     mask = cast(str, manifest.facts.get("mask", "causal"))
     attends = shape_under(mask, shape)
     notes: list[str] = []
@@ -320,8 +324,9 @@ def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
         origin, notes = _origin(base, shape)
         seq_len = cast(int, manifest.facts["seq_len"])
         export_hugging_face(
-            parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin
-        )
+            parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin,
+            end_of_text=_end_of_text(Path(config["settings"]["data"]), manifest.facts),
+        )  # fmt: skip
     else:
         export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
     if attends is None or (manifest.lora is not None and attends != shape):  # adapters have no configuration
@@ -333,6 +338,16 @@ def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
     count = sum(parameter.numel() for parameter in parameters.values())
     written = f"{arguments.out}: {what} after step {step_of(checkpoint)}, {count:,} parameters, {arguments.dtype}"
     return [written, *notes]
+
+
+def _end_of_text(data: Path, facts: Mapping[str, object]) -> int | None:
+    """The token that ends a text of the run's store, where that is still there and has the data that the run had."""
+    from engine.data.store import is_store, read_header
+
+    with contextlib.suppress(OSError, ValueError):
+        if is_store(data) and (header := read_header(data)).sha256 == facts.get("data of sha256"):
+            return header.end_of_text
+    return None
 
 
 def _origin(base: str, shape: ModelShape) -> tuple[Path | None, list[str]]:

@@ -8,6 +8,7 @@ watched and judged as on hosts of Ray (`harness.launch.ray.job`).
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import signal
@@ -20,6 +21,7 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, InvalidSt
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -49,6 +51,7 @@ JOIN_SECONDS = 300.0  # for the first host: without torchrun its leader keeps th
 LOST_SECONDS = 20.0  # a host that accepts no connection for so long is lost
 _SILENT = f"no word for {LOST_SECONDS:g} s"
 _ANSWER_SECONDS = 10.0  # of the store
+SHARED_VARIABLE = "BURST_TORCHRUN_SECRET"  # the same on all hosts, if they have one
 # Of torchrun and of the leader itself: ranks have others.
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 
@@ -189,6 +192,10 @@ class TorchrunMember(Member):
         try:
             manager.connect()
             self._proxy = manager.host()  # type: ignore[attr-defined]
+        except AuthenticationError as error:
+            raise HostLost(
+                name, f"has another secret; give all hosts the same ${SHARED_VARIABLE}, or none of them"
+            ) from error
         except (OSError, EOFError) as error:
             raise HostLost(name, f"cannot be reached at {address[0]}") from error
         threading.Thread(target=self._watch, daemon=True).start()
@@ -315,15 +322,7 @@ def torchrun_launcher(place: Place, root: Path, opened: Opened, lost_first: Lost
 
 def _met(place: Place, host: TorchrunHost, lost_first: LostFirst) -> TorchrunLauncher:
     host.store = store = joined(place, JOIN_SECONDS)
-    if place.rank == 0:
-        store.set("key", f"{secrets.token_hex(32)} {place.local_ranks}")
-    secret, ranks = _read(store, "key", place)
-    if int(ranks) != place.local_ranks:
-        raise UsageError(
-            f"this run cannot start: {ranks} ranks are on {place.master} but {place.local_ranks} on this host; "
-            "give every host the same --nproc-per-node"
-        )
-    key, other = bytes.fromhex(secret), place.master
+    key, other = _agreed_key(store, place), place.master
     if place.nodes > 1 and not place.node:  # its name may mean loopback here, so look towards the second host
         other = _read(store, "host1", place)[0]
     try:
@@ -344,6 +343,22 @@ def _met(place: Place, host: TorchrunHost, lost_first: LostFirst) -> TorchrunLau
     if place.node:
         _serve(host, found, key, lost_first)
     return TorchrunLauncher(host, found, key)
+
+
+def _agreed_key(store: Store, place: Place) -> bytes:
+    """By which the supervisors of the hosts know each other. What it opens can start programs, and anyone who reaches
+    the store can read it: one host tells nobody, and several mix in a secret that the user may have given them."""
+    if place.nodes == 1:
+        return secrets.token_bytes(32)
+    if place.rank == 0:
+        store.set("key", f"{secrets.token_hex(32)} {place.local_ranks}")
+    told, ranks = _read(store, "key", place)
+    if int(ranks) != place.local_ranks:
+        raise UsageError(
+            f"this run cannot start: {ranks} ranks are on {place.master} but {place.local_ranks} on this host; "
+            "give every host the same --nproc-per-node"
+        )
+    return hmac.digest(os.environ.get(SHARED_VARIABLE, "").encode(), bytes.fromhex(told), "sha256")
 
 
 def _serve(host: TorchrunHost, found: Sequence[_Found], key: bytes, lost_first: LostFirst) -> NoReturn:

@@ -79,7 +79,11 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         trial = TrialSettings(task="train", **settings)
         trial = left_open(trial, _given(entries))
         _refuse_without_effect(trial)
-        notes = (_weights_not_read(entries, path.parent), _data_not_given(path, entries))
+        notes = (
+            _weights_not_read(entries, path.parent),
+            _data_not_given(path, entries),
+            _memory_not_planned(entries, trial),
+        )
         return TrainingFile(
             path=path, config=TrainingConfig(settings=trial, **values), notes=tuple(filter(None, notes))
         )
@@ -123,6 +127,17 @@ def _data_not_given(path: Path, entries: dict[str, Node]) -> str:
     return (
         f"{path}: no data is given, so the run trains on the bytes of Python's own documentation; set data to a text "
         "file or a token store, or to python_docs"
+    )
+
+
+def _memory_not_planned(entries: dict[str, Node], trial: TrialSettings) -> str:
+    """One sentence where `memory` is given and `checkpoint` too; else nothing."""
+    if "memory" not in entries or trial.checkpoint.plan == "auto":
+        return ""
+    node = entries["memory"]
+    return (
+        f"{node.place}: memory is {node.describe()}, but nothing is planned for it, because checkpoint is set; leave "
+        "checkpoint out for a step that fits"
     )
 
 

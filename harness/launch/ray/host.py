@@ -181,10 +181,8 @@ class HostActor:
         return self._progress[seen:]
 
     def fetch(self, trial_dir: str) -> Files:
-        """The ranks' files in a directory of this host's own, which is then removed."""
-        found = left_files(Path(trial_dir))
-        shutil.rmtree(trial_dir, ignore_errors=True)
-        return found
+        """The ranks' files in a directory of this host's own."""
+        return left_files(Path(trial_dir))
 
     def files(self, folder: str) -> dict[str, int]:
         """Size of every file below a folder, by relative path; none where there is no folder."""

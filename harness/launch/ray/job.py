@@ -95,9 +95,9 @@ class HostsJob:
                     first.call("release")
         if watch.head_lost:
             return "node_lost", f"{after_step(watch.last_progress)}, and the ranks were ended"
-        if watch.lost:
-            others = [member.name for member in members if member.name not in watch.lost]
-            return "node_lost", lost_sentence(watch.lost, watch.last_progress, others, self._job.again)
+        if self.lost:
+            others = [member.name for member in members if member.name not in self.lost]
+            return "node_lost", lost_sentence(self.lost, watch.last_progress, others, self._job.again)
         return judge(self._job, merged(watch.seen))
 
     def _stage(self) -> None:
@@ -157,11 +157,15 @@ class HostsJob:
         )
 
     def _fetch(self) -> None:
-        """Fetch the ranks' files from hosts with a directory of their own."""
+        """Fetch the ranks' files from hosts with a directory of their own, which is removed once they are here. A host
+        that does not give them is lost: how its ranks ended is in them."""
         for host in self._hosts:
             if host.name in self._apart and host.name not in self.lost:
-                with contextlib.suppress(HostLost):
+                try:
                     receive_files(self._job.trial_dir, host.member.call("fetch", self._apart[host.name]))
+                    host.member.call("remove", self._apart[host.name])
+                except HostLost as error:
+                    self.lost[host.name] = error.why
         left = [folder for folder in self._folders if folder.host not in self.lost]
         if self._job.exchange is not None and self._folders:
             self._job.exchange.end(left)

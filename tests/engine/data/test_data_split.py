@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,3 +69,22 @@ def test_replicas_deal_the_sequences_that_one_replica_would_read(store: TokenSto
     shared = [sequences.batch(step=1, replica=r, dp_size=2, batch_size=2, seq_len=16)[0].tolist() for r in (0, 1)]
     assert alone.tolist() == shared[0] + shared[1]
     assert labels[:, :-1].tolist() == alone[:, 1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("validation", "held_out"),
+    [(0.05, 5), (0.25, 5), (0.3, 5), (0.5, 5), (0.55, 12), (0.9, 17), (0.99, 17)],
+)
+def test_records_are_held_out_whole(tmp_path: Path, validation: float, held_out: int) -> None:
+    """From the first one that begins behind the cut, or the last one: half of an answer is not learnt, and the other
+    half evaluated."""
+    lengths = (5, 5, 7, 5)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+    header = build_store([str(tmp_path / "a.jsonl")], tmp_path / "store", ByteTokenizer(), validation, field="text")
+    assert header.validation == held_out
+
+
+def test_a_single_record_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 20}) + "\n")
+    header = build_store([str(tmp_path / "a.jsonl")], tmp_path / "store", ByteTokenizer(), 0.25, field="text")
+    assert header.validation == 5

@@ -13,6 +13,7 @@ import pytest
 from engine.data import TokenStore, open_tokens
 from engine.data.store import build_store, token_type
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer, cut_at_lines, tokenizer_named
+from harness.cli import main
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -131,3 +132,11 @@ def test_ids_are_stored_as_narrow_as_they_fit(tmp_path: Path, vocabulary: int, d
     assert token_type(vocabulary) == dtype
     build_store([text_file(tmp_path, "a", "a")], tmp_path / "store", Highest())
     assert TokenStore(tmp_path / "store").window(0, 1).tolist() == [vocabulary - 1]
+
+
+def test_the_next_step_names_no_model_that_is_too_small(tmp_path: Path, tokenizer_file: Path, capsys) -> None:
+    text = text_file(tmp_path, "a.txt", TEXT)
+    assert main(["train", "data", text, "--tokenizer", str(tokenizer_file), "--out", str(tmp_path / "store")]) == 0
+    said = capsys.readouterr().out
+    assert "model: tiny" not in said
+    assert f"a model with a vocab of at least {open_tokens(str(tmp_path / 'store')).vocabulary}, seq_len: 512" in said

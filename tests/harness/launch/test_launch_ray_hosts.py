@@ -7,15 +7,16 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.inventory.site import NetworkExpectation, Site
 from harness.launch.launcher import Job
 from harness.launch.ray.host import HostActor, host_environment, left_files, own_folder, receive_files
-from harness.launch.ray.job import FRESH_SECONDS, ReservedHost
+from harness.launch.ray.job import FRESH_SECONDS, HostsJob, ReservedHost
 from harness.launch.ray.launcher import TooFewHosts, choose
-from harness.launch.ray.watch import lost_sentence, merged, split, troubled
+from harness.launch.ray.watch import HostLost, lost_sentence, merged, split, troubled
 from harness.launch.verdict import Exit, Watched, judge
 
 
@@ -127,6 +128,30 @@ def test_a_loss_names_the_host_the_step_and_who_else_was_ended():
     )
 
 
+def test_a_host_that_does_not_give_its_ranks_files_is_lost_and_keeps_them(tmp_path):
+    """How its ranks ended is in them: without them a trial that ran out of memory would be one that failed."""
+
+    class Answering:
+        def __init__(self, fetched):
+            self.asked, self.fetched = [], fetched
+
+        def call(self, method, *_):
+            self.asked.append(method)
+            if method == "fetch" and isinstance(self.fetched, Exception):
+                raise self.fetched
+            return self.fetched
+
+    members = {"a": Answering({"errors/rank0.json": (b"{}", 1.0)}), "b": Answering(HostLost("b", "no answer"))}
+    hosts = [SimpleNamespace(name=name, member=member) for name, member in members.items()]
+    whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[], ranks=2)
+    job = HostsJob(whole, hosts, None, {}, None)
+    job._apart = {"a": "/x", "b": "/y"}
+    job._fetch()
+    assert job.lost == {"b": "no answer"}
+    assert (tmp_path / "t" / "errors" / "rank0.json").read_bytes() == b"{}"
+    assert {name: member.asked for name, member in members.items()} == {"a": ["fetch", "remove"], "b": ["fetch"]}
+
+
 def test_a_part_starts_its_own_ranks_in_a_directory_of_its_host(tmp_path):
     program = "import os, pathlib; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['MASTER_ADDR'])"
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=4)
@@ -139,6 +164,8 @@ def test_a_part_starts_its_own_ranks_in_a_directory_of_its_host(tmp_path):
         assert sorted((end.rank, end.returncode) for end in seen.exits) == [(2, 0), (3, 0)]
         assert actor.progress(0) == []
         files = actor.fetch(str(part.trial_dir))
+        assert part.trial_dir.exists()  # until they have arrived
+        actor.remove(str(part.trial_dir))
         assert not part.trial_dir.exists()
     finally:
         actor.close()

@@ -129,7 +129,7 @@ def test_a_folder_that_is_gone_or_another_model_is_noted(workplace, capsys, chan
         "its folder back and export again, or set them yourself"
     )
     assert config["max_position_embeddings"] == 32
-    assert not config.keys() & IDS.keys()
+    assert {config[key] for key in IDS} == {None}
     assert not Path("model/generation_config.json").exists()
 
 
@@ -140,3 +140,17 @@ def test_a_model_with_dropout_is_refused_as_shape_and_as_start(workplace, capsys
         assert main(["train", "train.yaml", "--launcher", "local", "--out", "other"]) == 2
         sentence = "config.json: attention_dropout is 0.1, and nothing is dropped in training here; set it to 0"
         assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("text", "end"), [("a line of text to learn from\n", 7), ("other text\n", None)])
+def test_a_model_from_random_weights_has_the_end_of_text_of_its_data_and_no_token_of_llama_2(
+    workplace, capsys, text, end
+):
+    Path("store.txt").write_text(text * 100)
+    assert main(["train", "data", "store.txt", "--out", "store"]) == 0
+    set_keys(Path("store/header.json"), end_of_text=7)
+    run = json.loads(Path("run/training.json").read_text())
+    run["config"]["init_from"], run["config"]["settings"]["data"] = "", "store"
+    Path("run/training.json").write_text(json.dumps(run))
+    config, _ = exported(capsys, "model")
+    assert {key: config[key] for key in IDS} == {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}

@@ -202,6 +202,15 @@ def test_a_model_folder_with_weights_that_are_not_read_is_said(written: Any, tmp
     assert load_training(written(MINIMAL + "data: python_docs\n")).notes == ()
 
 
+def test_memory_for_which_nothing_is_planned_is_said(written) -> None:
+    asked = MINIMAL + "data: python_docs\nmemory: 1GiB\n"
+    assert load_training(written(asked)).notes == ()
+    [note] = load_training(written(asked + "checkpoint: {every: 0}\n")).notes
+    assert (
+        ":5: memory is '1GiB', but nothing is planned for it, because checkpoint is set; leave checkpoint out" in note
+    )
+
+
 def test_a_run_whose_data_nobody_named_says_what_it_trains_on(written) -> None:
     [note] = load_training(written(MINIMAL)).notes
     assert "no data is given, so the run trains on the bytes of Python's own documentation; set data to" in note

@@ -8,14 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from harness.base.errors import UsageError
+from harness.launch import torchrun
 from harness.launch.ports import reserve_port
-from harness.launch.torchrun import check_hosts, joined, place_of
+from harness.launch.ray.watch import HostLost
+from harness.launch.torchrun import Place, check_hosts, joined, place_of
 from tests.harness.training.test_train_command import CONFIG, PROJECT, burst, job_that_ends_soon
 from tests.patience import AMPLE, wait_until
 from tests.processes import listens_on
@@ -30,7 +34,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torchrun(workplace: Path, *arguments: str, nodes: int = 2) -> tuple[list[int], list[str]]:
+def by_torchrun(workplace: Path, *arguments: str, nodes: int = 2) -> tuple[list[int], list[str]]:
     """Exit code and output of torchrun on each host, one rank each; `{node}` in an argument is the host's number."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -64,7 +68,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def trained(workplace: Path) -> tuple[list[int], list[str]]:
-    return torchrun(workplace, "--out", "run{node}")
+    return by_torchrun(workplace, "--out", "run{node}")
 
 
 def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the_checkpoint(
@@ -90,13 +94,13 @@ def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the
 def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_without_torchrun_and_refuses_its_own_sizes_there(
     workplace: Path, trained
 ) -> None:
-    [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", nodes=1)
+    [code], [said] = by_torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", nodes=1)
     assert code == 1
     assert (
         "train.yaml has world_size 2, but torchrun started 1 ranks; start as many, or give --set world_size=1" in said
     )
     sizes = ["--set", "world_size=1", "--set", "cp_size=1"]
-    [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", *sizes, nodes=1)
+    [code], [said] = by_torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", *sizes, nodes=1)
     assert (code, "Trained: run1\n" in said) == (0, True), said
     assert checkpoints(workplace / "run1" / "checkpoints")[0].name == "step-00000007"
 
@@ -104,7 +108,7 @@ def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_without_torchrun_and_refus
     resumed = ["--out", "run1", "--resume", *sizes, "--set"]
     code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", *resumed, "steps=9")
     assert code == 0, said
-    [code], [said] = torchrun(workplace, *resumed, "steps=11", nodes=1)
+    [code], [said] = by_torchrun(workplace, *resumed, "steps=11", nodes=1)
     assert code == 0, said
     assert [path.name for path in checkpoints(workplace / "run1" / "checkpoints")] == ["step-00000011", "step-00000010"]
 
@@ -169,7 +173,7 @@ def test_a_refusal_of_one_host_is_said_once_and_ends_both(workplace: Path, train
         "evaluate.sequences is 99999": ["--set", "evaluate.every=1", "--set", "evaluate.sequences=99999"],
         "there is no checkpoint to resume from": ["--resume"],
     }.items():
-        codes, said = torchrun(workplace, "--out", "new{node}", *arguments)
+        codes, said = by_torchrun(workplace, "--out", "new{node}", *arguments)
         assert codes == [1, 1], said
         assert sum(text.count(f"burst: this run cannot start: {words}") for text in said) == 1, said
 
@@ -199,6 +203,33 @@ def test_a_first_host_that_cannot_be_met_is_one_sentence_with_its_address() -> N
     ) as error:
         joined(place_of(variables | {"RANK": "1", "MASTER_PORT": port}), 1.0)
     assert "\n" not in str(error.value)
+
+
+def test_the_key_of_one_host_is_told_to_nobody_and_that_of_several_needs_their_secret(monkeypatch) -> None:
+    """Whoever reaches the store reads it, and the key opens what starts programs."""
+    store = HashStore()
+    torchrun._agreed_key(store, place(ranks=1))
+    assert store.num_keys() == 0
+    keys = []
+    for secret in ("", "ours", "ours", "theirs"):
+        monkeypatch.setenv(torchrun.SHARED_VARIABLE, secret)
+        keys.append(torchrun._agreed_key(store, place(rank=min(len(keys), 1), ranks=2)))
+    assert keys[1] == keys[2] != keys[0]
+    assert len(set(keys)) == 3
+    token = bytes.fromhex(store.get("key").decode().split()[0])
+    assert token not in keys
+
+
+def test_a_host_with_another_secret_is_refused_in_one_sentence() -> None:
+    torchrun._Manager.register("host", callable=object, exposed=[])
+    server = torchrun._Manager(("127.0.0.1", 0), authkey=b"ours").get_server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(HostLost, match=r"gpu01.*another secret; give all hosts the same \$BURST_TORCHRUN_SECRET"):
+        torchrun.TorchrunMember("gpu01", server.address, b"theirs")
+
+
+def place(*, ranks: int, rank: int = 0) -> Place:
+    return Place(rank=rank, ranks=ranks, local_rank=0, local_ranks=1, port=1, master="127.0.0.1")
 
 
 def test_a_host_with_other_software_is_named() -> None:
