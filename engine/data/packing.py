@@ -38,6 +38,7 @@ class Packing:
     bounds: Integers  # [rows + 1]: the first piece of each row
     dropped_documents: int  # longer than a row
     dropped_tokens: int
+    documents: int  # that have pieces
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -69,8 +70,9 @@ class Packing:
         dropped = ""
         if self.dropped_documents:
             dropped = f"; {self.dropped_documents:,} longer documents are dropped ({self.dropped_tokens:,} tokens)"
+        pieces = f" ({len(self.lengths):,} pieces)" if len(self.lengths) > self.documents else ""
         return (
-            f"{len(self.lengths):,} documents in {len(self):,} rows of {self.seq_len:,} tokens, "
+            f"{self.documents:,} documents{pieces} in {len(self):,} rows of {self.seq_len:,} tokens, "
             f"{self.padding:.1%} of them padding{dropped}"
         )
 
@@ -101,6 +103,7 @@ def pack(
     if dropped and is_longer.any():
         dropped_documents, dropped_tokens = int(is_longer.sum()), int(lengths[is_longer].sum())
         starts, lengths = starts[~is_longer], lengths[~is_longer]
+    documents = int((lengths > 1).sum())
     starts, lengths, ends = _pieces(starts, lengths, seq_len)
     order = shuffled(len(lengths), seed)
     starts, lengths, ends = starts[order], lengths[order], ends[order]
@@ -120,6 +123,7 @@ def pack(
         bounds=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
         dropped_documents=dropped_documents,
         dropped_tokens=dropped_tokens,
+        documents=documents,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shlex
 from collections.abc import Sequence
@@ -125,25 +124,32 @@ def _judge(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _check_out(arguments.out)
     ranks = arguments.ranks or target.ranks
-    total, numbers = len(cases) * len(ranks), itertools.count(1)
-    with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
-
-        def seen(result: CaseResult) -> None:
-            progress.so_far(f"{next(numbers)} of {total}, {result.case.name} on {result.ranks}")
-
-        try:
-            results = run(
-                target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen
-            )  # fmt: skip
-        except NotStarted as error:
-            raise UsageError(str(error)) from error
+    total = len(cases) * len(ranks)
+    found: list[CaseResult] = []
     report = ConformReport(
         target=target.name,
         version=version,
         command=_for_others(command_line(arguments)),
         device=arguments.device,
-        results=results,
+        results=found,
     )
+    try:
+        with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
+
+            def seen(result: CaseResult) -> None:
+                found.append(result)
+                progress.so_far(f"{len(found)} of {total}, {result.case.name} on {result.ranks}")
+
+            run(target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen)
+    except NotStarted as error:
+        raise UsageError(str(error)) from error
+    except KeyboardInterrupt as interrupt:
+        if not found or arguments.json:
+            raise
+        for line in table(report)[:-1]:  # of a part there is no verdict
+            print(shown(line))
+        said = f"interrupted after {len(found)} of {total} results, which are above; nothing is written"
+        raise KeyboardInterrupt(said) from interrupt
     if arguments.json:
         print(dumped(report), end="")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -156,3 +157,23 @@ def test_what_is_typed_wrong_is_one_sentence(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["conform", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_what_was_found_before_a_ctrl_c_is_shown_without_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = report(*MIXED[:2]).results
+
+    def broken_off(*_: object, seen: Callable[[CaseResult], None], **__: object) -> None:
+        for result in found:
+            seen(result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conform.run.run", broken_off)
+    words = ["conform", "burst_attention", "--case", "causal", "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()] == ["case", "causal", "4"]
+    assert "dk differs by 2.00e-02" in told.out
+    assert "interrupted after 2 of 4 results, which are above; nothing is written" in told.err
+    assert not list((tmp_path / "out").iterdir())

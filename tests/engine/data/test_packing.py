@@ -78,3 +78,16 @@ def test_positions_restart_and_padding_is_short_documents() -> None:
     assert positions_of(np.array([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 1]
     assert padding_lengths(0) == []
     assert padding_lengths(600) == [256, 256, 88]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([3, 4, 8], "3 documents in 2 rows of 8 tokens"),
+        ([3, 1, 4], "2 documents in 1 rows of 8 tokens"),  # a single token has no label
+        ([17, 20, 4], "3 documents (6 pieces) in "),
+    ],
+)
+def test_documents_are_counted_before_they_are_cut(lengths: list[int], said: str) -> None:
+    starts = np.cumsum([0, *lengths[:-1]])
+    assert pack(starts, np.array(lengths), 8).words.startswith(said)
