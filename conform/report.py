@@ -154,7 +154,7 @@ def bug_report(report: ConformReport, result: CaseResult) -> str:
         f"Versions: {report.target} {report.version}, {installed}, {report.device}\n\n"
         f"Command: `{report.command}`\n\n"
         f"Problem: {asked or 'the default one'}. {case.way}: {WAYS[case.way]}.\n\n"
-        f"Expected: {wanted}.\n\nFound:\n\n{found}\n{trace}\nSee also: {case.source}\n"
+        f"Expected: {wanted}.\n\nFound:\n\n{found}\n{trace}\nThe case is from: {case.source}\n"
     )
 
 

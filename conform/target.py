@@ -276,6 +276,8 @@ def load(spec: str) -> LoadedTarget:
     path = TARGETS / f"{place}.py"
     if not path.is_file():
         path = Path(place)
+        if path.suffix == ".py" and not path.exists():
+            raise ValueError(f"there is no file {place}; give the path of a target")
         if path.suffix != ".py" or not path.is_file():
             raise ValueError(f"{spec} is no target and no Python file; {nearest(spec, target_names())}")
     module = _imported(path, variant)

@@ -140,6 +140,7 @@ def test_the_list_names_targets_and_cases(capsys: pytest.CaptureFixture[str]) ->
     [
         ([], "names no target"),
         (["burst_atention"], "did you mean burst_attention"),
+        (["my ring.py"], "there is no file my ring.py; give the path of a target"),
         (["burst_attention", "--case", "cuasal"], "did you mean causal"),
         (["burst_attention", "--case", "step"], "is a target of attention, and step a case of another kind"),
         (["burst_attention", "--ranks", "0"], "have to be positive"),

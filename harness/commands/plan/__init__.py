@@ -166,6 +166,11 @@ def _asked(arguments: argparse.Namespace) -> Experiment:
             raise UsageError("--scale belongs to an experiment file; name one")
         return question(arguments)
     if asks_question(arguments):
+        if not arguments.experiment.exists():
+            raise UsageError(
+                f"there is no file {shown_value(str(arguments.experiment))}; lists have commas and no spaces, such as "
+                "--seq-len 16k,64k"
+            )
         raise UsageError(
             f"{shown_value(str(arguments.experiment))} says what to plan, so --model, --method, --seq-len, --gpus and "
             "--task have no meaning beside it; use --set, such as --set model=7b"

@@ -199,6 +199,7 @@ def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experime
     ("words", "sentence"),
     [
         ([], "give an experiment file, or --model, --seq-len and --gpus"),
+        (["64k", "--model", "7b", "--seq-len", "16k"], "there is no file 64k; lists have commas and no spaces, such"),
         (["FILE", "--model", "7b"], "have no meaning beside it; use --set, such as --set model=7b"),
         (["--model", "7b", "--scale", "smoke"], "--scale belongs to an experiment file; name one"),
         (["--model", "7b", "--gpus-per-node", "4"], "--gpus-per-node belongs to --hardware"),
