@@ -84,6 +84,8 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
         own, source = float("inf"), "unknown"
     if asked is not None and asked < own:
         own, source = float(asked), "memory"
+    elif asked is not None and asked > own:
+        source += f", less than memory: {settings.memory}"
     return Budget(gpu=own, host=host, source=source, host_source=host_source)
 
 

@@ -125,7 +125,8 @@ def test_a_budget_without_a_number_and_a_unit_is_refused(tmp_path: Path, text: s
 def test_the_budget_is_the_smaller_of_the_gpu_and_the_setting() -> None:
     asked = TrialSettings(task="train", method="burst", model=LARGE, seq_len=1024, memory="1.5TiB")
     node = dataclasses.replace(H200, memory_gib=512, gpu_count=8)
-    assert budget_of(asked, node, hardware_named("h200")).gpu == 139 * GIB
+    found = budget_of(asked, node, hardware_named("h200"))
+    assert (found.gpu, found.source) == (139 * GIB, "the GPU's own, less than memory: 1.5TiB")
     small = dataclasses.replace(asked, memory="80 GiB", cp_size=4, world_size=4)
     budget = budget_of(small, node, hardware_named("h200"))
     assert (budget.gpu, budget.host, budget.source) == (80 * GIB, 0.9 * 128 * GIB, "memory")
