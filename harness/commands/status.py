@@ -186,10 +186,11 @@ def summary_of(state: RunState) -> str:
     if state.seconds_left:
         end = _end(state)
         left = f", about {duration(state.seconds_left)} left" + (f" (until {end:%Y-%m-%d %H:%M})" if end else "")
+    further = f" with {counted(state.further_rounds, 'round')} to come" if state.further_rounds else ""
     does = "runs" if state.running else "stopped before its end" if state.left else "has ended"
     return (
         f"{shown_value(state.experiment)} {does}: {counts} of "
-        f"{counted(len(state.trials), 'trial')}, started {state.started_at}{left}"
+        f"{counted(len(state.trials), 'trial')}{further}, started {state.started_at}{left}"
     )
 
 

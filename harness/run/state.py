@@ -78,6 +78,11 @@ class RunState:
         """Whether `--resume` would execute anything."""
         return any(map(_rounds_left, self.trials))
 
+    @property
+    def further_rounds(self) -> int:
+        """Rounds to come of trials that have ended well in others."""
+        return sum(_rounds_left(trial) for trial in self.trials if trial.status == "ok")
+
 
 def next_step(state: RunState, run_dir: Path) -> str:
     """What to do with a run that does not run, as a sentence with the command; empty where nothing is to be done."""

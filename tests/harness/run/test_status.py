@@ -50,6 +50,13 @@ def test_a_round_that_failed_makes_its_trial_a_failure_though_it_has_figures(run
     assert json.loads(status(run, capsys, "--json"))["failed"] == 1
 
 
+def test_rounds_to_come_of_trials_that_have_ended_well_are_said(run, capsys):
+    run({}, [trial(16), trial(32)])
+    run({32: "ctrl-c"}, [trial(16), trial(32)], Resume(), rounds=3)
+    *_, counts, _ = status(run, capsys).splitlines()
+    assert counts.startswith("exp stopped before its end: 2 ok of 2 trials with 3 rounds to come, started ")
+
+
 def test_json_has_counts_trials_and_the_time_that_is_left(run, capsys):
     trials = [trial(length) for length in (16, 32, 64)]
     run({32: "ctrl-c"}, trials)
@@ -77,7 +84,7 @@ def test_a_run_that_runs_has_an_end(run, capsys):
     run.shuffle = look  # called for each round, and for its groups
     run({}, [trial(16), trial(32)], rounds=2)
     line, found = seen[0]
-    assert line.startswith("exp runs: 2 ok of 2 trials, started ")
+    assert line.startswith("exp runs: 2 ok of 2 trials with 2 rounds to come, started ")
     assert ", about 2 s left (until " in line
     assert (found["running"], found["seconds_left"], found["ends_at"] is None) == (True, 2.0, False)
 
