@@ -163,9 +163,11 @@ class HostsJob:
             if host.name in self._apart and host.name not in self.lost:
                 try:
                     receive_files(self._job.trial_dir, host.member.call("fetch", self._apart[host.name]))
-                    host.member.call("remove", self._apart[host.name])
                 except HostLost as error:
                     self.lost[host.name] = error.why
+                    continue
+                with contextlib.suppress(HostLost):  # nothing of the job needs it any more
+                    host.member.call("remove", self._apart[host.name])
         left = [folder for folder in self._folders if folder.host not in self.lost]
         if self._job.exchange is not None and self._folders:
             self._job.exchange.end(left)

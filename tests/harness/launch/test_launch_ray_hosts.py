@@ -137,11 +137,11 @@ def test_a_host_that_does_not_give_its_ranks_files_is_lost_and_keeps_them(tmp_pa
 
         def call(self, method, *_):
             self.asked.append(method)
-            if method == "fetch" and isinstance(self.fetched, Exception):
-                raise self.fetched
+            if method == "remove" or isinstance(self.fetched, Exception):
+                raise HostLost("a", "no answer")
             return self.fetched
 
-    members = {"a": Answering({"errors/rank0.json": (b"{}", 1.0)}), "b": Answering(HostLost("b", "no answer"))}
+    members = {"a": Answering({"errors/rank0.json": (b"{}", 1.0)}), "b": Answering(HostLost("b", "gone"))}
     hosts = [SimpleNamespace(name=name, member=member) for name, member in members.items()]
     whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[], ranks=2)
     job = HostsJob(whole, hosts, None, {}, None)
