@@ -78,7 +78,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         refuse_no_run(start.run_dir, RUN_FILE)
     order = planned_order(config, start.machine, start.run_dir, resume=start.resume)
     if order.plan is not None:
-        say(f"checkpoint auto: {order.plan.words}")
+        tried = "" if order.plan.fits else "; the run starts all the same, with the least that can be kept"
+        say(f"checkpoint auto: {order.plan.words}{tried}")
     if start.over_nodes:
         order = replace(order, config=_with_absolute_paths(order.config))
     asked, config = config, order.config

@@ -221,6 +221,14 @@ def test_the_checkpoint_of_an_export_is_chosen_once_torch_is_loaded(
     assert "was removed" not in printed.err
 
 
+def test_a_run_for_which_nothing_fits_says_that_it_starts_all_the_same(workplace: Path, store: str) -> None:
+    asked = ["--set", "checkpoint={plan: auto}", "--set", "memory=0.05MiB", "--set", "steps=1", "--set", "evaluate={}"]
+    code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", "--out", "small", *asked)
+    assert (code, "Trained: small\n" in said) == (0, True), said
+    assert "nothing fits: " in said
+    assert "; the run starts all the same, with the least that can be kept\n" in said
+
+
 def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str) -> None:
     process = train(workplace, "--out", "stuck", "--set", f"save.grace_seconds={10 * AMPLE:g}")
     wait_for_step(process, workplace / "stuck", 1)
