@@ -214,6 +214,11 @@ class ModelShape:
         return _has(self.layer_pattern, self.layers, "wW") if self.window else (False,) * self.layers
 
     @property
+    def rope_of_window(self) -> tuple[bool, ...]:
+        """Of each layer, whether its RoPE has the base of layers with the window, and so tables of its own."""
+        return tuple(windowed and self.rope_base_window > 0 for windowed in self.windowed)
+
+    @property
     def linear_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether it is linear, and so has no attention."""
         return _has(self.layer_pattern, self.layers, "lL")

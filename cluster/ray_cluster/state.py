@@ -126,7 +126,9 @@ class StateDirectory:
 
     def save(self, state: ClusterState) -> None:
         """Leave the state, whole or not at all, readable by its owner alone."""
-        write_private(self.path / STATE_FILE, _text(state))
+        # The file's reader takes characters as they are, and not JSON's escapes of their halves.
+        text = json.dumps(dataclasses.asdict(state), indent=1, default=_plain, ensure_ascii=False)
+        write_private(self.path / STATE_FILE, text + "\n")
 
     def save_token(self, token: str) -> None:
         """The cluster's password; only ever in files of mode 0600 and on the standard input of our own program."""
@@ -162,11 +164,6 @@ def write_private(path: Path, text: str) -> None:
         write_whole(path, text.encode(), 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); give --state a folder of yours") from error
-
-
-def _text(state: ClusterState) -> str:
-    """The file's content. Its reader takes characters as they are, and not JSON's escapes of their halves."""
-    return json.dumps(dataclasses.asdict(state), indent=1, default=_plain, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> str:

@@ -419,9 +419,8 @@ class Decoder(nn.Module):
         if shape.embedding_scale != 1:
             x_BLE = x_BLE * shape.embedding_scale
         dtype = accumulation_dtype(x_BLE.dtype)
-        window_has_base = shape.rope_base_window > 0
         seq_len = self.longest or len(positions_L) * self.shards
-        own = [windowed and window_has_base for windowed in shape.windowed]
+        own = shape.rope_of_window
         tables = {each: rotary_of(shape, each, positions_L, dtype, seq_len) for each in set(own)}
         for block, has_own_base in zip(self.blocks, own, strict=True):
             x_BLE = block(x_BLE, tables[has_own_base])

@@ -346,8 +346,9 @@ def _met(place: Place, host: TorchrunHost, lost_first: LostFirst) -> TorchrunLau
 
 
 def _agreed_key(store: Store, place: Place) -> bytes:
-    """By which the supervisors of the hosts know each other. What it opens can start programs, and anyone who reaches
-    the store can read it: one host tells nobody, and several mix in a secret that the user may have given them."""
+    """The key by which supervisors of hosts know each other. A supervisor starts programs for whoever has the key, and
+    anyone who reaches the store can read what is there. So a single host does not write its key there. Of several
+    hosts, the key is made of what is there and the user's secret, if there is one."""
     if place.nodes == 1:
         return secrets.token_bytes(32)
     if place.rank == 0:

@@ -55,7 +55,7 @@ class Agreement:
 
     def refuse(self, reason: str) -> None:
         """Say that this rank refuses the call that it was asked for. Waits for nobody."""
-        with contextlib.suppress(RuntimeError):  # without a store nobody waits for an answer
+        with contextlib.suppress(RuntimeError):  # the store has ended, and no rank can wait there
             self._say({"refused": reason})
 
     def reached(self, said: Mapping[str, object]) -> str | None:

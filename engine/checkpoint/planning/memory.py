@@ -222,9 +222,8 @@ class MemoryModel:
         dims = shape.head_dim + shape.output_dim if shape.kv_latent else 0
         self._expanded = 2 * item * tokens * shape.heads * dims
         self._lse = 4 * tokens * shape.heads
-        # RoPE's cosines and sines, of layers with a window their own where these have a base of their own.
-        own_base = {windowed and shape.rope_base_window > 0 for windowed in shape.windowed}
-        self._tables = wide * settings.seq_len / settings.cp_size * shape.rotated_dim * len(own_base)
+        # RoPE's cosines and sines.
+        self._tables = wide * settings.seq_len / settings.cp_size * shape.rotated_dim * len(set(shape.rope_of_window))
         # Sigmoids of attention's gate, and the output that is multiplied by them.
         self._gated = 2 * self._output if shape.attention_gate else 0.0
         self._mixer = _Mixer.of(settings)
