@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -312,18 +312,13 @@ def run(
     ranks: Sequence[int] | None = None,
     device: str = "cpu",
     limit_seconds: float = LIMIT_SECONDS,
-    seen: Callable[[CaseResult], None] | None = None,
-) -> list[CaseResult]:
-    """The result of every case on every number of ranks that the target has. `seen` gets each as it is found."""
-    found = []
+) -> Generator[CaseResult, None, None]:
+    """The result of every case on every number of ranks that the target has, each as it is found. Closed before its
+    end, it ends the ranks."""
     cases = [in_dtype_of(target, case) for case in cases]
     for count in ranks or target.ranks:
         with WaitingRanks(count, device, limit_seconds) as there:
-            for result in _of_ranks(there, target, cases, count):
-                found.append(result)
-                if seen is not None:
-                    seen(result)
-    return found
+            yield from _of_ranks(there, target, cases, count)
 
 
 def _of_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -134,13 +135,11 @@ def _judge(arguments: argparse.Namespace) -> int:
         results=found,
     )
     try:
-        with Progress(f"judging {target.name}", quiet=arguments.json) as progress:
-
-            def seen(result: CaseResult) -> None:
+        results = run(target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds)
+        with Progress(f"judging {target.name}", quiet=arguments.json) as progress, contextlib.closing(results):
+            for result in results:
                 found.append(result)
                 progress.so_far(f"{len(found)} of {total}, {result.case.name} on {result.ranks}")
-
-            run(target, cases, ranks=ranks, device=arguments.device, limit_seconds=arguments.seconds, seen=seen)
     except NotStarted as error:
         raise UsageError(str(error)) from error
     except KeyboardInterrupt as interrupt:

@@ -229,7 +229,8 @@ def test_a_right_implementation_passes_every_case(
 def test_a_target_without_float32_is_asked_in_its_dtype(tmp_path: Path) -> None:
     path = tmp_path / "halved.py"
     path.write_text("from tests.conform import seeded\nglobals().update(seeded.target('attention'))\nDTYPE = 'bf16'\n")
-    found = run(load(str(path)), [case_named("causal"), case_named("bytes-sent"), case_named("fp64")], ranks=[1, 2])
+    cases = [case_named("causal"), case_named("bytes-sent"), case_named("fp64")]
+    found = list(run(load(str(path)), cases, ranks=[1, 2]))
     dtypes = {(each.case.name, each.ranks): each.case.problem.dtype for each in found}
     assert {name: dtype for (name, _), dtype in dtypes.items()} == {
         "causal": "bf16", "bytes-sent": "bf16", "fp64": "fp64",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Generator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -165,9 +165,8 @@ def test_what_was_found_before_a_ctrl_c_is_shown_without_a_verdict(
 ) -> None:
     found = report(*MIXED[:2]).results
 
-    def broken_off(*_: object, seen: Callable[[CaseResult], None], **__: object) -> None:
-        for result in found:
-            seen(result)
+    def broken_off(*_: object, **__: object) -> Generator[CaseResult, None, None]:
+        yield from found
         raise KeyboardInterrupt
 
     monkeypatch.setattr("conform.run.run", broken_off)
