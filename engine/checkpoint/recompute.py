@@ -139,7 +139,16 @@ class LayerCall:
     block: nn.Module  # whose parameters the layer uses
     layer: LayerFn
     rotary: Rotary
-    attend: AttendOnce | MixOnce
+    # What the layer attends with is the graph's: with the layer's own backward it goes, and what it has saved, while
+    # its group lives until the backward of its first layer.
+    of_graph: weakref.ref[AttendOnce | MixOnce]
+
+    @property
+    def attend(self) -> AttendOnce | MixOnce:
+        """Of a layer that backward has not passed for the last time."""
+        found = self.of_graph()
+        assert found is not None, "no layer is needed after its own backward"
+        return found
 
 
 class LayerGroup(ABC):
@@ -373,7 +382,7 @@ class Recompute:
         else:
             begins = partial(_told, of_group, LayerGroup.begins, place) if _has_room(block, x_BLE) else _nothing
             once = AttendOnce(cast(Attend, over_ranks), self._settings.tail, self.attention, passed, begins)
-        place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, attend=once))
+        place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, of_graph=weakref.ref(once)))
         source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:
             self._group = None  # from here on only the graph holds the saved tensors

@@ -224,16 +224,20 @@ def test_a_group_that_holds_its_inputs_drops_each_with_its_layer(every: int) -> 
 
 @pytest.mark.parametrize("replay", ["hold", "bisect"])
 @pytest.mark.parametrize("heads_at_once", [None, 1])
-def test_what_a_group_has_saved_goes_with_its_backward(replay: Any, heads_at_once: int | None) -> None:
-    """Not with the loss, whose graph lives to the end of the step."""
-    model, _, keeper = model_with(Checkpoint(every=2, tail=0.5, offload="none", replay=replay))
-    held: list[int] = []  # as backward reaches a layer, the last one first
+@pytest.mark.parametrize("every", [2, 4])
+def test_what_a_layer_has_saved_goes_with_its_backward(every: int, replay: Any, heads_at_once: int | None) -> None:
+    """Not with the loss, whose graph lives to the end of the step, and its attention not with the layer's group."""
+    model, _, keeper = model_with(Checkpoint(every=every, tail=0.5, offload="none", replay=replay))
+    assert keeper is not None
+    attention: list[int] = []  # as backward reaches a layer, the last one first
+    inputs: list[int] = []
 
     def watched(layer: Any) -> Any:
         def run(*args: Any) -> Tensor:
             out: Tensor = layer(*args)
             if out.requires_grad:
-                out.register_hook(lambda _: held.append(held_bytes(keeper)))
+                out.register_hook(lambda _: attention.append(keeper.attention.held_bytes))
+                out.register_hook(lambda _: inputs.append(keeper.inputs.held_bytes))
             return out
 
         return run
@@ -243,11 +247,12 @@ def test_what_a_group_has_saved_goes_with_its_backward(replay: Any, heads_at_onc
         block.attend_groups = heads_at_once and attend_in(heads_at_once, 2)
     loss = loss_of(model)
     of_layer = (INPUT_BYTES + INPUT_BYTES // SHAPE.head_dim) // 2  # half of out, which is as wide as an input, and LSE
-    of_group = INPUT_BYTES + 2 * of_layer
-    assert held_bytes(keeper) == LAYERS // 2 * of_group + INPUT_BYTES + of_layer
+    assert held_bytes(keeper) == -(-LAYERS // every) * INPUT_BYTES + LAYERS * of_layer
     loss.backward()
-    # A shorter group ends the model. The first layer of a group is its last one in backward.
-    assert held[1::2] == [(LAYERS // 2 - passed) * of_group for passed in range(LAYERS // 2)]
+    assert attention == [layers * of_layer for layers in range(LAYERS, 0, -1)]
+    # A group's last layer is the first one in backward, before which nothing is saved between.
+    ends = [layers for layers in range(LAYERS, 0, -1) if layers % every == 0 or layers == LAYERS]
+    assert [inputs[LAYERS - layers] for layers in ends] == [-(-layers // every) * INPUT_BYTES for layers in ends]
 
 
 @pytest.mark.parametrize("offload", ["inputs", "all"])
