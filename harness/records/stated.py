@@ -42,9 +42,11 @@ _STEADY = 0.005  # from the first to the last step of a round
 _FAULTS = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
 
 # What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record.
-# `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
+# `trials`: those of the plan that left no record. `conditions` excuses nothing and is what a reader has to know, as of
+# a host that was shared.
 About = Literal[
-    "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
+    "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "trials",
+    "conditions",
 ]  # fmt: skip
 _LISTS = ("trials", "about", "rounds")
 _ListOf = Meta(min_length=1, description="at least one, in a list or by itself")

@@ -78,7 +78,8 @@ def lines(verdicts: Sequence[RunVerification]) -> Iterator[str]:
         yield from (f"{start}no partner: {one}" for one in verdict.partnerless)
     stated = Counter((gap.check, gap.says) for verdict in verdicts for gap in verdict.stated)
     for (check, says), count in stated.items():
-        yield f"stated: {check}, {counted(count, 'record')}: {says}"
+        of = "planned trial" if check == "trials" else "record"
+        yield f"stated: {check}, {counted(count, of)}: {says}"
     yield from dict.fromkeys(f"not checked: {sentence}" for verdict in verdicts for sentence in verdict.unchecked)
     for verdict in verdicts:
         yield f"{verdict.run}: {_summary(verdict)}"

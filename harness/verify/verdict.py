@@ -13,9 +13,10 @@ from harness.metrics.throughput import GIB
 from harness.records.judging import ERROR
 from harness.records.provenance import HOME, private_in
 from harness.records.record import BadRecord, Record, RecordPlace
+from harness.records.stated import PROVENANCE_FILE
 from harness.records.stored import RESULTS_FILE, RUN_FILE, StoredRun, run_named, runs_below, stored_run
 from harness.report.results import Row, RunRecords
-from harness.verify.finding import Failure, RowComparison, RunVerification
+from harness.verify.finding import Failure, Gap, RowComparison, RunVerification
 from harness.verify.products import read_results, report_failures, results_failures
 from harness.verify.provenance import CommitHistory, provenance_findings, unused_statements
 from harness.verify.schema import is_of_our_engine, schema_failures
@@ -88,8 +89,15 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
             f"{run.path} holds no record; name a directory that `burst run` left (trials/*/record.json), a packed run "
             "(.jsonl), or an archive"
         )
-    failures += unused_statements(stated, list(records))
-    failures += _planned(run, trials)
+    lacking = _lacking(run, trials, failures)
+    failures += unused_statements(stated, [*records, *lacking])
+    for trial in lacking:
+        says = stated.reason(trial, "trials")
+        if says is not None:
+            verdict.stated.append(Gap(trial, "trials", says))
+        else:
+            expected = f"one for every trial of the plan, or a reason about trials in {PROVENANCE_FILE}"
+            failures.append(Failure(trial[:200], "schema", "no record", expected))
     failures += _private_texts(run, any("paths" in one.about for one in stated.reasons))
     _products(run, read.rows(), published, verdict)
     if os.path.lexists(run.path / SUMS_FILE):
@@ -144,13 +152,13 @@ def _run_name(published: list[dict[str, str]] | None) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _planned(run: StoredRun, trials: set[str]) -> list[Failure]:
-    """Trials of the plan that left no record."""
+def _lacking(run: StoredRun, trials: set[str], failures: list[Failure]) -> list[str]:
+    """Trials of the plan that left no record; a plan that cannot be read is one of the `failures`."""
     try:
-        lacking = [trial for trial in run.planned() or () if trial not in trials]
+        return [trial for trial in run.planned() or () if trial not in trials]
     except ValueError:
-        return [Failure(RUN_FILE, "schema", "no list of trials", "the plan of a run")]
-    return [Failure(trial[:200], "schema", "no record", "one for every trial of the plan") for trial in lacking]
+        failures.append(Failure(RUN_FILE, "schema", "no list of trials", "the plan of a run"))
+        return []
 
 
 def _private_texts(run: StoredRun, home_is_stated: bool) -> list[Failure]:

@@ -63,7 +63,7 @@ def test_a_round_has_the_machine_of_the_first_entry_that_names_it(tmp_path: Path
     [
         ("commands: burst run a.yaml", "unknown key commands in provenance.yaml; did you mean command?"),
         ("reasons: [{abuot: gpu, says: x}]", "unknown key reasons.abuot; did you mean about?"),
-        ("reasons: [{about: divers, says: x}]", "software, paths or conditions; did you mean driver?"),
+        ("reasons: [{about: divers, says: x}]", "paths, trials or conditions; did you mean driver?"),
         ("machines: [{rounds: [0], machine: x}]", "machines.rounds is 0; expected a round's number, from 1"),
         ("machines: [{rounds: [], machine: x}]", "machines.rounds is an empty list; expected at least one"),
         ("machines: [{rounds: [1]}]", "machines lacks machine; add what is missing"),

@@ -268,6 +268,17 @@ def test_a_file_that_a_report_would_not_leave_so_is_found(name, run, capsys):
     assert (code, words in text) == (1, True), text
 
 
+def test_a_trial_that_never_began_may_have_a_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "run.json").write_text('{"trials": ["train-late", "train-gone"]}')
+    stated = STATED + "  - {about: trials, trials: train-late, says: the time was over}\n"
+    (run / PROVENANCE_FILE).write_text(stated)
+    code, text = verified(capsys, run)
+    assert (code, "train-gone: schema: found no record" in text, "train-late: schema" in text) == (1, True, False), text
+    (run / "run.json").write_text('{"trials": ["train-late"]}')
+    code, text = verified(capsys, run)
+    assert (code, "stated: trials, 1 planned trial: the time was over" in text) == (0, True), text
+
+
 @pytest.mark.parametrize(
     ("lost", "words"),
     [

@@ -33,6 +33,8 @@ def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_
         commands = ("burst run experiments/", "burst reproduce ")
         assert all(row["run_command"].startswith(commands) for row in rows.values()), verdict.run
         for gap in verdict.stated:
+            if gap.check == "trials":  # without a record no row
+                continue
             assert gap.says in rows[gap.place]["caveats"], (verdict.run, gap)
 
 
