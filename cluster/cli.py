@@ -23,6 +23,7 @@ from cluster.inventory.file import named_nodes
 from cluster.inventory.nodes import InventoryNode
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profiles, load_profiles
+from cluster.render.html import html_page, pair_map, refuse_foreign, write_page
 from cluster.render.live import live_table
 from cluster.render.text import json_line, nagios_line, table, why_not
 from cluster.transport.reach import connection
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         )
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
+        if arguments.html:
+            refuse_foreign(arguments.html)
         code = _check(arguments, nodes, connect, chosen, unwanted, profiles, prog)
         sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake
         return code
@@ -94,8 +97,6 @@ def _check(
     in_order = [reports[node.name].without(unwanted) for node in nodes]
     _print(arguments, in_order)
     if arguments.html:
-        from cluster.render.html import html_page, pair_map, write_page
-
         heat_maps = [pair_map(pairs)] if pairs else []
         write_page(arguments.html, html_page(in_order, heat_maps, only_faults=arguments.only_faults))
     return EXIT_CODES[worst_level(report.level for report in in_order)]

@@ -76,7 +76,8 @@ def summary(report: ConformReport) -> str:
         return f"{report.target} {report.version}: claims none of {len(report.cases)} cases {asked}"
     verb = "passes" if report.passed == report.claimed else "fails"
     count = f"all {report.claimed}" if verb == "passes" else f"{report.claimed - report.passed} of {report.claimed}"
-    return f"{report.target} {report.version}: {verb} {count} cases that it claims {asked}{unclaimed}"
+    cases = f"{count} cases that it claims" if report.claimed > 1 else "the one case that it claims"
+    return f"{report.target} {report.version}: {verb} {cases} {asked}{unclaimed}"
 
 
 def table(report: ConformReport) -> list[str]:

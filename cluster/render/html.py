@@ -57,6 +57,20 @@ def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
     return heat_map(title, nodes_of(speeds), by_pair, statistics.median(good) if good else None)
 
 
+_TITLE = b"<title>Nodes"  # near the beginning of every page (summary.html.j2)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise UsageError where `path` is a file that is no earlier page: a user's own."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(1024)
+    except OSError:  # none, or no file: writing it says what is wrong
+        return
+    if found and _TITLE not in found:  # an empty file holds nothing to lose
+        raise UsageError(f"{path} is no page of this command and would be overwritten; give --html another name")
+
+
 def write_page(path: Path, page: str) -> None:
     """Leave the page whole or not at all. Raises UsageError where it cannot be written."""
     try:

@@ -323,9 +323,11 @@ def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
     if manifest.lora is None:
         origin, notes = _origin(base, shape)
         seq_len = cast(int, manifest.facts["seq_len"])
+        end_of_text, more = _end_of_text(Path(config["settings"]["data"]), manifest.facts)
+        notes += [] if origin else more
         export_hugging_face(
             parameters, attends or shape, arguments.out, dtype=dtype, max_positions=seq_len, origin=origin,
-            end_of_text=_end_of_text(Path(config["settings"]["data"]), manifest.facts),
+            end_of_text=end_of_text,
         )  # fmt: skip
     else:
         export_adapters(parameters, shape, manifest.lora, arguments.out, base=base, dtype=dtype)
@@ -340,14 +342,20 @@ def _exported(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
     return [written, *notes]
 
 
-def _end_of_text(data: Path, facts: Mapping[str, object]) -> int | None:
-    """The token that ends a text of the run's store, where that is still there and has the data that the run had."""
+def _end_of_text(data: Path, facts: Mapping[str, object]) -> tuple[int | None, list[str]]:
+    """The token that ends a text of the run's store; a note where that is gone or has other data than the run had."""
     from engine.data.store import is_store, read_header
+    from engine.data.tokenizers import BYTES
 
     with contextlib.suppress(OSError, ValueError):
         if is_store(data) and (header := read_header(data)).sha256 == facts.get("data of sha256"):
-            return header.end_of_text
-    return None
+            return header.end_of_text, []
+    if facts.get("tokenizer") in (BYTES, None):  # which has no such token
+        return None, []
+    return None, [
+        f"note: {data} does not hold the tokens that the run trained on, so eos_token_id is null; put the store back "
+        "and export again, or set it yourself"
+    ]
 
 
 def _origin(base: str, shape: ModelShape) -> tuple[Path | None, list[str]]:

@@ -227,7 +227,7 @@ def _lock(directory: Path) -> Iterator[None]:
         if not still_there or not (locked or (locked is None and _holder_ended(file))):
             file.seek(0)
             raise UsageError(
-                f"{directory} is in use by another burst run ({file.read().strip() or 'unknown'}); "
+                f"{directory} is in use by another run ({file.read().strip() or 'unknown'}); "
                 + (f"its file system has no locks, so remove {path} if that run has ended, " if locked is None else "")
                 + "wait for it, or give --out another directory"
             )

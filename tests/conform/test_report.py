@@ -33,7 +33,7 @@ def test_a_case_passes_where_it_passes_on_all_ranks_that_claim_it_and_what_is_no
     found = report(*MIXED)
     assert (found.passed, found.claimed) == (1, 3)
     assert summary(found) == "a <ring> 1.2: fails 2 of 3 cases that it claims on 2, 4 ranks (cpu); 1 not claimed"
-    assert summary(report(MIXED[0])).endswith("passes all 1 cases that it claims on 2 ranks (cpu)")
+    assert summary(report(MIXED[0])).endswith("passes the one case that it claims on 2 ranks (cpu)")
     assert summary(report(MIXED[2])).endswith("claims none of 1 cases on 2 ranks (cpu)")
     lines = table(found)
     assert lines[1].split() == ["causal", "ok", "wrong"]

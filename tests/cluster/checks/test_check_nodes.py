@@ -286,6 +286,19 @@ def test_nagios_and_html_come_from_one_look(tmp_path, roomy_site, capsys):
     assert socket.gethostname() in page.read_text()
 
 
+def test_a_page_takes_the_place_of_an_earlier_page_alone(tmp_path, roomy_site, capsys):
+    page = tmp_path / "nodes.html"
+    page.write_text("<!doctype html><title>My own notes</title>")
+    arguments = ["--nagios", "--only", "disk", "--html", str(page), "--site", str(roomy_site), *QUIET]
+    assert main(arguments) == 3
+    assert "nodes.html is no page of this command and would be overwritten; give --html" in capsys.readouterr().err
+    assert page.read_text().endswith("My own notes</title>")
+    page.write_text("")
+    for _ in range(2):
+        assert main(arguments) == 0
+    assert socket.gethostname() in page.read_text()
+
+
 def test_a_history_that_cannot_be_written_costs_the_history_and_not_the_check(
     tmp_path: Path, roomy_site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ def test_a_new_directory_is_made_and_held(tmp_path):
         assert moved is None
         assert directory.in_use()
         with (
-            pytest.raises(UsageError, match=r"in use by another burst run \(process \d+ on "),
+            pytest.raises(UsageError, match=r"in use by another run \(process \d+ on "),
             opened_for_writing(path, resume=False),
         ):
             pass

@@ -67,10 +67,9 @@ def exported(capsys: pytest.CaptureFixture[str], out: str) -> tuple[dict, list[s
     return json.loads(Path(out, "config.json").read_text()), capsys.readouterr().out.splitlines()[1:]
 
 
-def trained_under(mask: str) -> None:
+def trained_with(**facts: str) -> None:
     (manifest,) = Path("run/checkpoints").glob("step-*/checkpoint.json")
-    facts = json.loads(manifest.read_text())["facts"]
-    set_keys(manifest, facts=facts | {"mask": mask})
+    set_keys(manifest, facts=json.loads(manifest.read_text())["facts"] | facts)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_an_export_keeps_what_the_model_it_started_from_says_and_the_window(work
 
 @pytest.mark.parametrize("mask", ["full", "sliding_window:7:1", "block_sparse:16:10/11:causal"])
 def test_a_mask_that_transformers_does_not_have_is_noted(workplace, capsys, mask):
-    trained_under(mask)
+    trained_with(mask=mask)
     config, notes = exported(capsys, "model")
     assert config["sliding_window"] is None
     assert notes == [
@@ -108,7 +107,7 @@ def test_a_mask_that_transformers_does_not_have_is_noted(workplace, capsys, mask
 
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_causal_attention_needs_no_note(workplace, capsys, mask):
-    trained_under(mask)
+    trained_with(mask=mask)
     config, notes = exported(capsys, "model")
     assert (config["sliding_window"], notes) == (None, [])
 
@@ -142,15 +141,22 @@ def test_a_model_with_dropout_is_refused_as_shape_and_as_start(workplace, capsys
         assert sentence in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "llama"])
 @pytest.mark.parametrize(("text", "end"), [("a line of text to learn from\n", 7), ("other text\n", None)])
 def test_a_model_from_random_weights_has_the_end_of_text_of_its_data_and_no_token_of_llama_2(
-    workplace, capsys, text, end
+    workplace, capsys, text, end, tokenizer
 ):
+    trained_with(tokenizer=tokenizer)
     Path("store.txt").write_text(text * 100)
     assert main(["train", "data", "store.txt", "--out", "store"]) == 0
     set_keys(Path("store/header.json"), end_of_text=7)
     run = json.loads(Path("run/training.json").read_text())
     run["config"]["init_from"], run["config"]["settings"]["data"] = "", "store"
     Path("run/training.json").write_text(json.dumps(run))
-    config, _ = exported(capsys, "model")
+    config, notes = exported(capsys, "model")
     assert {key: config[key] for key in IDS} == {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    lost = end is None and tokenizer == "llama"
+    assert notes == lost * [
+        "note: store does not hold the tokens that the run trained on, so eos_token_id is null; put the store back and "
+        "export again, or set it yourself"
+    ]
