@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from engine.combinations import vocabulary_unsupported_reason
 from engine.data import is_built, open_tokens
@@ -21,16 +22,24 @@ from engine.training.files import checkpoints_directory, read_metrics
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
 
 
-def check_start(order: Order) -> dict[str, object]:
+def check_start(order: Order) -> tuple[dict[str, object], str]:
     """Raises ValueError when a run cannot start with its data, or not from the weights of `init_from`.
 
     The store of a text that has none is built here, once for all ranks. Returns the facts of the run that its
-    checkpoints hold.
+    checkpoints hold, and a sentence where one step takes more than all data; else an empty one.
     """
     data = training_data(order.config)
     if needs_weights(order):
         check_weights(order.config, data.store.header)
-    return facts_of(order, data.store.header, data.held_out)
+    wanted, settings = order.config.sequences_per_step, order.config.settings
+    note = ""
+    if wanted > data.sequences:
+        note = (
+            f"a step takes {wanted} {'packed rows' if settings.packs else 'sequences'}, but {settings.data} holds "
+            f"{data.sequences} to train on, so each step reads some twice or more; give more text, or lower batch_size "
+            "or gradient_accumulation"
+        )
+    return facts_of(order, data.store.header, data.held_out), note
 
 
 def needs_weights(order: Order) -> bool:
@@ -65,6 +74,7 @@ class RunData:
 
     store: TokenStore
     training: TrainingData
+    sequences: int  # of one epoch; packed rows where documents are packed
     held_out: TokenSpan
     held_out_rows: PackedSequences | None = None  # of `held_out`, where rows are packed and evaluated
 
@@ -80,8 +90,10 @@ def training_data(config: TrainingConfig) -> RunData:
     sequences = training_sequences(store, training, settings)
     if settings.packs:
         rows = _held_out_rows(config, store, held_out) if config.evaluate.every else None
-        return RunData(store=store, training=sequences, held_out=held_out, held_out_rows=rows)
-    if not training.sequences(settings.seq_len):
+        count = len(cast(PackedSequences, sequences).packing)
+        return RunData(store=store, training=sequences, sequences=count, held_out=held_out, held_out_rows=rows)
+    count = training.sequences(settings.seq_len)
+    if not count:
         raise ValueError(
             f"seq_len is {settings.seq_len}, but of the {store.header.count} tokens of {settings.data} "
             f"{held_out.stop - held_out.start} are held out, and the {training.stop - training.start} to train on hold "
@@ -94,7 +106,7 @@ def training_data(config: TrainingConfig) -> RunData:
             f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
             "with a larger `burst train data --validation`"
         )
-    return RunData(store=store, training=sequences, held_out=held_out)
+    return RunData(store=store, training=sequences, sequences=count, held_out=held_out)
 
 
 def _held_out_rows(config: TrainingConfig, store: TokenStore, held_out: TokenSpan) -> PackedSequences:

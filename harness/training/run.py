@@ -84,7 +84,9 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         order = replace(order, config=_with_absolute_paths(order.config))
     asked, config = config, order.config
     with refusing():
-        facts = check_start(order)
+        facts, note = check_start(order)
+    if note:
+        say(note)
     run_file = start.run_dir / RUN_FILE
     resumes = start.resume and (not own or run_file.is_file())
     with opened_for_writing(start.run_dir, resume=resumes, marker=RUN_FILE) as (_, moved):

@@ -19,7 +19,7 @@ from engine.lm_head.loss_kernel import IGNORE
 from engine.settings import Checkpoint
 from engine.tasks.check_training import dense_model
 from engine.training.config import Evaluation
-from engine.training.preflight import training_data
+from engine.training.preflight import check_start, training_data
 from tests.engine.training.training_runs import config, curve, order, several
 from tests.ranks import run_on_ranks
 
@@ -91,6 +91,15 @@ def test_a_packed_run_resumes_on_other_ranks_and_reports_its_padding(tmp_path: P
 def test_too_few_documents_are_refused(store: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         training_data(packed(store, **changes))
+
+
+@pytest.mark.parametrize(("mask", "of_data"), [("documents", "packed rows"), ("causal", "sequences")])
+def test_a_step_that_takes_more_than_all_data_is_said(store: str, mask: str, of_data: str) -> None:
+    there = training_data(packed(store, mask=mask)).sequences
+    *_, none = check_start(order(packed(store, mask=mask, batch_size=there)))
+    *_, said = check_start(order(packed(store, mask=mask, batch_size=1, gradient_accumulation=there + 1)))
+    words = f"a step takes {there + 1} {of_data}, but {store} holds {there} to train on, so each step reads some twice "
+    assert (none, said.startswith(words)) == ("", True), said
 
 
 @pytest.mark.parametrize("changes", [{"packing": "greedy"}, {"longer_documents": "drop"}, {"mask": "causal"}])

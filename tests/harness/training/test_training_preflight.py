@@ -258,6 +258,16 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_what_it_was(
     assert Path("run", RUN_FILE).read_text() == "{}"
 
 
+def test_a_step_larger_than_all_data_is_said_before_the_run_starts(place: Path) -> None:
+    said: list[str] = []
+    start = Start(
+        machine=CPU, launcher=NoLauncher(), run_dir=Path("run"), resume=False, commit="abc", again=["burst", "train"]
+    )
+    with pytest.raises(AssertionError, match="was started"):
+        train(config(batch_size=90), start, lambda line: None, said.append)
+    assert said[-1].startswith("a step takes 90 sequences, but text.txt holds 89 to train on, so each step reads")
+
+
 def test_a_run_without_a_checkpoint_is_not_begun_anew(place: Path) -> None:
     Path("run").mkdir()
     Path("run", RUN_FILE).write_text("{}")
