@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from burst.transformers import replace
 from burst.whole_batches import causal_model_of, take_whole_batches, with_logits
@@ -59,14 +61,25 @@ class SharedSequences(ParallelismConfig):
     def dp_cp_dim_names(self) -> list[str]:
         return [*super().dp_cp_dim_names, *self.non_dp_dim_names]
 
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """The meshes, which accelerate makes before it looks at the number of processes."""
+        if self.cp_size > 1:
+            started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+            self._refuse_others(started)
+        return super().build_device_mesh(device_type)
+
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        processes = accelerator.state.num_processes
         if self.cp_size == 1 and accelerator.distributed_type != DistributedType.MULTI_CPU:
             super()._validate_accelerator(accelerator)
-        elif self.total_size != processes:
+        else:
+            self._refuse_others(accelerator.state.num_processes)
+
+    def _refuse_others(self, processes: int) -> None:
+        """Raise ValueError where there are more or fewer than the sizes multiply to."""
+        if self.total_size != processes:
             raise ValueError(
-                f"there are {processes} processes and the configuration describes {self.total_size}; start as many, "
-                "or give dp_replicate_size or dp_shard_size"
+                f"the configuration describes {self.total_size} processes, found {processes}; start as many, or give "
+                "another cp_size, dp_replicate_size or dp_shard_size"
             )
 
 

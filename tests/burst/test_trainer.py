@@ -46,3 +46,11 @@ def test_a_configuration_of_no_number_of_ranks_or_no_layout_is_refused(given: di
 
     with pytest.raises(ValueError, match=sentence):
         parallelism(**given)
+
+
+def test_more_ranks_than_processes_are_refused_before_meshes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst.accelerate import parallelism
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"the configuration describes 4 processes, found 2; start as many"):
+        parallelism(cp_size=4).build_device_mesh("cpu")
