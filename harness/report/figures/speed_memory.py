@@ -47,6 +47,7 @@ from harness.report.variants import (
 )
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
+MAX_POINTS = 24  # each with its name beside it
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
 _SHARES = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth", 10: "a tenth"}
 _STEP = 0.16  # inches between lines of text
@@ -61,7 +62,7 @@ class SpeedMemory:
     def draw(self, rows: Sequence[Row]) -> Sheet | None:
         if not (here := _shown(rows)):
             return None
-        layout = laid_out(here)
+        layout = laid_out(here, MAX_POINTS, pooling=False)  # the median of other settings is a point of none
         spots = _spots(layout)
         lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
         dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
@@ -94,6 +95,11 @@ class _PlottedConfiguration:
     @property
     def own(self) -> bool:
         return self.point.own
+
+    @property
+    def name(self) -> str:
+        """Of another system, in sentences."""
+        return _short(self.point.series)
 
     @property
     def run(self) -> str:
@@ -145,7 +151,7 @@ def _spots(layout: FigureLayout) -> list[_PlottedConfiguration]:
     found = []
     for point in layout.points:
         if at := _at(point):
-            label = point.series
+            label = _short(point.series)
             if point in planned:
                 label = ", ".join([_budget(point.rows[0]), *_by_hand(point)])
                 if _kernel(point) != usual[0][0]:
@@ -159,6 +165,11 @@ def _spots(layout: FigureLayout) -> list[_PlottedConfiguration]:
     if first is not None and not (words := found[first].label).startswith(own):
         found[first] = replace(found[first], label=f"{own} {'in' if words[:1].isdigit() else 'with'} {words}")
     return found
+
+
+def _short(series: str) -> str:
+    """A system's name without the word for its authors' settings, of which it is the default that none names."""
+    return series.replace(", upstream default", "").replace(", upstream ", ", ")
 
 
 def _kernel(point: SeriesPoint) -> str:
@@ -233,9 +244,9 @@ def _same_kernel(spots: Sequence[_PlottedConfiguration]) -> str:
             times = " to ".join(dict.fromkeys(ratio.between.split(" to ")))
             kernel = kernel_in_words(spot.kernel)
             where = f"{_own(line)} in {spot.memory:.0f} GiB"
-            return f"With {kernel} in both, {where} is {times} times as fast as {best.point.series}."
+            return f"With {kernel} in both, {where} is {times} times as fast as {best.name}."
     theirs = kernel_in_words(best.kernel)
-    return f"{_own(line)} and {best.point.series} attend with different kernels, {theirs} in the latter."
+    return f"{_own(line)} and {best.name} attend with different kernels, {theirs} in the latter."
 
 
 def _kernels(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> str:
@@ -247,7 +258,7 @@ def _kernels(spot: _PlottedConfiguration, other: _PlottedConfiguration) -> str:
 
 def _compared(spot: _PlottedConfiguration, other: _PlottedConfiguration, found: Speedup) -> str:
     share = _share(spot.memory / other.memory)
-    name, percent = other.point.series, 100 * (found.value - 1)
+    name, percent = other.name, 100 * (found.value - 1)
     if not isinstance(found.spread, Interval):
         rounds = "two rounds" if found.spread else "one round"
         return f"{_own([spot])} at {found.value:.2f} times the speed of {name} in {share} ({rounds})"

@@ -103,7 +103,8 @@ def test_ten_thousand_trials_make_figures_of_a_readable_size() -> None:
     shown = {name: one for name, one in shown_of(rows).items() if isinstance(one, Sheet)}
     assert {"speed", "speed_memory"} <= set(shown)
     for name, sheet in shown.items():
-        assert "results.csv has every trial" in sheet.note, name
+        # Of one length and size there are few enough to draw each.
+        assert name == "speed_memory" or "results.csv has every trial" in sheet.note, name
         assert len(tips(sheet)) <= MAX_BARS, name
     layout = laid_out(rows)
     assert len(layout.looks) <= MAX_SERIES

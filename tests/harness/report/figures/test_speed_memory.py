@@ -84,6 +84,18 @@ def test_where_kernels_differ_the_ratio_with_the_same_kernel_stands_in_the_note(
     assert "kernels" not in sheet([*BURST, *OTHERS]).note
 
 
+def test_each_setting_of_a_system_is_a_point_and_the_title_names_the_fastest() -> None:
+    slower = [
+        row(30 + 4 * place, 1.5 - 0.03 * place, "torchtitan_upstream", checkpoint=Checkpoint(upstream=f"every {place}"))
+        for place in range(1, 13)
+    ]
+    found = sheet([*BURST, *OTHERS, *slower])
+    assert found.title == "7% faster than torchtitan, in a fifth of its memory"
+    assert len(tips(found)) == 17
+    assert {"torchtitan", *(f"torchtitan, every {place}" for place in range(1, 13))} <= set(texts(found))
+    assert "Pooled" not in found.note
+
+
 def test_a_budget_of_all_that_the_gpu_has_reads_so() -> None:
     assert "all of the GPU" in texts(sheet([*BURST[:2], row(125, 0.9, budget="139GiB"), *OTHERS]))
 
