@@ -42,6 +42,7 @@ from harness.report.variants import (
     kernel_in_words,
     on_cpu,
     panel_of,
+    pooled,
     setting_text,
     subject_name,
 )
@@ -62,7 +63,8 @@ class SpeedMemory:
     def draw(self, rows: Sequence[Row]) -> Sheet | None:
         if not (here := _shown(rows)):
             return None
-        layout = laid_out(here, MAX_POINTS, pooling=False)  # the median of other settings is a point of none
+        kept, beaten = _unbeaten(here)
+        layout = laid_out(kept, MAX_POINTS, pooling=False)  # the median of several settings is a point of none
         spots = _spots(layout)
         lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
         dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
@@ -72,6 +74,9 @@ class SpeedMemory:
             whisker_note([point.rows for point in layout.points]),
             *layout.notes,
             f"Without a point: {', '.join(lost)}." if lost else "",
+            f"{beaten} configurations that take more memory and are slower than others of their system are left out."
+            if beaten
+            else "",
             "The speeds do not start at 0." if _zoomed(spots) else "",
             f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}." if dates else "",
         ]
@@ -136,6 +141,27 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
         if len(found) > 1 < measured - 1 and one_set_up and max(found.values()) > APART * min(found.values()):
             return here
     return []
+
+
+def _unbeaten(rows: list[Row]) -> tuple[list[Row], int]:
+    """Where there are more than MAX_POINTS configurations, those of other systems without the ones that another of the
+    same system beats in memory and speed; and how many these are."""
+    found = grouped(rows, configuration_of)
+    if len(found) <= MAX_POINTS:
+        return rows, 0
+    others = {key: group for key, group in found.items() if not is_subject(group[0])}
+    at = {
+        key: (memory, speed)
+        for key, group in others.items()
+        if (memory := pooled(group, MEMORY)) is not None and (speed := pooled(group, SPEED)) is not None
+    }
+    beaten = {
+        key
+        for key, (memory, speed) in at.items()
+        for other, (less, more) in at.items()
+        if less < memory and more > speed and others[key][0]["method"] == others[other][0]["method"]
+    }
+    return [row for row in rows if configuration_of(row) not in beaten], len(beaten)
 
 
 def _at(point: SeriesPoint) -> tuple[float, float] | None:

@@ -94,6 +94,13 @@ def test_each_setting_of_a_system_is_a_point_and_the_title_names_the_fastest() -
     assert len(tips(found)) == 17
     assert {"torchtitan", *(f"torchtitan, every {place}" for place in range(1, 13))} <= set(texts(found))
     assert "Pooled" not in found.note
+    more = [
+        row(200 + place, 2.0 + place, "torchtitan_upstream", checkpoint=Checkpoint(upstream=f"every {place}"))
+        for place in range(13, 40)
+    ]
+    many = sheet([*more, *BURST, *OTHERS, *slower])
+    assert (many.title, len(tips(many))) == (found.title, 17)
+    assert "27 configurations that take more memory and are slower than others of their system" in many.note
 
 
 def test_a_budget_of_all_that_the_gpu_has_reads_so() -> None:
