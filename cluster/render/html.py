@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,17 +58,19 @@ def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
     return heat_map(title, nodes_of(speeds), by_pair, statistics.median(good) if good else None)
 
 
-_TITLE = b"<title>Nodes"  # near the beginning of every page (summary.html.j2)
+_TITLE = re.compile(rb"<title>Nodes[^<]*: [\d,]+ nodes?\b")  # near the beginning of every page (summary.html.j2)
 
 
 def refuse_foreign(path: Path) -> None:
     """Raise UsageError where `path` is a file that is no earlier page: a user's own."""
     try:
+        if not path.is_file():  # a pipe would be waited for; writing it says what is wrong
+            return
         with path.open("rb") as file:
             found = file.read(1024)
-    except OSError:  # none, or no file: writing it says what is wrong
+    except OSError:
         return
-    if found and _TITLE not in found:  # an empty file holds nothing to lose
+    if found and not _TITLE.search(found):  # an empty file holds nothing to lose
         raise UsageError(f"{path} is no page of this command and would be overwritten; give --html another name")
 
 

@@ -139,16 +139,22 @@ class LayerCall:
     block: nn.Module  # whose parameters the layer uses
     layer: LayerFn
     rotary: Rotary
-    # What the layer attends with is the graph's: with the layer's own backward it goes, and what it has saved, while
-    # its group lives until the backward of its first layer.
+    over_ranks: Attend | MixCall  # the method's, which holds nothing of this forward
+    # With what is saved. The graph's: it goes with the layer's own backward, while the group lives until that of its
+    # first layer.
     of_graph: weakref.ref[AttendOnce | MixOnce]
 
-    @property
-    def attend(self) -> AttendOnce | MixOnce:
-        """Of a layer that backward has not passed for the last time."""
+    def run(self, x_BLE: Tensor, *, ahead: bool) -> Tensor:
+        """The layer once more, with what its attention saved; with nothing of it where a backward from inside the
+        model has passed the layer before. `ahead` holds attention's result for the layer's own recomputation."""
         found = self.of_graph()
-        assert found is not None, "no layer is needed after its own backward"
-        return found
+        over_ranks = self.over_ranks if found is None else found.ahead if ahead else found
+        return self.layer(x_BLE, self.rotary, over_ranks)
+
+    def prefetch(self) -> None:
+        """Start copying what its attention saved to the device."""
+        if (found := self.of_graph()) is not None:
+            found.prefetch()
 
 
 class LayerGroup(ABC):
@@ -196,7 +202,7 @@ class LayerGroup(ABC):
     def prefetch(self) -> None:
         """Backward is about to reach this group."""
         self._start.prefetch()
-        self._calls[0].attend.prefetch()
+        self._calls[0].prefetch()
 
     @abstractmethod
     def _input(self, place: int) -> Tensor:
@@ -212,8 +218,8 @@ class LayerGroup(ABC):
             gather(call.block)
             if not last:
                 start_gathering(following.block)
-            following.attend.prefetch()
-            x_BLE = call.layer(x_BLE, call.rotary, call.attend.ahead if ahead else call.attend)
+            following.prefetch()
+            x_BLE = call.run(x_BLE, ahead=ahead)
             if not last:
                 release(call.block)  # the last one's stay, since backward needs them next
             yield index + 1, x_BLE
@@ -233,7 +239,7 @@ class HoldingGroup(LayerGroup):
     def _input(self, place: int) -> Tensor:
         if place not in self._held:
             self._held.update(self._inputs(0, self._start, place, ahead=True))
-        self._calls[place].attend.prefetch()  # after the group's run, which needs the memory; projections hide it
+        self._calls[place].prefetch()  # after the group's run, which needs the memory; projections hide it
         return self._held.pop(place)
 
 
@@ -250,7 +256,7 @@ class BisectingGroup(LayerGroup):
 
     def _input(self, place: int) -> Tensor:
         first, start = self._nearest(place)
-        self._calls[first].attend.prefetch()
+        self._calls[first].prefetch()
         to_save = kept_places(first, place)
         for reached, x_BLE in self._inputs(first, start, place, ahead=False):
             self._store.settle()  # copies of earlier puts have had the time of a layer
@@ -264,7 +270,7 @@ class BisectingGroup(LayerGroup):
             return
         following, start = self._nearest(place - 1)
         start.prefetch()
-        self._calls[following].attend.prefetch()
+        self._calls[following].prefetch()
 
     def _nearest(self, place: int) -> tuple[int, SavedTensors]:
         """The last place up to `place` whose input is saved. Those after it are dropped: backward has passed them."""
@@ -382,7 +388,8 @@ class Recompute:
         else:
             begins = partial(_told, of_group, LayerGroup.begins, place) if _has_room(block, x_BLE) else _nothing
             once = AttendOnce(cast(Attend, over_ranks), self._settings.tail, self.attention, passed, begins)
-        place = self._group.add(LayerCall(block=block, layer=layer, rotary=rotary, of_graph=weakref.ref(once)))
+        call = LayerCall(block=block, layer=layer, rotary=rotary, over_ranks=over_ranks, of_graph=weakref.ref(once))
+        place = self._group.add(call)
         source = _LayerInput(x_BLE, self._group, place)
         if index + 1 == self._layers:
             self._group = None  # from here on only the graph holds the saved tensors

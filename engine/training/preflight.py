@@ -36,8 +36,8 @@ def check_start(order: Order) -> tuple[dict[str, object], str]:
     if wanted > data.sequences:
         note = (
             f"a step takes {wanted} {'packed rows' if settings.packs else 'sequences'}, but {settings.data} holds "
-            f"{data.sequences} to train on, so each step reads some twice or more; give more text, or lower batch_size "
-            "or gradient_accumulation"
+            f"{data.sequences} to train on, so each step reads some twice or more; give more text, or lower "
+            "batch_size, gradient_accumulation or the number of replicas"
         )
     return facts_of(order, data.store.header, data.held_out), note
 

@@ -160,7 +160,7 @@ def _all(cls: type[T], node: Node | None, what: str) -> tuple[T, ...]:
 
 def caveats_of(record: Record, stated: StatedProvenance) -> list[str]:
     """Sentences without full stops, each once: first what the record shows, then what provenance.yaml states."""
-    reasons = (one.says for one in stated.reasons_of(record.trial_id))
+    reasons = (one.says for one in stated.reasons_of(record.trial_id) if one.about != ("trials",))
     return list(dict.fromkeys([*_shown_by(record), *reasons, *_machines_of(record, stated)]))
 
 

@@ -87,19 +87,23 @@ def provenance_findings(
             yield Gap(record.trial_id, "conditions", one.says)
 
 
-def unused_statements(stated: StatedProvenance, trials: list[str]) -> Iterator[Failure]:
-    """Entries of provenance.yaml that name no record that is there."""
+def unused_statements(stated: StatedProvenance, trials: list[str], lacking: list[str]) -> Iterator[Failure]:
+    """Entries of provenance.yaml that name no record that is there, or for reasons about trials alone none of those
+    that are `lacking`."""
     entries: list[TypedCommand | FailureReason | MachineOfRounds] = [
         *stated.commands,
         *stated.reasons,
         *stated.machines,
     ]
     for one in entries:
-        if not any(map(one.names, trials)):
+        about = one.about if isinstance(one, FailureReason) else ()
+        found = [*trials * (about != ("trials",)), *lacking * ("trials" in about)]
+        if not any(map(one.names, found)):
+            no_such = "no trial without a record has" if about == ("trials",) else "no record has"
             yield Failure(
                 "provenance.yaml",
                 "trials",
-                f"{', '.join(one.trials)}, which no record has as its id",
+                f"{', '.join(one.trials)}, which {no_such} as its id",
                 "globs of trial ids in this folder",
             )
 

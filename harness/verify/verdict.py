@@ -90,7 +90,7 @@ def verify_run(run: StoredRun, name: str, history: CommitHistory) -> tuple[RunVe
             "(.jsonl), or an archive"
         )
     lacking = _lacking(run, trials, failures)
-    failures += unused_statements(stated, [*records, *lacking])
+    failures += unused_statements(stated, list(records), lacking)
     for trial in lacking:
         says = stated.reason(trial, "trials")
         if says is not None:

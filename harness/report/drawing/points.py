@@ -193,16 +193,16 @@ class FigureLayout:
         ]
 
 
-def laid_out(rows: Sequence[Row], most: int = MAX_SERIES, *, pooling: bool = True) -> FigureLayout:
-    """Panels, series and points of `rows`, at most MAX_PANELS and `most` of them. Where there are more, settings are
-    pooled until there are not, or without `pooling` the series with the most trials are drawn."""
+def laid_out(rows: Sequence[Row], *, pooling: bool = True) -> FigureLayout:
+    """Panels, series and points of `rows`, at most MAX_PANELS and MAX_SERIES of them; without `pooling` all series."""
     notes = [note] if (note := getattr(rows, "note", "")) else []
     several = len({row["mask"] for row in rows}) > 1
     panels = sorted(grouped(rows, lambda row: (row["mask"] if several else "", *panel_of(row))).items())
     kept = _most_measured(panels, MAX_PANELS, lambda panel: panel[1])
     if len(kept) < len(panels):
         notes.append(f"{MAX_PANELS} of {len(panels)} parallel sizes are drawn, those with the most trials; {IN_CSV}.")
-    series, left_out = _series([row for _, group in kept for row in group], most, pooling)
+    drawn = [row for _, group in kept for row in group]
+    series, left_out = _series(drawn) if pooling else (series_of(drawn), "")
     slow = slow_baselines(rows)
     series = [(marked(name, any(id(row) in slow for row in group)), group) for name, group in series]
     notes += [note for note in (left_out, slow_sentence(slow.values())) if note]
@@ -229,22 +229,21 @@ def _points(rows: Sequence[Row], order: dict[int, tuple[int, str]]) -> list[Seri
     ]
 
 
-def _series(rows: Sequence[Row], most: int, pooling: bool) -> tuple[list[tuple[str, list[Row]]], str]:
-    """Series of `rows`, and a sentence about the settings pooled to have no more than `most` of them, or what is left
-    out.
+def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
+    """Series of `rows`, and a sentence about the settings pooled to have no more than MAX_SERIES of them.
 
     The setting with the most values is pooled first. Methods are never pooled with each other.
     """
     varying = varying_settings(rows)
     counts = {name: len({setting_of(row, name) for row in rows}) for name in varying}
     kept = sorted(varying, key=lambda name: counts[name])
-    while len(found := series_of(rows, sorted(kept))) > most and kept and pooling:
+    while len(found := series_of(rows, sorted(kept))) > MAX_SERIES and kept:
         kept.pop()
     dropped = [f"{name} ({counts[name]} values)" for name in varying if name not in kept]
     sentences = [f"Pooled over {', '.join(dropped)}: each point is a median; {IN_CSV}."] if dropped else []
-    if len(found) > most:
-        sentences.append(f"{most} of {len(found)} series are drawn, those with the most trials; {IN_CSV}.")
-    return _most_measured(found, most, lambda series: series[1]), " ".join(sentences)
+    if len(found) > MAX_SERIES:
+        sentences.append(f"{MAX_SERIES} of {len(found)} series are drawn, those with the most trials; {IN_CSV}.")
+    return _most_measured(found, MAX_SERIES, lambda series: series[1]), " ".join(sentences)
 
 
 def memory_column(rows: Iterable[Row]) -> str:

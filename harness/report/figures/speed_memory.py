@@ -48,7 +48,7 @@ from harness.report.variants import (
 )
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
-MAX_POINTS = 24  # each with its name beside it
+MAX_POINTS = 24  # each with its name beside it; of more, those that are beaten are left out
 APART = 1.03  # memory of the largest configuration over that of the smallest, to be a choice
 _SHARES = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth", 10: "a tenth"}
 _STEP = 0.16  # inches between lines of text
@@ -64,7 +64,7 @@ class SpeedMemory:
         if not (here := _shown(rows)):
             return None
         kept, beaten = _unbeaten(here)
-        layout = laid_out(kept, MAX_POINTS, pooling=False)  # the median of several settings is a point of none
+        layout = laid_out(kept, pooling=False)  # the median of several settings is a point of none
         spots = _spots(layout)
         lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
         dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
@@ -74,7 +74,7 @@ class SpeedMemory:
             whisker_note([point.rows for point in layout.points]),
             *layout.notes,
             f"Without a point: {', '.join(lost)}." if lost else "",
-            f"{beaten} configurations that take more memory and are slower than others of their system are left out."
+            f"{beaten} configurations that take more memory and are slower than others of their method are left out."
             if beaten
             else "",
             "The speeds do not start at 0." if _zoomed(spots) else "",
@@ -144,22 +144,21 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def _unbeaten(rows: list[Row]) -> tuple[list[Row], int]:
-    """Where there are more than MAX_POINTS configurations, those of other systems without the ones that another of the
-    same system beats in memory and speed; and how many these are."""
+    """Where there are more than MAX_POINTS configurations, those that no other one of their method beats in memory and
+    speed; and how many the others are. The fastest and the smallest of each method stay, and so does burst's line."""
     found = grouped(rows, configuration_of)
     if len(found) <= MAX_POINTS:
         return rows, 0
-    others = {key: group for key, group in found.items() if not is_subject(group[0])}
     at = {
         key: (memory, speed)
-        for key, group in others.items()
+        for key, group in found.items()
         if (memory := pooled(group, MEMORY)) is not None and (speed := pooled(group, SPEED)) is not None
     }
     beaten = {
         key
         for key, (memory, speed) in at.items()
         for other, (less, more) in at.items()
-        if less < memory and more > speed and others[key][0]["method"] == others[other][0]["method"]
+        if less < memory and more > speed and found[key][0]["method"] == found[other][0]["method"]
     }
     return [row for row in rows if configuration_of(row) not in beaten], len(beaten)
 

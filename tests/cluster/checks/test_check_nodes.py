@@ -16,6 +16,7 @@ from cluster.checks import discover
 from cluster.cli import main
 from cluster.discovery.drift import READS
 from cluster.health.history import History
+from cluster.render.html import refuse_foreign
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
 from tests.patience import AMPLE
 
@@ -288,11 +289,15 @@ def test_nagios_and_html_come_from_one_look(tmp_path, roomy_site, capsys):
 
 def test_a_page_takes_the_place_of_an_earlier_page_alone(tmp_path, roomy_site, capsys):
     page = tmp_path / "nodes.html"
-    page.write_text("<!doctype html><title>My own notes</title>")
+    page.write_text("<!doctype html><title>Nodes and edges: My own notes</title>")
     arguments = ["--nagios", "--only", "disk", "--html", str(page), "--site", str(roomy_site), *QUIET]
     assert main(arguments) == 3
     assert "nodes.html is no page of this command and would be overwritten; give --html" in capsys.readouterr().err
     assert page.read_text().endswith("My own notes</title>")
+    page.unlink()
+    os.mkfifo(page)  # is not waited for
+    refuse_foreign(page)
+    page.unlink()
     page.write_text("")
     for _ in range(2):
         assert main(arguments) == 0

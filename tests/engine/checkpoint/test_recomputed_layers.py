@@ -291,6 +291,25 @@ def test_backward_may_run_twice(settings: Checkpoint, kept) -> None:
     assert held_bytes(keeper) == 0
 
 
+@pytest.mark.parametrize("replay", ["hold", "bisect"])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_a_backward_from_inside_leaves_the_rest_of_the_graph_usable(every: int, replay: Any, offload: Any) -> None:
+    """It passes the first layers for the last time, which later layers of their group are computed from."""
+
+    def of_later(settings: Checkpoint) -> list[Tensor]:
+        model, _, _ = model_with(settings)
+        inner: list[Tensor] = []
+        run = model.blocks[1].layer
+        model.blocks[1].layer = lambda *args: inner.append(run(*args)) or inner[-1]
+        loss = loss_of(model)
+        inner[0].square().sum().backward()
+        return list(torch.autograd.grad(loss, list(model.blocks[2].parameters())))
+
+    settings = Checkpoint(every=every, tail=0.5, replay=replay, offload=offload)
+    assert_equal(of_later(settings), of_later(Checkpoint(every=0)))
+
+
 @SOME
 def test_several_forwards_may_be_open_and_evaluation_keeps_nothing(settings: Checkpoint, kept) -> None:
     model, attend, keeper = model_with(settings)

@@ -277,6 +277,13 @@ def test_a_trial_that_never_began_may_have_a_reason(run: Path, capsys: pytest.Ca
     (run / "run.json").write_text('{"trials": ["train-late"]}')
     code, text = verified(capsys, run)
     assert (code, "stated: trials, 1 planned trial: the time was over" in text) == (0, True), text
+    (run / PROVENANCE_FILE).write_text(stated.replace("trials: train-late, ", ""))  # of all that lack a record
+    write_report([run], run, ("csv", "md"))
+    assert "the time was over" not in (run / "results.csv").read_text()
+    assert verified(capsys, run)[0] == 0
+    (run / "run.json").unlink()
+    code, text = verified(capsys, run)
+    assert (code, "which no trial without a record has as its id" in text) == (1, True), text
 
 
 @pytest.mark.parametrize(
