@@ -103,8 +103,9 @@ def training_data(config: TrainingConfig) -> RunData:
     if config.evaluate.every and there < wanted:
         raise ValueError(
             f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
-            f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
-            "with a larger `burst train data --validation`"
+            f"{settings.data} hold {there} sequences of {settings.seq_len} tokens, and {wanted} take "
+            f"{wanted * settings.seq_len + 1}; evaluate fewer, or none with evaluate.every 0, or build a store with a "
+            "larger `burst train data --validation`"
         )
     return RunData(store=store, training=sequences, sequences=count, held_out=held_out)
 
@@ -119,8 +120,8 @@ def _held_out_rows(config: TrainingConfig, store: TokenStore, held_out: TokenSpa
     if rows is None or there < wanted:
         raise ValueError(
             f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
-            f"{settings.data} fill {there} packed rows of {settings.seq_len} tokens; evaluate fewer, or build a store "
-            "with a larger `burst train data --validation`"
+            f"{settings.data} fill {there} packed rows of {settings.seq_len} tokens; evaluate fewer, or none with "
+            "evaluate.every 0, or build a store with a larger `burst train data --validation`"
         )
     return rows
 

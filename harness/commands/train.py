@@ -208,6 +208,7 @@ class DataCommand:
             raise UsageError(str(error)) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG):  # said by main
+                error.filename = error.filename or str(arguments.out)  # a full disk names no file
                 raise
             raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:

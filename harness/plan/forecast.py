@@ -181,8 +181,8 @@ def frontier(settings: TrialSettings, hardware: Hardware) -> Iterator[TrialForec
     if not settings.planned or not memory_is_modelled(settings):
         raise ValueError(
             f"less memory changes nothing that is predicted of task {settings.task}, method {settings.method} and "
-            f"checkpoint.plan {settings.checkpoint.plan}; ask for training with a method of this project, and leave "
-            "checkpoint to the planner"
+            f"checkpoint.plan {settings.checkpoint.plan}; ask for training with a method of this project, and "
+            "checkpoint.plan auto"
         )
     machine, room = machine_of(hardware), gpu_room(settings, hardware)
     if reason := unsupported_reason(settings, machine):

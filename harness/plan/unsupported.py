@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from cluster.files.errors import counted
@@ -12,7 +13,7 @@ from engine.combinations import head_dim_unsupported_reason, vocabulary_unsuppor
 from engine.lm_head import loss_kernel
 from engine.method import Method, method_unsupported_reason, schedule_unsupported_reason_on, unavailable_reason
 from engine.ops import FLOAT8_CAPABILITY
-from engine.settings import BYTE_VOCABULARY, TrialSettings
+from engine.settings import BYTE_VOCABULARY, TrialSettings, size_in_bytes
 from engine.tasks import cuda_graph
 from harness.base.errors import UsageError, one_of
 from harness.machine.this_machine import Machine
@@ -212,9 +213,11 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     memory = memory_of(settings, on_gpu=machine.device == "cuda")
     of_rank = memory.host if machine.device == "cuda" else memory.without_gpu
     if of_rank > settings.host_bytes:
+        budget = size_in_bytes(settings.memory, "memory") if settings.memory else math.inf
+        too = f"{memory.reserved / GIB:,.3g} GiB of its GPU, where memory is {settings.memory}, and "
         return (
-            f"a rank would hold about {of_rank / GIB:,.3g} GiB of its host's memory, and host_memory is "
-            f"{settings.host_memory}; allow more, or keep less (docs/memory.md)"
+            f"a rank would hold about {too if memory.reserved > budget else ''}{of_rank / GIB:,.3g} GiB of its host's "
+            f"memory, and host_memory is {settings.host_memory}; allow more, or keep less (docs/memory.md)"
         )
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
     needed = ranks * of_rank / GIB

@@ -197,9 +197,16 @@ def test_settings_by_hand_that_take_more_than_host_memory_are_refused(tmp_path: 
     assert only(tmp_path, by_hand, "fixed.host_memory=64GiB").unsupported_reason is None
     reason = only(tmp_path, by_hand, "fixed.host_memory=3GiB").unsupported_reason
     assert reason is not None
-    assert re.search(r"a rank would hold about [\d.]+ GiB of its host's memory, and host_memory is 3GiB; allow", reason)
+    assert re.search(r"[\d.]+ GiB of its host's memory, and host_memory is 3GiB; allow more", reason)
     with pytest.raises(UsageError, match=r"host_memory is .*; expected a size with its unit"):
         only(tmp_path, "fixed.host_memory=64")
+
+
+def test_where_neither_the_gpu_nor_its_host_holds_a_trial_both_are_named(tmp_path: Path) -> None:
+    given = ("model=1b", "sweep.seq_len=[128k]", "fixed.memory=9GiB", "fixed.host_memory=16GiB")
+    reason = only(tmp_path, *given).unsupported_reason
+    assert reason is not None
+    assert re.search(r"about [\d.]+ GiB of its GPU, where memory is 9GiB, and [\d.]+ GiB of its host's memory", reason)
 
 
 def test_the_planner_weighs_work_by_the_speeds_of_the_prediction() -> None:

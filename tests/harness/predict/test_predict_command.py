@@ -327,7 +327,10 @@ def test_a_frontier_and_the_longest_sequence_keep_to_the_host_memory_that_is_all
         ),
         (["--frontier"], "--frontier is a prediction for a kind of GPU"),
         (["--frontier", "--hardware", "h200", "--longest"], "give it without --phases and --longest"),
-        (["--frontier", "--hardware", "h200", "--set", "checkpoint.plan=hand"], "leave checkpoint to the planner"),
+        (
+            ["--frontier", "--hardware", "h200", "--set", "checkpoint.plan=hand"],
+            "ask for training with a method of this project, and checkpoint.plan auto",
+        ),
         (["--frontier", "--hardware", "h200", "--method", "trl_upstream"], "method trl_upstream"),
         (
             ["--frontier", "--hardware", "h200", "--model", "70b", "--gpus", "1"],
