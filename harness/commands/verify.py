@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.files.errors import shown
+from cluster.files.errors import counted, shown
 from cluster.files.progress import Progress
 from harness.base.errors import UsageError
 from harness.commands import parse_tolerance
@@ -42,10 +44,8 @@ class VerifyCommand:
         parser.add_argument("--json", action="store_true", help="print one JSON value instead of lines")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.records.packed import SUFFIX
         from harness.verify.finding import as_json, lines
         from harness.verify.provenance import CommitHistory
-        from harness.verify.unpacking import unpacked
         from harness.verify.verdict import verify
 
         if arguments.tolerance is not None and not arguments.reference:
@@ -53,18 +53,23 @@ class VerifyCommand:
         tolerance = parse_tolerance("5%" if arguments.tolerance is None else arguments.tolerance)
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(Progress(f"verifying {arguments.place}", quiet=arguments.json))
-
-            def readable(place: Path) -> Path:
-                return place if place.is_dir() or place.suffix == SUFFIX else stack.enter_context(unpacked(place))
-
-            reference = readable(arguments.reference) if arguments.reference else None
-            verdicts = verify(readable(arguments.place), CommitHistory(), reference, tolerance, so_far=progress.so_far)
+            reference = _readable(arguments.reference, stack) if arguments.reference else None
+            place = _readable(arguments.place, stack)
+            verdicts = verify(place, CommitHistory(), reference, tolerance, so_far=progress.so_far)
         if arguments.json:
             print(json.dumps(as_json(verdicts), indent=1))
         else:
             for line in lines(verdicts):
                 print(shown(line))
         return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def _readable(place: Path, stack: contextlib.ExitStack) -> Path:
+    """A directory or a packed run as it is; an archive unpacked, until `stack` closes."""
+    from harness.records.packed import SUFFIX
+    from harness.verify.unpacking import unpacked
+
+    return place if place.is_dir() or place.suffix == SUFFIX else stack.enter_context(unpacked(place))
 
 
 # Endings of formats that `pack` does not write.
@@ -91,6 +96,8 @@ class PackCommand:
         from harness.records.stored import runs_below, stored_run
         from harness.run.directory import RunDirectory
         from harness.verify.packing import pack, pack_lines
+        from harness.verify.provenance import CommitHistory
+        from harness.verify.verdict import verify
 
         path = arguments.run
         if runs := runs_below(path):
@@ -116,6 +123,13 @@ class PackCommand:
         except ValueError as error:
             raise UsageError(str(error)) from error
         print(shown(f"{'Packed run' if as_lines else 'Archive'}: {out}{_part_of(stored_run(path))}"))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Progress(f"verifying {out}"))
+            verdicts = verify(_readable(out, stack), CommitHistory())
+        failures = sum(len(verdict.failures) for verdict in verdicts)
+        if failures:
+            found = f"{out} fails {counted(failures, 'check')}; burst verify {shlex.quote(str(out))} says which"
+            print(shown(f"note: {found}"), file=sys.stderr)
         return 0
 
 

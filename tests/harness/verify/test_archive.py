@@ -122,10 +122,13 @@ def test_a_run_that_goes_on_is_not_packed_and_one_that_lacks_trials_says_so(
     assert "is a run that goes on; pack it when it has ended" in capsys.readouterr().err
     assert not out.exists()
     assert main(["verify", "pack", str(copy), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.endswith(f": {out}\n")
+    printed = capsys.readouterr()
+    assert (printed.out.endswith(f": {out}\n"), "note: " in printed.err) == (True, False)
     (copy / "run.json").write_text(json.dumps({"trials": [*trials, "never-ran"]}))
     assert main(["verify", "pack", str(copy), "--out", str(tmp_path / f"again-{name}")]) == 0
-    assert capsys.readouterr().out.endswith(f"again-{name}, {len(trials)} of {len(trials) + 1} trials\n")
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"again-{name}, {len(trials)} of {len(trials) + 1} trials\n")
+    assert f"again-{name} fails 1 check; burst verify " in printed.err
 
 
 @pytest.mark.parametrize("name", ["run.zip", "run.gz", "run.tar", "run.json"])
