@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
             known_hosts=arguments.known_hosts,
             accept_new_host_keys=arguments.accept_new_host_keys,
         )
-        if arguments.html and not arguments.html.parent.is_dir():
-            raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
         if arguments.html:
+            if not arguments.html.parent.is_dir():
+                raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
             refuse_foreign(arguments.html)
         code = _check(arguments, nodes, connect, chosen, unwanted, profiles, prog)
         sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import IO
 
 from cluster.files.errors import UsageError, shown_value
 
+_BEGINNING = 1 << 16  # bytes of a file, by which its writer is known
 MAX_BYTES = 4 << 20  # of an inventory with a section of its own for each of ten thousand nodes
 
 _KINDS = (
@@ -26,6 +28,19 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+def is_foreign(path: Path, ours: re.Pattern[bytes]) -> bool:
+    """Whether a file stands there that does not begin as `ours`, whose place nothing of ours may take. An empty one
+    holds nothing to lose. Of what is no file, writing says what is wrong: a pipe would be waited for."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            found = file.read(_BEGINNING)
+    except OSError:
+        return False
+    return bool(found) and not ours.match(found)
 
 
 def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cluster.active.judge import Pair, Speed, nodes_of
 from cluster.files.errors import UsageError, quantity
-from cluster.files.filesystem import write_whole
+from cluster.files.filesystem import is_foreign, write_whole
 from cluster.health.nodes import NodeReport
 from cluster.render.grouping import faults, of_sites, shown, well
 from cluster.render.text import headline, summary_line
@@ -58,19 +58,12 @@ def pair_map(speeds: Mapping[Pair, Speed]) -> HeatMap:
     return heat_map(title, nodes_of(speeds), by_pair, statistics.median(good) if good else None)
 
 
-_TITLE = re.compile(rb"<title>Nodes[^<]*: [\d,]+ nodes?\b")  # near the beginning of every page (summary.html.j2)
+_OURS = re.compile(rb"[^\0]{,800}<title>Nodes[^<]*: [\d,]+ nodes?\b")  # how every page begins (summary.html.j2)
 
 
 def refuse_foreign(path: Path) -> None:
     """Raise UsageError where `path` is a file that is no earlier page: a user's own."""
-    try:
-        if not path.is_file():  # a pipe would be waited for; writing it says what is wrong
-            return
-        with path.open("rb") as file:
-            found = file.read(1024)
-    except OSError:
-        return
-    if found and not _TITLE.search(found):  # an empty file holds nothing to lose
+    if is_foreign(path, _OURS):
         raise UsageError(f"{path} is no page of this command and would be overwritten; give --html another name")
 
 

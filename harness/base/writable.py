@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 import tempfile
 from pathlib import Path
 
+from cluster.files.filesystem import is_foreign
 from harness.base.errors import UsageError
 
 _REFUSED = frozenset({errno.EACCES, errno.ENOENT, errno.EPERM, errno.EROFS})
@@ -33,12 +35,7 @@ def make_writable(directory: Path) -> None:
 
 def refuse_foreign(path: Path, beginning: str) -> None:
     """Raise UsageError where `path` is a file that does not begin as those do that are written there: a user's own."""
-    try:
-        with open(path, "rb") as file:
-            found = file.read(len(beginning.encode()))
-    except OSError:  # none, or no file: writing it says what is wrong
-        return
-    if found and found != beginning.encode():  # an empty file holds nothing to lose
+    if is_foreign(path, re.compile(re.escape(beginning.encode()))):
         raise UsageError(
             f"{path} is no earlier {path.name} of burst and would be overwritten; rename it, or give another --out"
         )

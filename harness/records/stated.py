@@ -72,6 +72,11 @@ class FailureReason(_OfTrials):
     def __post_init__(self) -> None:
         object.__setattr__(self, "says", " ".join(self.says.split()))  # a folded text of several lines is one
 
+    @property
+    def only_of_lacking(self) -> bool:
+        """Whether it is about trials without a record alone."""
+        return self.about == ("trials",)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypedCommand(_OfTrials):
@@ -160,7 +165,7 @@ def _all(cls: type[T], node: Node | None, what: str) -> tuple[T, ...]:
 
 def caveats_of(record: Record, stated: StatedProvenance) -> list[str]:
     """Sentences without full stops, each once: first what the record shows, then what provenance.yaml states."""
-    reasons = (one.says for one in stated.reasons_of(record.trial_id) if one.about != ("trials",))
+    reasons = (one.says for one in stated.reasons_of(record.trial_id) if not one.only_of_lacking)
     return list(dict.fromkeys([*_shown_by(record), *reasons, *_machines_of(record, stated)]))
 
 

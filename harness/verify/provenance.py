@@ -96,14 +96,16 @@ def unused_statements(stated: StatedProvenance, trials: list[str], lacking: list
         *stated.machines,
     ]
     for one in entries:
-        about = one.about if isinstance(one, FailureReason) else ()
-        found = [*trials * (about != ("trials",)), *lacking * ("trials" in about)]
-        if not any(map(one.names, found)):
-            no_such = "no trial without a record has" if about == ("trials",) else "no record has"
+        ids, what = trials, "record"
+        if isinstance(one, FailureReason) and one.only_of_lacking:
+            ids, what = lacking, "trial without a record"
+        elif isinstance(one, FailureReason) and "trials" in one.about:
+            ids = [*trials, *lacking]
+        if not any(map(one.names, ids)):
             yield Failure(
                 "provenance.yaml",
                 "trials",
-                f"{', '.join(one.trials)}, which {no_such} as its id",
+                f"{', '.join(one.trials)}, which no {what} has as its id",
                 "globs of trial ids in this folder",
             )
 
