@@ -3,8 +3,8 @@
 Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Memory
 alone is judged of records of which provenance.yaml states conditions, as of a host that was shared; of those with
 adapters from before backward stopped to copy their gradients; and of those with moments in host memory from before
-updates ran beside the next forward with today's buffers. To the memory of records from before one rank stopped to copy
-its gradients the copies are added.
+updates ran beside the next forward with today's buffers. Time alone is judged of records whose updates ran beside a
+forward that held more. To the memory of earlier records what their fullest moment held besides is added.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ GRADIENTS_BESIDE_UNTIL = "2026-11-26T12:42"  # FSDP2 took the memory of reduced 
 ADAPTERS_COPIED_UNTIL = "2026-11-27T17:50"  # backward of adapters copied gradients, 7% of a step of 8b at 16K
 # No forward hid the copies of moments in host memory, then one hid as many as three buffers let pass.
 FEWER_BUFFERS_UNTIL = "2026-11-28T11:29"
+# Forward ran beside updates and held whole layers' gradients, which those of vectors kept.
+FORWARD_HELD, FORWARD_HELD_UNTIL = "2026-11-28T08:39", "2026-11-28T19:04"
+LEFT_LATE_UNTIL = "2026-11-28T19:33"  # copies to the host ended in backward, also where layers kept whole follow
 COPIED_ALONE_UNTIL = "2026-11-28T21:20"  # FSDP2 on one rank copied each layer's gradient to where it stayed
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
@@ -53,7 +56,8 @@ class RecordPrediction:
     record: str  # its run below results/published, and its trial
     judged: bool
     timed: bool  # judged, and its time too
-    as_reserved: bool  # judged, and what it reserved too
+    as_allocated: bool  # judged, and what it allocated too
+    as_reserved: bool  # the same of what it reserved
     settings: TrialSettings  # as the trial ran
     seconds: tuple[float, float]
     allocated: tuple[float, float]
@@ -65,7 +69,7 @@ class RecordPrediction:
 
     def counts(self, figure: str) -> bool:
         """Whether this figure is judged."""
-        return {"seconds": self.timed, "allocated": self.judged, "reserved": self.as_reserved}[figure]
+        return {"seconds": self.timed, "allocated": self.as_allocated, "reserved": self.as_reserved}[figure]
 
     def error(self, figure: str) -> float:
         """Predicted over measured, less one."""
@@ -85,23 +89,41 @@ def gradients_in_place(settings: TrialSettings, started_at: str) -> bool:
     return started_at >= GRADIENTS_BESIDE_UNTIL or keeps_whole(settings)
 
 
-def copied_alone(settings: TrialSettings, started_at: str) -> float:
+def as_little_in_forward(settings: TrialSettings, started_at: str) -> bool:
+    """Whether the forward of a record held no more than today's. Else its memory is listed and not judged."""
+    held = FORWARD_HELD <= started_at < FORWARD_HELD_UNTIL
+    return not held or not late_fraction(settings, settings.optimizer_offload)
+
+
+def held_then(settings: TrialSettings, started_at: str) -> float:
     """How many bytes fuller a record's fullest moment was, because FSDP2 held each gradient twice, that of a layer or
-    of embedding and LM head, though its rank was alone."""
-    if started_at >= COPIED_ALONE_UNTIL or settings.world_size > 1 or keeps_whole(settings):
+    of embedding and LM head, though its rank was alone; or because the last two tensors that layers computed again
+    sent to the host had not left."""
+    model, lora, checkpoint = settings.model, settings.lora, settings.checkpoint
+    again = checkpoint.layers_again(model.layers)
+    alone = settings.world_size == 1 and not keeps_whole(settings)
+    copies = started_at < COPIED_ALONE_UNTIL and alone
+    left_late = started_at < LEFT_LATE_UNTIL and 0 < again < model.layers and checkpoint.offload != "none"
+    if not copies and not left_late:
         return 0.0
-    model, lora = settings.model, settings.lora
-    wide = max(4, BYTES_OF[settings.dtype])
+    item = BYTES_OF[settings.dtype]
+    wide = max(4, item)
     of_layer = wide * (model.largest_layer if lora is None else adapter_parameters(model, lora))
     of_table = wide * model.vocab * model.hidden if lora is None else 0
+    tokens = settings.seq_len * settings.batch_size / settings.cp_size
+    of_attention = tokens * model.heads * (item * model.output_dim + 4)  # with its LSE
+    leaving = item * tokens * model.hidden
+    leaving += leaving if checkpoint.offload == "inputs" else checkpoint.tail * of_attention
 
-    def copied(moment: str) -> int:
-        if moment in ("LM head", "backward of the embedding"):
-            return of_table
-        return of_layer if moment.startswith("backward") else 0
+    def held(moment: str) -> float:
+        before = moment in ("LM head", "backward of the last layer") or moment.endswith(" kept whole")
+        found = leaving if left_late and before else 0.0
+        if copies and moment in ("LM head", "backward of the embedding"):
+            return found + of_table
+        return found + (of_layer if copies and moment.startswith("backward") else 0)
 
     moments = MemoryModel(settings).by_moment(memory_settings_of(settings))
-    return max(held + copied(moment) for moment, held in moments.items()) - max(moments.values())
+    return max(nbytes + held(moment) for moment, nbytes in moments.items()) - max(moments.values())
 
 
 def compared_records() -> list[RecordPrediction]:
@@ -123,17 +145,19 @@ def compared_records() -> list[RecordPrediction]:
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
-        copied = copied_alone(settings, record.started_at) / GIB
+        more = held_then(settings, record.started_at) / GIB
+        as_allocated = today and as_little_in_forward(settings, record.started_at)
         found.append(
             RecordPrediction(
                 record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
                 timed=today and not (slower or run.stated().reason(record.trial_id, "conditions")),
-                as_reserved=today and gradients_in_place(settings, record.started_at),
+                as_allocated=as_allocated,
+                as_reserved=as_allocated and gradients_in_place(settings, record.started_at),
                 settings=settings,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),
-                allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib + copied),
-                reserved=(max(measured.peak_reserved_bytes) / GIB, expected.reserved_gib + copied),
+                allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib + more),
+                reserved=(max(measured.peak_reserved_bytes) / GIB, expected.reserved_gib + more),
             )
         )
     return found

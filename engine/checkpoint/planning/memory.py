@@ -12,7 +12,7 @@ Where one rank keeps its parameters whole there are copies of all parameters ins
 Chunks that arrive by copy engine have memory of their own, held throughout (`receive_slot_bytes`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
-Against the training records of today's engine allocated is within 4%, and reserved within 10%, but where parameters
+Against the training records of today's engine allocated is within 3%, and reserved within 10%, but where parameters
 were sharded before 26 November 2026: gradients had memory of their own there. Since then one GPU alone has been
 measured. tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
@@ -29,7 +29,7 @@ from functools import lru_cache
 
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.resolve import resolve_trial
-from engine.checkpoint.counts import group_starts, heads_at_once, inputs_at_once, inputs_in_store, moment_bytes
+from engine.checkpoint.counts import group_starts, heads_at_once, inputs_in_store, kept_at_once, moment_bytes
 from engine.checkpoint.planning.memory_settings import MemorySettings, memory_settings_of, open_names
 from engine.linear.volume import CHUNK, state_bytes
 from engine.lm_head.loss_kernel import gpu_tile_tokens
@@ -212,6 +212,8 @@ class MemoryModel:
         self._layers, self._shape, self._fused = shape.layers, shape, settings.lm_head_fusion
         self._item, self._tokens = item, tokens
         self._gates = 2 if shape.gated else 1
+        # Of a run that an MLP's backward computes again. A gated one's gradients take the place of its products.
+        self._widths = 3 if shape.gated else 4
         self._by_autograd = _TORCH_MLP[self._gates] if shape.plain_mlp else _AUTOGRAD_MLP * self._gates
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
@@ -453,12 +455,10 @@ class MemoryModel:
                 counts = list(map(operator.sub, counts, away))
             return below + leaving + sum(map(operator.mul, saved, counts))
 
-        def back(place: int) -> float:
-            """What comes back of the layer before, beyond what the MLP of this one had saved, which is gone then."""
-            if place - 1 not in hosted:
-                return 0.0
-            before, gone = self._saved_whole(choice, self._kind(place - 1)), self._saved_mlp(choice, self._kind(place))
-            return max(0.0, before - gone)
+        def of_whole(place: int) -> float:
+            """The backward of a layer kept whole, while the layer before comes back if it is on the host."""
+            coming = self._saved_whole(choice, self._kind(place - 1)) if place - 1 in hosted else 0.0
+            return self._whole_layer(choice, self._kind(place), held.mlp_sums, least, coming)
 
         def kept_until(place: int) -> float:
             """Of layers that are computed again, up to this one."""
@@ -468,29 +468,28 @@ class MemoryModel:
         found: list[tuple[int, str, float]] = []  # place, name, bytes without gradients
         for kind, is_whole in itertools.product(self._kinds, (True, False)):
             ends = kind.ends(again, layers) if is_whole else kind.ends(0, again)
-            if not ends:
-                continue
-            if is_whole:
-                part, kept, peak = " kept whole", saved_until, self._whole_layer(choice, kind, held.mlp_sums, least)
-            else:
-                part, kept = " computed again", kept_until
-                beside = coming if choice.head_groups == 1 or kind.linear else 0.0
-                peak = self._layer(choice, kind, held.mlp_sums, beside)
+            part = " kept whole" if is_whole else " computed again"
+            named: list[tuple[int, str]] = []
             for which, place in ends.items():
                 told = again in (0, layers) or place == (layers - 1 if which == "last" else 0)
-                name = f"backward of the {which} {kind.words}{'' if told else part}"
-                gathered = held.gathered if place else held.gathered_first
-                found.append((place, name, kept(place) + gathered + peak))
+                named.append((place, f"backward of the {which} {kind.words}{'' if told else part}"))
+            if not is_whole and checkpoint.every > 1:  # the last ones of their groups, but for the last group
+                of_groups = {checkpoint.every - 1, (again - 1) // checkpoint.every * checkpoint.every - 1} - {-1}
+                others = (place for place in sorted(of_groups) if place < again and place not in ends.values())
+                named += [(place, f"backward of layer {place + 1}") for place in kind.among(tuple(others))]
+            beside = coming if choice.head_groups == 1 or kind.linear else 0.0
+            for place, name in named:
+                if is_whole:
+                    peak = saved_until(place) + self._whole_layer(choice, kind, held.mlp_sums, least)
+                else:
+                    peak = kept_until(place) + self._layer(choice, kind, held.mlp_sums, place, beside)
+                found.append((place, name, (held.gathered if place else held.gathered_first) + peak))
         # The fullest layer with or beside tensors that come back is near either end, where layers are alike.
         near = {*hosted[:2], *hosted[-2:]}
         near |= {each + 1 for each in near}
         for place in near if self.alike else range(again, layers) if hosted else ():
-            kind = self._kind(place)
-            peak = max(
-                self._whole_layer(choice, kind, held.mlp_sums, least), self._in_mixer(choice, kind) + back(place)
-            )
             gathered = held.gathered if place else held.gathered_first
-            found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + peak))
+            found.append((place, f"backward of layer {place + 1}", saved_until(place) + gathered + of_whole(place)))
         found.sort(key=lambda each: -each[0])
         forward: list[tuple[str, float, float]] = []
         for kind in self._kinds:
@@ -579,17 +578,17 @@ class MemoryModel:
 
     def _saved_mlp(self, choice: MemorySettings, kind: _Kind) -> float:
         """Of it, the MLP's."""
-        if not kind.mlp:
-            return 0.0
-        kept = 0.0
-        share, adapted = choice.checkpoint.mlp, self._adapted
-        kept += self._state + share * self._between * len(adapted & set(MLP))
+        return self._state + choice.checkpoint.mlp * self._saved_products() if kind.mlp else 0.0
+
+    def _saved_products(self) -> float:
+        """What it saves of tokens whose products are kept, were they all."""
+        adapted = self._adapted
+        saved = self._between * len(adapted & set(MLP))
         if self._shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
             inputs = self._state if adapted & {"gate", "up"} else 0.0
-            products = self._gates + ("down" in adapted)
-            return kept + share * (products * self._mlp_state + inputs)
+            return saved + (self._gates + ("down" in adapted)) * self._mlp_state + inputs
         # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
-        return kept + share * (2 * self._gates * self._mlp_state + 2 * self._state)
+        return saved + 2 * self._gates * self._mlp_state + 2 * self._state
 
     def _saved_attention(self, choice: MemorySettings) -> float:
         """Of it, queries, keys, values and attention's results, and what their projections save."""
@@ -642,27 +641,40 @@ class MemoryModel:
         """What a layer's attention sends to the host."""
         return checkpoint.tail * (self._output + self._lse) if checkpoint.offload == "all" else 0.0
 
-    def _whole_layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool) -> float:
-        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's."""
+    def _whole_layer(
+        self, choice: MemorySettings, kind: _Kind, mlp_sums: float, least: bool, coming: float = 0.0
+    ) -> float:
+        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and the mixer's, during which
+        what the MLP saved is gone, and bytes are `coming` from the host."""
+        of_mlp = self._in_whole_mlp(choice, mlp_sums, least) if kind.mlp else 0.0
+        return max(of_mlp, self._in_mixer(choice, kind) - self._saved_mlp(choice, kind) + coming)
+
+    def _in_whole_mlp(self, choice: MemorySettings, mlp_sums: float, least: bool) -> float:
+        """The backward of its MLP: gradients before and after, and what one run holds; `least`: the gradients alone."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
-        # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
-        # three: in a gated MLP their product takes the place of its gradient.
         again, saved = min(run, 1 - mlp), min(run, mlp)
-        held = max((1 + self._gates) * again, 3 * saved) * self._mlp_state
-        held += max(5 * again, saved) * self._numbers
+        sums = mlp_sums + self._cast_sum if tiles > 1 or 0 < mlp < 1 else 0.0
         if not self._settings.plain_mlp:
-            kept = 2 if "down" in self._adapted else 1 + self._gates  # the saved product goes before its gradients come
-            held = max(self._by_autograd * again, kept * mlp) * self._mlp_state
-        held += self._casts + self._casts_of_run * max(again, saved)
-        if tiles > 1 or 0 < mlp < 1:
-            held += mlp_sums + self._cast_sum
+            # The saved part goes first, as a whole, and is gone then. The product goes before its gradients come.
+            products = 2 if "down" in self._adapted else 1 + self._gates
+            of_saved = self._state + products * mlp * self._mlp_state
+            if least or not again:
+                return self._state if least else of_saved + sums
+            # The gradient of what both parts were given is as long as all tokens.
+            joined = (1 - mlp) * self._state if mlp else 0.0
+            of_run = self._by_autograd * again * self._mlp_state - mlp * self._saved_products()
+            return sums + max(of_saved, 2 * (1 + again) * self._state + joined + of_run)
         if least:
-            held = 0.0
-        # Gradients before and after; of a run the normed states and their gradient.
-        of_run = 0.0 if least else max(again, saved)
-        of_mlp = 2 * (1 + of_run) * self._state + held if kind.mlp else 0.0
-        return max(of_mlp, self._in_mixer(choice, kind))
+            return 2 * self._state
+        # Of saved products three widths, too: in a gated MLP their product takes the place of its gradient.
+        longest = max(again, saved)
+        held = max(self._widths * again, 3 * saved) * self._mlp_state
+        held += max(5 * again, saved) * self._numbers
+        held += self._casts + self._casts_of_run * longest
+        # The normed states, and their gradient when the product is gone.
+        spared = 0.0 if self._casts else min(self._state, self._mlp_state)
+        return 2 * (1 + longest) * self._state - longest * spared + held + sums
 
     def _in_mixer(self, choice: MemorySettings, kind: _Kind) -> float:
         """The backward of attention in all heads at once, gradients of out, q, k, v and the residual; or of a linear
@@ -672,23 +684,30 @@ class MemoryModel:
         gradients = self._state + self._query + self._output + self._keys + self._expanded
         return gradients + self._sums_of(self._shape.kv_heads) + self._received_beside(choice.checkpoint)
 
-    def _layer(self, choice: MemorySettings, kind: _Kind, mlp_sums: float, coming: float = 0.0) -> float:
-        """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and the
-        mixer's, during which bytes are `coming` from the host."""
+    def _layer(
+        self, choice: MemorySettings, kind: _Kind, mlp_sums: float, place: int = 0, coming: float = 0.0
+    ) -> float:
+        """The backward of the layer at this place, which is computed again, beyond the saved tensors: the larger of the
+        MLP's and the mixer's, during which bytes are `coming` from the host for the first one of a group."""
         checkpoint = choice.checkpoint
-        inputs = 0.0
-        if checkpoint.every > 1 or checkpoint.offload != "none":
-            inputs += self._state  # the input is not among the saved tensors
-        if checkpoint.replay == "hold" and checkpoint.every > 1:
-            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._output
-            inputs += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
+        earlier = place % checkpoint.every  # of its group
+        coming = 0.0 if earlier else coming
+        # Its input and those of the earlier ones, which are not among the saved tensors but for the group's first on
+        # the device; and attention's results of these, where they are not those that are kept.
+        on_device, copied = checkpoint.offload == "none", checkpoint.tail < 1 or checkpoint.offload == "all"
+        if checkpoint.replay == "hold":
+            inputs = (earlier + (not on_device)) * self._state
+            inputs += earlier * copied * (self._output + self._lse)
+        else:
+            between = kept_at_once(checkpoint, earlier + 1) if on_device else 0
+            inputs = (between + (earlier > 0 or not on_device)) * self._state
         if self._shape.norms != "before":
             inputs += 2 * self._state  # the branches before their norms
         if not self._settings.plain_mlp:
             mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
         elif choice.mlp_tiles > 1 or self._casts:
-            of_all = (1 + self._gates) * self._mlp_state + self._casts_of_run + 5 * self._numbers
+            of_all = self._widths * self._mlp_state + self._casts_of_run + 5 * self._numbers
             mlp = (of_all + 2 * self._state) / choice.mlp_tiles + self._casts
             mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
@@ -698,7 +717,7 @@ class MemoryModel:
             mlp = 0.0
         if kind.linear:
             return inputs + self._mixer.saved + max(mlp, self._in_mixer(choice, kind) + coming)
-        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._output
+        output = copied * self._output
         if choice.head_groups > 1:
             # Of all heads the output's gradient, those of q, k and v, and the residual's. Then the output is gone, in
             # whose place the gradient of q may be, and that of the input is formed.

@@ -11,13 +11,13 @@ import torch
 
 from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
 from engine.checkpoint.planning.memory_settings import memory_settings_of
-from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
+from engine.checkpoint.planning.plan import RESERVED_WITHIN
 from engine.models.decoder import rotary_of
 from engine.rope import DEFAULT_BASE
 from engine.settings import Checkpoint, TrialSettings, from_json
 from engine.shape import ModelShape
 from harness.metrics.hardware import hardware_for
-from harness.plan.own_records import copied_alone, gradients_in_place, of_today
+from harness.plan.own_records import as_little_in_forward, gradients_in_place, held_then, of_today
 from harness.spec.models import named_model
 from tests.published import stored_records
 
@@ -32,11 +32,11 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any], bool, float]]:
         settings = from_json(TrialSettings, record["settings"])
         if settings.task != "train" or settings.method.endswith("_upstream"):
             continue
-        if not of_today(settings, record["started_at"]):
+        if not (of_today(settings, record["started_at"]) and as_little_in_forward(settings, record["started_at"])):
             continue
         if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
             in_place = gradients_in_place(settings, record["started_at"])
-            copied = copied_alone(settings, record["started_at"])
+            copied = held_then(settings, record["started_at"])
             found.append((stored.trial, settings, record["measurement"], in_place, copied))
     return found
 
@@ -48,7 +48,7 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
     for name, settings, measured, in_place, copied in trained():
         memory = memory_of(settings)
         memory = replace(memory, allocated=memory.allocated + copied, reserved=memory.reserved + copied)
-        assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=ALLOCATED_WITHIN), name
+        assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=0.03), name
         assert memory.host == pytest.approx(max(measured["peak_rss_bytes"]), rel=0.3), name
         reserved, gpu = max(measured["peak_reserved_bytes"]), hardware_for(measured["device"])
         assert gpu is not None

@@ -23,7 +23,7 @@ from harness.plan.own_records import (
     WITHIN,
     RecordPrediction,
     compared_records,
-    copied_alone,
+    held_then,
     median_error,
     published_records,
     settings_that_ran,
@@ -167,7 +167,7 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         assert planned.time is not None
         assert seconds == planned.time.seconds
         assert f"{seconds:.4g}" == row["predicted_seconds"], row["record"]
-        copied = copied_alone(settings, record.started_at) / GIB
+        copied = held_then(settings, record.started_at) / GIB
         assert gib == planned.gpu_gib
         assert f"{gib + copied:.4g}" == row["predicted_allocated_gib"], row["record"]
 
