@@ -164,6 +164,7 @@ class _TiledMLP(torch.autograd.Function):
             dnormed_TE = _mlp_backward(products, dout_TE[tokens], normed, projected_TF, operands, dmatrices)
             del normed
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])
+            del dnormed_TE  # before the next run's are formed
         gradients = (dnorm_E.to(ctx.dtypes[0]), *(total.rounded() for total in dmatrices))
         dbranch_TE = dx_TE if ctx.branched else None
         return dx_TE, dbranch_TE, None, None, None, None, None, None, *gradients, *(None for _ in ctx.dtypes)
@@ -223,8 +224,9 @@ def _activate_again(
     """`activate` recomputed, by columns, then the gradients of its arguments, which may overwrite these; not an `up_TF`
     and `gate_TF` that are `saved` tensors, which a second backward may want."""
     if gate_TF is None:
-        dup_TF = torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-        hidden = products.operand(F.gelu(up_TF), rows=False, columns=True)
+        dup_TF = torch.ops.aten.gelu_backward.grad_input(dhidden_TF, up_TF, grad_input=dhidden_TF)
+        hidden_TF = F.gelu(up_TF) if saved else torch.ops.aten.gelu_(up_TF)
+        hidden = products.operand(hidden_TF, rows=False, columns=True)
         return [hidden, products.operand(dup_TF, columns=True, gradient=True)]
     hidden, dgate, dup = products.swiglu_again(dhidden_TF, gate_TF, up_TF, saved=saved)
     return [hidden, dup, dgate]

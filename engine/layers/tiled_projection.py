@@ -186,6 +186,7 @@ class PlainProjections:
             del dprojected
             residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
             norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
+            del dnormed_TE
         of_matrices = dmatrix_OE.rounded().split(rows)
         of_norms = (total.to(dtype) for total, dtype in zip(dnorms, self.dtypes[3:], strict=True))
         return dx_BLE, *of_matrices, *of_norms

@@ -1,10 +1,10 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Memory
-alone is judged of records of which provenance.yaml states conditions, as of a host that was shared; of those with
-adapters from before backward stopped to copy their gradients; and of those with moments in host memory from before
-updates ran beside the next forward with today's buffers. Time alone is judged of records whose updates ran beside a
-forward that held more. To the memory of earlier records what their fullest moment held besides is added.
+Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Time is
+not judged of records of which provenance.yaml states conditions, as of a host that was shared; of those with adapters
+from before backward stopped to copy their gradients; nor of those with moments in host memory from before updates ran
+beside the next forward with today's buffers. Memory is not judged of records whose updates ran beside a forward that
+held more. To the memory of earlier records what their fullest moment held besides is added.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ FEWER_BUFFERS_UNTIL = "2026-11-28T11:29"
 FORWARD_HELD, FORWARD_HELD_UNTIL = "2026-11-28T08:39", "2026-11-28T19:04"
 LEFT_LATE_UNTIL = "2026-11-28T19:33"  # copies to the host ended in backward, also where layers kept whole follow
 COPIED_ALONE_UNTIL = "2026-11-28T21:20"  # FSDP2 on one rank copied each layer's gradient to where it stayed
+RUN_KEPT_UNTIL = "2026-11-29T08:10"  # an MLP in tiles held the normed states' gradient of the run before
+KEPT_IN_GROUPS_UNTIL = "2026-11-29T03:37"  # a group of layers kept attention's results on the GPU until its first layer
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
@@ -65,7 +67,9 @@ class RecordPrediction:
 
     @property
     def judged_in_words(self) -> str:
-        return "yes" if self.timed else "memory" if self.judged else "no"
+        if self.timed:
+            return "yes" if self.as_allocated else "time"
+        return "memory" if self.as_allocated else "no"
 
     def counts(self, figure: str) -> bool:
         """Whether this figure is judged."""
@@ -96,15 +100,18 @@ def as_little_in_forward(settings: TrialSettings, started_at: str) -> bool:
 
 
 def held_then(settings: TrialSettings, started_at: str) -> float:
-    """How many bytes fuller a record's fullest moment was, because FSDP2 held each gradient twice, that of a layer or
-    of embedding and LM head, though its rank was alone; or because the last two tensors that layers computed again
-    sent to the host had not left."""
+    """How many bytes fuller a record's fullest moment was: FSDP2 held each gradient twice, that of a layer or of
+    embedding and LM head, though its rank was alone; the last two tensors that layers computed again sent to the host
+    had not left; groups of layers kept attention's results that backward had passed, and tiles of the MLP a gradient.
+    """
     model, lora, checkpoint = settings.model, settings.lora, settings.checkpoint
     again = checkpoint.layers_again(model.layers)
     alone = settings.world_size == 1 and not keeps_whole(settings)
     copies = started_at < COPIED_ALONE_UNTIL and alone
     left_late = started_at < LEFT_LATE_UNTIL and 0 < again < model.layers and checkpoint.offload != "none"
-    if not copies and not left_late:
+    in_groups = started_at < KEPT_IN_GROUPS_UNTIL and checkpoint.every > 1 and checkpoint.offload != "all"
+    in_tiles = started_at < RUN_KEPT_UNTIL and settings.mlp_tiles > 1 and settings.plain_mlp
+    if not (copies or left_late or in_groups or in_tiles):
         return 0.0
     item = BYTES_OF[settings.dtype]
     wide = max(4, item)
@@ -113,14 +120,19 @@ def held_then(settings: TrialSettings, started_at: str) -> float:
     tokens = settings.seq_len * settings.batch_size / settings.cp_size
     of_attention = tokens * model.heads * (item * model.output_dim + 4)  # with its LSE
     leaving = item * tokens * model.hidden
+    of_run = item * tokens * min(model.hidden, model.ffn) / settings.mlp_tiles
     leaving += leaving if checkpoint.offload == "inputs" else checkpoint.tail * of_attention
 
     def held(moment: str) -> float:
         before = moment in ("LM head", "backward of the last layer") or moment.endswith(" kept whole")
         found = leaving if left_late and before else 0.0
-        if copies and moment in ("LM head", "backward of the embedding"):
-            return found + of_table
-        return found + (of_layer if copies and moment.startswith("backward") else 0)
+        if in_groups and moment == "backward of the first layer":
+            found += (min(checkpoint.every, again) - 1) * checkpoint.tail * of_attention
+        if moment in ("LM head", "backward of the embedding"):
+            return found + of_table * copies
+        if moment.startswith("backward"):
+            found += of_layer * copies + of_run * in_tiles
+        return found
 
     moments = MemoryModel(settings).by_moment(memory_settings_of(settings))
     return max(nbytes + held(moment) for moment, nbytes in moments.items()) - max(moments.values())

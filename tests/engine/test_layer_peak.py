@@ -250,7 +250,8 @@ class OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(ctx.saved_tensors[0]), torch.empty_like(ctx.saved_tensors[1])
+        gate, up = ctx.saved_tensors  # once: what is on the host comes back each time
+        return torch.empty_like(gate), torch.empty_like(up)
 
 
 class Head(torch.autograd.Function):
@@ -316,10 +317,17 @@ def peaks_of(settings: TrialSettings) -> list[float]:
 
 PART = {"mlp": 0.22, "every": 0}
 LORA = Lora(rank=2, alpha=4, targets=("q", "k", "v", "output", "gate", "up", "down"))
+LORA_WITHOUT_GATE = dataclasses.replace(LORA, targets=("q", "k", "v", "output", "up", "down"))
 BACKWARDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"mlp": 1.0, "every": 0}, {"mlp_tiles": 1}),
     ({"mlp": 0.0, "every": 0}, {"mlp_tiles": 1}),
+    ({"mlp": 0.0, "every": 0}, {"mlp_tiles": 2}),  # a run's tensors are gone before the next run's are formed
+    ({"mlp": 0.0, "every": 0}, {"mlp_tiles": 1, "ffn": 16}),
+    ({"mlp": 0.5, "every": 0, "host_layers": 2}, {"ffn": 16}),
     ({"mlp": 0.0, "every": 0}, {"mlp_tiles": 1, "gated": False}),
+    ({"mlp": 0.0, "every": 0}, {"mlp_tiles": 1, "gated": False, "lora": LORA_WITHOUT_GATE}),
+    ({"mlp": 1.0, "every": 0}, {"gated": False, "lora": LORA_WITHOUT_GATE}),
+    ({"mlp": 0.22, "every": 0, "host_layers": 2}, {"lora": LORA}),
     ({"mlp": 0.6, "every": 0}, {"mlp_tiles": 2, "gated": False}),
     ({"offload": "all"}, {"gated": False}),
     (PART, {}),
@@ -345,16 +353,20 @@ def test_a_backward_holds_what_the_planner_counts(
     settings = trial(Checkpoint(**of_checkpoint), 8, kv_heads=1, ffn=changes.pop("ffn"))
     shape = dataclasses.replace(settings.model, layers=4, gated=changes.pop("gated", True))
     settings = dataclasses.replace(settings, seq_len=8 * TOKENS, model=shape, **changes)
+    within = 0.45 if settings.checkpoint.every else 0.3  # hidden states
     model, choice = MemoryModel(settings), memory_settings_of(settings)
     model._sums = 0.0  # a kernel's own, not made here
     held, layers = model._by_offload[False], settings.model.layers
     counted = {name: nbytes - model._always(choice) for name, nbytes in model.by_moment(choice).items()}
-    # Emptied by the engine that this test does not run: parameters of two layers, and gradients of those after.
-    peaks = peaks_of(settings)
-    for name, place in (("last", layers - 1), ("second", 1), ("first", 0)):
-        if (nbytes := counted.get(f"backward of the {name} layer")) is not None:
-            nbytes -= (held.gathered if place else held.gathered_first) + model._gradients(place, choice)
-            assert peaks[layers - 1 - place] == pytest.approx(nbytes / model._state, abs=0.45), name
+    # Neither the parameters of two layers, nor the gradients of those after, are among the live tensors.
+    peaks, names, found = peaks_of(settings), {0: "first", 1: "second", layers - 1: "last"}, {}
+    for place in range(layers):
+        moments = {f"backward of layer {place + 1}", f"backward of the {names.get(place)} layer"} & counted.keys()
+        if moments:
+            nbytes = max(map(counted.__getitem__, moments)) - model._gradients(place, choice)
+            found[place] = (nbytes - (held.gathered if place else held.gathered_first)) / model._state
+            assert peaks[layers - 1 - place] < found[place] + within, place
+    assert max(peaks) == pytest.approx(max(found.values()), abs=within)
 
 
 def test_the_sums_of_a_kernel_are_those_of_the_heads_that_it_takes_at_once() -> None:

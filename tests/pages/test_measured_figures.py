@@ -98,7 +98,7 @@ _NOT_MEASURED = {
         "the predicted step is 1% longer", "65% of the optimizer and gradients on the host", "starts at 40 GiB",
         "use 90% of its share", "is then predicted 0.4% slower", "only asked about (`--hardware`), 230 GiB",
         "they would take 63 GiB", "tiles of about 1 GiB",
-        "predicted within 3%, and reserved memory within 10%", "took up to 18% more than predicted",
+        "predicted within 3%, and reserved within 10%", "took up to 18% more than predicted",
         "changes each product by 3% to 6% of its norm", "an error of 36%, and a factor of 4.5%; in bf16 5% and 1%",
     ],
     "docs/baselines.md": ["ran out of 125 GiB of host memory"],

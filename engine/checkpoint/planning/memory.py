@@ -2,7 +2,8 @@
 
 The sum of the engine's tensors (docs/memory.md) at the moments that may be the fullest: in the LM head, with all saved
 tensors and no gradients; then in the backward of the first, the second and the last layer of each kind, those kept
-whole and those computed again, with the saved tensors of the layers before and the gradients of the layers after.
+whole and those computed again, and of layers in groups or beside layers on the host, with the saved tensors of the
+layers before and the gradients of the layers after.
 Layers with attention and linear layers are kinds of their own.
 
 torch's allocator keeps memory by stream. Gradients have memory of the computation's stream, also where FSDP2 reduces
@@ -12,9 +13,9 @@ Where one rank keeps its parameters whole there are copies of all parameters ins
 Chunks that arrive by copy engine have memory of their own, held throughout (`receive_slot_bytes`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
-Against the training records of today's engine allocated is within 3%, and reserved within 10%, but where parameters
-were sharded before 26 November 2026: gradients had memory of their own there. Since then one GPU alone has been
-measured. tests/engine/checkpoint/test_planning_memory.py keeps that.
+Against the training records that are judged (`harness.plan.own_records`) allocated is within 3%, and reserved within
+10%, but where parameters were sharded before 26 November 2026: gradients had memory of their own there. Since then one
+GPU alone has been measured. tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ class _OfParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Hosted:
+    """Moments in host memory."""
+
+    fraction: float  # of all elements
+    wait: bool  # whether updates of the step before run in forward
+    layers: tuple[int, ...]  # that have such a matrix
+    head: bool  # whether the LM head has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Mixer:
     """Bytes of a linear layer before its MLP, with the kernels of flash-linear-attention; 0 where there is none. A
     count by the tensors' sizes; no run on several GPUs has checked what ranks exchange."""
@@ -212,8 +223,6 @@ class MemoryModel:
         self._layers, self._shape, self._fused = shape.layers, shape, settings.lm_head_fusion
         self._item, self._tokens = item, tokens
         self._gates = 2 if shape.gated else 1
-        # Of a run that an MLP's backward computes again. A gated one's gradients take the place of its products.
-        self._widths = 3 if shape.gated else 4
         self._by_autograd = _TORCH_MLP[self._gates] if shape.plain_mlp else _AUTOGRAD_MLP * self._gates
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
@@ -241,6 +250,8 @@ class MemoryModel:
         self._frozen = 0.0
         self._adapted = frozenset(() if lora is None else lora.targets)
         self._between = 0.0 if lora is None else item * tokens * lora.rank  # what an adapter's A gives its B
+        if shape.plain_mlp and not shape.gated and "down" in self._adapted:
+            self._by_autograd += 1  # the product, which its adapter needs beside its gradient
         if lora is not None:
             self._frozen, learns = item * shape.parameters / shards, 0
             trained = gradient = adapter_parameters(shape, lora)
@@ -306,6 +317,18 @@ class MemoryModel:
             matrix = shape.hidden * shape.ffn
             self._casts, self._cast_sum = (1.0 + 2 * self._gates) * matrix, float(wide * matrix)
             self._casts_of_run, self._numbers = 2 * tokens * shape.hidden, tokens * shape.ffn
+        # A run of all tokens in the backward of an MLP written by hand: widths, the normed states, and their gradient,
+        # for which in bf16 one width is gone.
+        spared = 0.0 if self._casts else min(self._state, self._mlp_state)
+        self._of_run = (1 + self._gates) * self._mlp_state + 2 * self._state - spared
+        # What an MLP saves of tokens whose products are kept, were they all.
+        self._saved_products = self._between * len(self._adapted & set(MLP))
+        if shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
+            self._saved_products += (self._gates + ("down" in self._adapted)) * self._mlp_state
+            self._saved_products += self._state if self._adapted & {"gate", "up"} else 0.0
+        else:
+            # torch's: products before and after activation and multiplication, normed input, branch before its norm.
+            self._saved_products += 2 * self._gates * self._mlp_state + 2 * self._state
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -313,8 +336,10 @@ class MemoryModel:
             queries = 0 if shape.kv_latent else 2 * (self._query + self._output)  # a latent is sent in backward too
             self._received = used * (queries + (6 if shape.kv_latent else 2) * self._keys)
         self._process = _PROCESS + (_LINEAR_KERNELS if on_gpu and any(shape.linear_layers) else 0)
+        self._plain_mlp = settings.plain_mlp
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
         self._slots: dict[str, int] = {}  # by one of `_CALLS`
+        self._by_fraction: dict[bool | float, _Hosted] = {}  # by `optimizer_offload`
 
     @property
     def alike(self) -> bool:
@@ -354,7 +379,7 @@ class MemoryModel:
 
     def updates_wait(self, choice: MemorySettings) -> bool:
         """Whether updates of the step before run in forward, which holds gradients until then."""
-        return late_fraction(self._settings, choice.optimizer_offload) > 0
+        return self._hosted(choice).wait
 
     def at_head(self, choice: MemorySettings) -> RankMemory:
         """No more than `of(choice, least=True)`, and never less with more layers kept whole: the moment of the LM head
@@ -402,7 +427,16 @@ class MemoryModel:
 
     def _away(self, choice: MemorySettings) -> float:
         """Of the optimizer's states the part in host memory."""
-        return hosted_fraction(self._settings, choice.optimizer_offload)
+        return self._hosted(choice).fraction
+
+    def _hosted(self, choice: MemorySettings) -> _Hosted:
+        offload = choice.optimizer_offload
+        if offload not in self._by_fraction:
+            layers, head = parts_hosted(self._settings, offload)
+            wait = late_fraction(self._settings, offload) > 0
+            found = _Hosted(fraction=hosted_fraction(self._settings, offload), wait=wait, layers=layers, head=head)
+            self._by_fraction[offload] = found
+        return self._by_fraction[offload]
 
     def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""
@@ -473,10 +507,9 @@ class MemoryModel:
             for which, place in ends.items():
                 told = again in (0, layers) or place == (layers - 1 if which == "last" else 0)
                 named.append((place, f"backward of the {which} {kind.words}{'' if told else part}"))
-            if not is_whole and checkpoint.every > 1:  # the last ones of their groups, but for the last group
-                of_groups = {checkpoint.every - 1, (again - 1) // checkpoint.every * checkpoint.every - 1} - {-1}
-                others = (place for place in sorted(of_groups) if place < again and place not in ends.values())
-                named += [(place, f"backward of layer {place + 1}") for place in kind.among(tuple(others))]
+            if not is_whole:
+                others = kind.among(self._in_groups(checkpoint, again))
+                named += [(place, f"backward of layer {place + 1}") for place in others if place not in ends.values()]
             beside = coming if choice.head_groups == 1 or kind.linear else 0.0
             for place, name in named:
                 if is_whole:
@@ -519,6 +552,19 @@ class MemoryModel:
             ("optimizer", 0.0, self._on_device(self._parameters, choice) + self._buffers(choice)),
         ]
 
+    def _in_groups(self, checkpoint: Checkpoint, again: int) -> tuple[int, ...]:
+        """Places of layers that are computed again, of which one may be the fullest for what its group holds. Where
+        layers are alike, that and gradients change from group to group by as much each time, and within one too, but
+        for inputs that `bisect` keeps on the device."""
+        every = checkpoint.every
+        if every < 2 or not self.alike:
+            return tuple(range(again)) if every > 1 else ()
+        starts = {0, max(0, again // every - 1) * every, (again - 1) // every * every}
+        groups = [range(start, min(start + every, again)) for start in sorted(starts) if start < again]
+        if checkpoint.replay == "bisect" and checkpoint.offload == "none":
+            return tuple(dict.fromkeys(itertools.chain(*groups)))
+        return tuple(dict.fromkeys(place for group in groups for place in (group[0], group[-1])))
+
     def _gradients(self, layer: int, choice: MemorySettings) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
         later = self._layers - 1 - layer
@@ -537,11 +583,11 @@ class MemoryModel:
     def _waiting_in_forward(self, layer: int, choice: MemorySettings) -> float:
         """Gradients that updates still read when the forward of `layer` begins, counted from 0, at most: those of parts
         after the next layer with moments in host memory; and the buffers of updates (`engine.memory.moments`)."""
-        if layer + 1 == self._layers or not self.updates_wait(choice):
+        hosted = self._hosted(choice)
+        if layer + 1 == self._layers or not hosted.wait:
             return 0.0
-        layers, head = parts_hosted(self._settings, choice.optimizer_offload)
-        later = len(layers) - bisect_left(layers, layer + 2)
-        gradients = self._head_gradient * head + later * self._layer_gradient
+        later = len(hosted.layers) - bisect_left(hosted.layers, layer + 2)
+        gradients = self._head_gradient * hosted.head + later * self._layer_gradient
         return (0.0 if choice.gradient_offload else gradients) + self._buffers(choice)
 
     def _buffers(self, choice: MemorySettings) -> float:
@@ -578,17 +624,7 @@ class MemoryModel:
 
     def _saved_mlp(self, choice: MemorySettings, kind: _Kind) -> float:
         """Of it, the MLP's."""
-        return self._state + choice.checkpoint.mlp * self._saved_products() if kind.mlp else 0.0
-
-    def _saved_products(self) -> float:
-        """What it saves of tokens whose products are kept, were they all."""
-        adapted = self._adapted
-        saved = self._between * len(adapted & set(MLP))
-        if self._shape.plain_mlp:  # of frozen matrices also what adapters take: the normed input, and the product
-            inputs = self._state if adapted & {"gate", "up"} else 0.0
-            return saved + (self._gates + ("down" in adapted)) * self._mlp_state + inputs
-        # torch's: products before and after activation and multiplication, normed input, the branch before its norm.
-        return saved + 2 * self._gates * self._mlp_state + 2 * self._state
+        return self._state + choice.checkpoint.mlp * self._saved_products if kind.mlp else 0.0
 
     def _saved_attention(self, choice: MemorySettings) -> float:
         """Of it, queries, keys, values and attention's results, and what their projections save."""
@@ -655,7 +691,7 @@ class MemoryModel:
         run = 1 / tiles
         again, saved = min(run, 1 - mlp), min(run, mlp)
         sums = mlp_sums + self._cast_sum if tiles > 1 or 0 < mlp < 1 else 0.0
-        if not self._settings.plain_mlp:
+        if not self._plain_mlp:
             # The saved part goes first, as a whole, and is gone then. The product goes before its gradients come.
             products = 2 if "down" in self._adapted else 1 + self._gates
             of_saved = self._state + products * mlp * self._mlp_state
@@ -663,18 +699,15 @@ class MemoryModel:
                 return self._state if least else of_saved + sums
             # The gradient of what both parts were given is as long as all tokens.
             joined = (1 - mlp) * self._state if mlp else 0.0
-            of_run = self._by_autograd * again * self._mlp_state - mlp * self._saved_products()
+            of_run = self._by_autograd * again * self._mlp_state - mlp * self._saved_products
             return sums + max(of_saved, 2 * (1 + again) * self._state + joined + of_run)
         if least:
             return 2 * self._state
-        # Of saved products three widths, too: in a gated MLP their product takes the place of its gradient.
+        # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products as
+        # much: what they give takes the place of its gradient, or in an MLP without gate the products' gradient does.
         longest = max(again, saved)
-        held = max(self._widths * again, 3 * saved) * self._mlp_state
-        held += max(5 * again, saved) * self._numbers
-        held += self._casts + self._casts_of_run * longest
-        # The normed states, and their gradient when the product is gone.
-        spared = 0.0 if self._casts else min(self._state, self._mlp_state)
-        return 2 * (1 + longest) * self._state - longest * spared + held + sums
+        held = max(5 * again, saved) * self._numbers + self._casts + self._casts_of_run * longest
+        return 2 * self._state + longest * self._of_run + held + sums
 
     def _in_mixer(self, choice: MemorySettings, kind: _Kind) -> float:
         """The backward of attention in all heads at once, gradients of out, q, k, v and the residual; or of a linear
@@ -697,18 +730,19 @@ class MemoryModel:
         on_device, copied = checkpoint.offload == "none", checkpoint.tail < 1 or checkpoint.offload == "all"
         if checkpoint.replay == "hold":
             inputs = (earlier + (not on_device)) * self._state
-            inputs += earlier * copied * (self._output + self._lse)
+            attending = self._attention_of(place) - self._attention_of(place - earlier)
+            inputs += attending * copied * (self._output + self._lse)
         else:
             between = kept_at_once(checkpoint, earlier + 1) if on_device else 0
             inputs = (between + (earlier > 0 or not on_device)) * self._state
         if self._shape.norms != "before":
             inputs += 2 * self._state  # the branches before their norms
-        if not self._settings.plain_mlp:
+        if not self._plain_mlp:
             mlp = self._by_autograd * self._mlp_state / choice.mlp_tiles
             mlp += mlp_sums if choice.mlp_tiles > 1 else 0.0
         elif choice.mlp_tiles > 1 or self._casts:
-            of_all = self._widths * self._mlp_state + self._casts_of_run + 5 * self._numbers
-            mlp = (of_all + 2 * self._state) / choice.mlp_tiles + self._casts
+            of_all = self._of_run + self._casts_of_run + 5 * self._numbers
+            mlp = of_all / choice.mlp_tiles + self._casts
             mlp += (mlp_sums + self._cast_sum) if choice.mlp_tiles > 1 else 0.0
         else:
             mlp = _TORCH_MLP[self._gates] * self._mlp_state

@@ -33,7 +33,7 @@ from engine.lm_head.loss_kernel import forms_tiles
 from engine.measurement import Forecast
 from engine.settings import Checkpoint, Offload, Replay, TrialSettings, hosted_fraction
 
-# Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
+# Error of the memory model, which every plan leaves room for. Of records it is smaller (docs/plan.md).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.10
 NOTHING_FITS = "nothing fits"  # the words of such a plan begin so
 

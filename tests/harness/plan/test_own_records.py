@@ -117,6 +117,34 @@ def test_of_records_of_adapters_whose_gradients_were_copied_memory_alone_is_judg
     assert found_now == {"before": "memory", "after": "yes"}
 
 
+def test_of_records_whose_forward_held_more_memory_is_not_judged(tmp_path, monkeypatch):
+    found = next(row.record for row in of_today() if row.judged and not row.as_allocated)
+    for name, start in (("early", "09:00"), ("late", "12:00"), ("after", "19:04")):
+        folder = tmp_path / "h200x1" / "same_run" / "trials" / name
+        folder.mkdir(parents=True)
+        left = stored_named(found).data | {"trial_id": name, "started_at": f"2026-11-28T{start}:00+00:00"}
+        (folder / "record.json").write_text(json.dumps(left), encoding="utf-8")
+    monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
+    found_now = {Path(row.record).name: row.judged_in_words for row in compared_records()}
+    assert found_now == {"early": "no", "late": "time", "after": "yes"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "hybrids_512k/train-burst-s524288-cp1-c0e60fff",  # tensors that left late
+        "frontier_8b_lora/train-burst-s262144-cp1-b79261ec",  # two inputs of layers
+        "frontier_8b_1m_four_layers/train-burst-s1048576-cp1-2ea06993",  # attention's results of a group, and a run
+    ],
+)
+def test_what_earlier_engines_held_besides_is_added_to_their_records(record: str) -> None:
+    row = next(row for row in of_today() if row.record == f"h200x1/{record}")
+    more = held_then(row.settings, stored_named(row.record).data["started_at"]) / GIB
+    assert abs(row.error("allocated")) < 0.02
+    assert (row.allocated[1] - more) / row.allocated[0] - 1 < -0.03
+    assert held_then(row.settings, "2026-12-01") == 0
+
+
 def test_the_committed_table_is_what_the_prediction_gives_today() -> None:
     with TABLE_FILE.open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == table_rows()

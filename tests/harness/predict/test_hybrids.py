@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.checkpoint.counts import layers_run_again
-from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory import MemoryModel, memory_of
+from engine.checkpoint.planning.memory_settings import memory_settings_of
 from engine.checkpoint.recompute import set_activations
 from engine.initialise import initialise
 from engine.method import method_unsupported_reason
@@ -100,9 +101,8 @@ def test_products_that_backward_repeats_are_those_that_run(pattern: str) -> None
 
 def test_an_mlp_is_planned_and_predicted_in_the_layers_that_have_one() -> None:
     tokens, model = TRIAL.seq_len // 4, NEMOTRON
-    none, all_kept = (
-        memory_of(replace(TRIAL, model=model, checkpoint=Checkpoint(every=0, mlp=mlp))).allocated for mlp in (0.0, 1.0)
-    )
+    kept = [replace(TRIAL, model=model, checkpoint=Checkpoint(every=0, mlp=mlp)) for mlp in (0.0, 1.0)]
+    none, all_kept = (MemoryModel(each).by_moment(memory_settings_of(each))["LM head"] for each in kept)
     assert all_kept - none == pytest.approx(24 * 2 * tokens * (2 * model.ffn + 2 * model.hidden), rel=0.02)
     whole = replace(TRIAL, checkpoint=Checkpoint(every=0))
     grown = {}  # what an MLP twice as wide adds
